@@ -1,0 +1,228 @@
+"""The file tree an agent works in, as one value.
+
+``Paths()`` is the tree of a BOSH machine; ``Paths(DIR)`` moves all of it below ``DIR``, which then stands for
+``/var/vcap`` itself, and nothing outside ``DIR`` is written: what would be in ``/etc`` goes to ``DIR/etc``.
+Names and places are those of the Go agent (settings/directories/directories_provider.go).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+VCAP = Path("/var/vcap")
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Every path the agent knows; properties only, no disk access."""
+
+    base: Path = VCAP
+
+    @property
+    def is_system(self) -> bool:
+        """True for the real tree: only then files outside ``base`` (``/etc``) are the agent's business."""
+        return self.base == VCAP
+
+    @property
+    def etc(self) -> Path:
+        return Path("/etc") if self.is_system else self.base / "etc"
+
+    @property
+    def system_log(self) -> Path:
+        """Where ``bosh logs --system`` looks."""
+        return Path("/var/log") if self.is_system else self.base / "var/log"
+
+    @property
+    def shared_owner(self) -> str | None:
+        """Whose are the directories that jobs may read: ``root:vcap``; below another base they stay their maker's."""
+        return "root:vcap" if self.is_system else None
+
+    # --- bosh: the agent's own state -------------------------------------------------------------------------------
+
+    @property
+    def bosh(self) -> Path:
+        return self.base / "bosh"
+
+    @property
+    def bosh_etc(self) -> Path:
+        return self.bosh / "etc"
+
+    @property
+    def bosh_bin(self) -> Path:
+        return self.bosh / "bin"
+
+    @property
+    def agent_log(self) -> Path:
+        """Where ``bosh logs --agent`` looks."""
+        return self.bosh / "log"
+
+    @property
+    def settings_cache(self) -> Path:
+        return self.bosh / "settings.json"
+
+    @property
+    def update_settings(self) -> Path:
+        return self.bosh / "update_settings.json"
+
+    @property
+    def spec(self) -> Path:
+        return self.bosh / "spec.json"
+
+    @property
+    def tasks(self) -> Path:
+        return self.bosh / "tasks.json"
+
+    @property
+    def disk_hints(self) -> Path:
+        return self.bosh / "persistent_disk_hints.json"
+
+    @property
+    def stamp(self) -> Path:
+        """Says whose this root file system is, and which copy of its state belongs to it."""
+        return self.bosh / "agent_shim.json"
+
+    @property
+    def given_up(self) -> Path:
+        """Holds the id of an agent that the Director has shut down."""
+        return self.bosh / "shut_down"
+
+    @property
+    def managed_disk(self) -> Path:
+        return self.bosh / "managed_disk_settings.json"
+
+    # --- data: the ephemeral disk -----------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Path:
+        return self.base / "data"
+
+    @property
+    def data_jobs(self) -> Path:
+        """Installed job bundles: ``data/jobs/<job>/<sha1>``."""
+        return self.data / "jobs"
+
+    @property
+    def data_packages(self) -> Path:
+        """Installed package bundles: ``data/packages/<package>/<sha1>``."""
+        return self.data / "packages"
+
+    @property
+    def blobs(self) -> Path:
+        return self.data / "blobs"
+
+    @property
+    def sensitive_blobs(self) -> Path:
+        """Blobs that came over the bus by ``upload_blob``."""
+        return self.data / "sensitive_blobs"
+
+    @property
+    def tmp(self) -> Path:
+        return self.data / "tmp"
+
+    @property
+    def outcomes(self) -> Path:
+        """What tasks returned that is too large to be kept in memory."""
+        return self.tmp / "outcomes"
+
+    @property
+    def bundled_logs(self) -> Path:
+        """Archives of logs that wait to be fetched by ssh."""
+        return self.tmp / "logs"
+
+    @property
+    def compile(self) -> Path:
+        return self.data / "compile"
+
+    @property
+    def dynamic_disks(self) -> Path:
+        return self.data / "dynamic_disks"
+
+    @property
+    def mirror(self) -> Path:
+        """What survives a reset of the root file system: the copy of ``bosh``, and what the supervisor knows."""
+        return self.data / "bosh"
+
+    @property
+    def supervisor_state(self) -> Path:
+        return self.mirror / "supervisor.json"
+
+    @property
+    def data_sys(self) -> Path:
+        return self.data / "sys"
+
+    @property
+    def log(self) -> Path:
+        return self.data_sys / "log"
+
+    @property
+    def run(self) -> Path:
+        return self.data_sys / "run"
+
+    @property
+    def shim_run(self) -> Path:
+        """Our own run-time files: control socket, supervisor state, captured output."""
+        return self.run / "agent_shim"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.shim_run / "control.sock"
+
+    # --- what jobs see ----------------------------------------------------------------------------------------------
+
+    @property
+    def sys(self) -> Path:
+        """A link to ``data/sys``."""
+        return self.base / "sys"
+
+    @property
+    def jobs(self) -> Path:
+        return self.base / "jobs"
+
+    @property
+    def packages(self) -> Path:
+        return self.base / "packages"
+
+    @property
+    def store(self) -> Path:
+        return self.base / "store"
+
+    @property
+    def store_migration_target(self) -> Path:
+        return self.base / "store_migration_target"
+
+    @property
+    def monit(self) -> Path:
+        return self.base / "monit"
+
+    @property
+    def monit_job(self) -> Path:
+        return self.monit / "job"
+
+    @property
+    def stopped_marker(self) -> Path:
+        return self.monit / "stopped"
+
+    @property
+    def monit_user(self) -> Path:
+        return self.monit / "monit.user"
+
+    @property
+    def instance(self) -> Path:
+        return self.base / "instance"
+
+    @property
+    def health(self) -> Path:
+        return self.instance / "health.json"
+
+    @property
+    def dns_records(self) -> Path:
+        return self.instance / "dns" / "records.json"
+
+    @property
+    def instance_disks(self) -> Path:
+        return self.instance / "disks"
+
+    @property
+    def ssh_home(self) -> Path:
+        return self.base / "bosh_ssh"

@@ -1,0 +1,309 @@
+"""agent.json and the settings a CPI writes: shapes, precedence, clear errors. Pure.
+
+Field names and precedence are those of the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
+Keys nobody uses here are ignored; nulls count as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from agent_shim import wire
+from agent_shim.errors import ConfigError, SettingsError
+
+T = TypeVar("T")
+
+WARDEN_SETTINGS: Final = Path("/var/vcap/bosh/warden-cpi-agent-env.json")
+"""Where container CPIs put the settings when agent.json names no file."""
+
+
+# --- agent.json -----------------------------------------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, frozen=True, rename="pascal"):
+    """One element of ``Infrastructure.Settings.Sources``; only ``File`` means something in a container."""
+
+    type: str
+    settings_path: str = ""
+
+
+class Sources(msgspec.Struct, frozen=True, rename="pascal"):
+    sources: list[Source] = []
+
+
+class Infrastructure(msgspec.Struct, frozen=True, rename="pascal"):
+    settings: Sources = Sources()
+
+
+class SshOptions(msgspec.Struct, frozen=True):
+    """The ssh server that the agent starts where there is none."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 22
+
+
+class BpmOptions(msgspec.Struct, frozen=True):
+    """How processes of bpm.yml are run; ``strict`` starts none that asks for what the container cannot give."""
+
+    strict: bool = False
+
+
+class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
+    """Our own options, under the key ``AgentShim``, which the Go agent ignores."""
+
+    http: str = "0.0.0.0:9190"
+    """``ADDR:PORT`` of metrics and probes, or ``off``."""
+    log_format: str = ""
+    log_level: str = "info"
+    grace: float = 30.0
+    """Seconds that the orderly stop of all jobs may take: the pod's terminationGracePeriodSeconds."""
+    spec: str = ""
+    """A directory with rendered jobs and packages to be deployed without a Director."""
+    bpm: BpmOptions = BpmOptions()
+    ssh: SshOptions = SshOptions()
+
+
+class AgentConfig(msgspec.Struct, frozen=True):
+    """agent.json: the ``Platform`` part configures disks and networks of machines and is not for containers."""
+
+    infrastructure: Infrastructure = msgspec.field(default=Infrastructure(), name="Infrastructure")
+    shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
+
+    @property
+    def settings_files(self) -> list[Path]:
+        """The files that may hold the settings, in order; the path of container CPIs if none is named."""
+        named = [
+            Path(source.settings_path)
+            for source in self.infrastructure.settings.sources
+            if source.type == "File" and source.settings_path
+        ]
+        return named or [WARDEN_SETTINGS]
+
+
+def parse_config(raw: bytes, *, origin: str) -> AgentConfig:
+    """Read agent.json; ``origin`` names it in errors."""
+    try:
+        document = msgspec.json.decode(raw)
+        return wire.convert(document, AgentConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+class Cert(msgspec.Struct, frozen=True):
+    """A client certificate with its key and the CA of the bus, all PEM."""
+
+    ca: str = ""
+    certificate: str = ""
+    private_key: str = ""
+
+
+class MbusSettings(msgspec.Struct, frozen=True):
+    cert: Cert = Cert()
+    urls: list[str] = []
+
+
+class Blobstore(msgspec.Struct, frozen=True):
+    """Which blobstore, and its options as the Director's blobstore clients know them."""
+
+    provider: str = "dummy"
+    options: dict[str, Any] = {}
+
+
+class TmpfsDir(msgspec.Struct, frozen=True):
+    tmpfs: bool = False
+    tmpfs_size: str = ""
+
+    def size(self, default: str) -> str:
+        """As mount(8) takes it; what is no size is not passed on."""
+        return self.tmpfs_size if re.fullmatch(r"[0-9]+[kmgKMG%]?", self.tmpfs_size) else default
+
+
+class BoshEnv(msgspec.Struct, frozen=True):
+    """``env.bosh``: what the Director and the manifest say to the agent."""
+
+    mbus: MbusSettings = MbusSettings()
+    blobstores: list[Blobstore] = []
+    ntp: list[str] | None = None
+    password: str = ""
+    keep_root_password: bool = False
+    authorized_keys: list[str] = []
+    parallel: int = 5
+    job_dir: TmpfsDir = TmpfsDir()
+    run_dir: TmpfsDir = TmpfsDir()
+
+
+class Env(msgspec.Struct, frozen=True):
+    bosh: BoshEnv = BoshEnv()
+    persistent_disk_fs: str = ""
+    persistent_disk_mount_options: list[str] = []
+    persistent_disk_partitioner: str = ""
+
+
+class Network(msgspec.Struct, frozen=True):
+    """One network of the settings (settings/settings.go)."""
+
+    type: str = ""
+    ip: str = ""
+    netmask: str = ""
+    gateway: str = ""
+    prefix: str = ""
+    default: list[str] = []
+    dns: list[str] = []
+    use_dhcp: bool = False
+    resolved: bool = False
+    preconfigured: bool = False
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True when the address comes from the machine and not from the settings."""
+        if self.type == "vip":
+            return False
+        return self.type == "dynamic" or self.use_dhcp or self.resolved or not (self.ip and self.netmask)
+
+
+class Disks(msgspec.Struct, frozen=True):
+    system: Any = None
+    ephemeral: Any = None
+    persistent: dict[str, Any] = {}
+
+
+class Vm(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The settings document of a CPI."""
+
+    agent_id: str
+    vm: Vm = Vm()
+    mbus: str = ""
+    blobstore: Blobstore = Blobstore()
+    ntp: list[str] = []
+    networks: dict[str, Network] = {}
+    disks: Disks = Disks()
+    env: Env = Env()
+
+
+class DiskAssociation(msgspec.Struct, frozen=True):
+    name: str
+    cid: str
+
+
+class UpdateSettings(msgspec.Struct, frozen=True):
+    """What ``update_settings`` brought (settings/update_settings.go); all members stand in the stored file."""
+
+    blobstores: list[Blobstore] | None = None
+    disk_associations: list[DiskAssociation] = []
+    mbus: MbusSettings = MbusSettings()
+    trusted_certs: str = ""
+
+    def merged(self, news: UpdateSettings) -> UpdateSettings:
+        """Certificates and associations are always replaced; bus and blobstores only when given."""
+        return UpdateSettings(
+            blobstores=self.blobstores if news.blobstores is None else news.blobstores,
+            disk_associations=news.disk_associations,
+            mbus=self.mbus if news.mbus == MbusSettings() else news.mbus,
+            trusted_certs=news.trusted_certs,
+        )
+
+
+def parse(raw: bytes, *, origin: str) -> Settings:
+    """Read and check a settings document; ``origin`` names it in errors, which name the JSON path."""
+    settings = _decoded(raw, Settings, origin)
+    if not settings.agent_id:
+        raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is empty")
+    if any(character in settings.agent_id for character in ".*> \t\r\n/"):
+        raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is no single word of a bus subject")
+    return settings
+
+
+def parse_update(raw: bytes, *, origin: str) -> UpdateSettings:
+    """Read update_settings.json."""
+    return _decoded(raw, UpdateSettings, origin)
+
+
+def _decoded(raw: bytes, wanted: type[T], origin: str) -> T:
+    if not raw.strip():
+        raise SettingsError(f"cannot read settings from {origin}: the file is empty")
+    try:
+        return wire.convert(msgspec.json.decode(raw), wanted)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"cannot read settings from {origin}: {exc}") from exc
+
+
+# --- what follows from both -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mbus:
+    """Addresses and credentials of the message bus."""
+
+    urls: tuple[str, ...]
+    ca: str
+    certificate: str
+    private_key: str
+
+    @property
+    def scheme(self) -> str:
+        """``nats``, ``https`` or "" when there is no bus: chosen by the first address (mbus/handler_provider.go)."""
+        return self.urls[0].partition("://")[0] if self.urls else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The settings of the CPI with ``update_settings`` on top: what the rest of the program asks."""
+
+    source: Settings
+    update: UpdateSettings
+
+    @property
+    def agent_id(self) -> str:
+        return self.source.agent_id
+
+    @property
+    def mbus(self) -> Mbus:
+        """URLs: update_settings, then ``env.bosh.mbus.urls``, then ``mbus``; certificates: by a non-empty CA."""
+        env = self.source.env.bosh.mbus
+        urls = self.update.mbus.urls or env.urls or ([self.source.mbus] if self.source.mbus else [])
+        cert = self.update.mbus.cert if self.update.mbus.cert.ca else env.cert
+        return Mbus(tuple(urls), cert.ca, cert.certificate, cert.private_key)
+
+    def other_mbus(self, refused: Mbus) -> Mbus:
+        """What else may be tried when these do not lead to the bus: those of the CPI, else the present ones.
+
+        A restart between a rotation and its end, or a CPI that made the container anew, can leave either pair stale.
+        """
+        return Effective(self.source, UpdateSettings()).mbus if refused == self.mbus else self.mbus
+
+    @property
+    def blobstore(self) -> Blobstore:
+        """Only the first of a list counts, as in the Go agent."""
+        for stores in (self.update.blobstores, self.source.env.bosh.blobstores):
+            if stores:
+                return stores[0]
+        return self.source.blobstore
+
+    @property
+    def ntp(self) -> list[str]:
+        listed = self.source.env.bosh.ntp
+        return self.source.ntp if listed is None else listed
+
+    @property
+    def name_servers(self) -> list[str]:
+        """Those of the network that is the default for DNS, else of the only one (settings/settings.go)."""
+        networks = list(self.source.networks.values())
+        if len(networks) > 1:
+            networks = [network for network in networks if "dns" in network.default]
+        return [server for network in networks for server in network.dns]
+
+    @property
+    def networks(self) -> Mapping[str, Network]:
+        return self.source.networks
