@@ -1,0 +1,1 @@
+"""The only code that forks, mounts, sends signals and reads ``/proc``."""

@@ -1,0 +1,395 @@
+"""Tar archives: unpacking what may be hostile, packing what may change while it is read.
+
+Only worker processes import this module. Headers are read with :class:`tarfile.TarInfo`, everything else is done here:
+the interpreters of supported systems differ in what ``tarfile`` checks, and some loop for ever on a hostile archive.
+What is unpacked looks as after GNU tar run by root with ``--no-same-owner``, as the Go agent does it
+(bosh-utils fileutil/tarball_compressor.go): modes and times kept, all owned by whoever unpacks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
+
+from isal import igzip, isal_zlib
+
+from agent_shim.errors import ArchiveError
+from agent_shim.host import files
+
+CHUNK: Final = files.CHUNK
+BLOCK: Final = tarfile.BLOCKSIZE
+
+GZIP: Final = b"\x1f\x8b"
+
+REGULAR: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
+LONG_NAMES: Final = frozenset({tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK})
+PAX: Final = frozenset({tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE})
+LABEL: Final = b"V"
+"""GNU's volume label: a name and nothing else."""
+
+MOST_EXTENSION: Final = 1024 * 1024
+"""Bytes of one extended header; real ones hold a path or two."""
+DEEPEST: Final = 256
+"""Parts of a path; what is deeper cannot be removed again by code that calls itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no honest archive reaches. Sizes in bytes, unpacked."""
+
+    members: int = 1_000_000
+    size: int = 20 * 1024**3
+    ratio: int = 200
+    """Unpacked to packed size; zeros reach a thousand."""
+    size_without_ratio: int = 1024**3
+    """Up to here the ratio does not matter."""
+
+    def room(self, packed: int) -> int:
+        """How much may come out of ``packed`` bytes."""
+        return min(self.size, max(self.size_without_ratio, packed * self.ratio))
+
+
+def is_gzip(source: BinaryIO) -> bool:
+    """True if a file begins as gzip does; its position is at the start afterwards."""
+    source.seek(0)
+    magic = source.read(len(GZIP))
+    source.seek(0)
+    return magic == GZIP
+
+
+GENEROUS: Final = Limits()
+
+_BROKEN: Final[tuple[type[Exception], ...]] = (
+    ArchiveError,
+    OSError,
+    EOFError,
+    isal_zlib.error,  # type: ignore[assignment]
+)
+
+
+def unpack(
+    source: BinaryIO, into: Path, *, subtree: str = "", outside_links: bool = False, limits: Limits = GENEROUS
+) -> None:
+    """Unpack all of ``source``, tar or gzipped tar, into the new directory ``into``.
+
+    With ``subtree`` the archive is one of rendered templates: it must be gzip, and only what lies in that directory of
+    it (``job/…`` or ``./job/…``) is unpacked, the directory itself becoming ``into``. ``outside_links`` lets symbolic
+    links point anywhere, as those of compiled packages do (``/var/vcap/packages/…``); nothing is ever written through
+    one. Raises ``ArchiveError``, and then nothing is left.
+    """
+    try:
+        into.mkdir(mode=0o700)
+    except OSError as exc:
+        raise ArchiveError(f"cannot make {into}: {exc.strerror}") from exc
+    try:
+        if subtree and not is_gzip(source):
+            raise ArchiveError("Detecting prefix of package files: the archive is not gzip")
+        try:
+            found = _unpack(source, into, _parts(subtree), outside_links, limits)
+        except _BROKEN as exc:
+            raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
+        if not found:  # the words of agent/tarpath/detector.go
+            raise ArchiveError(f"Detecting prefix of package files: no file with prefix '{subtree}' found")
+    except BaseException:
+        files.remove_tree(into)
+        raise
+
+
+def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, limits: Limits) -> bool:
+    """True if there was anything below ``wanted``."""
+    found = not wanted
+    room = limits.room(os.fstat(source.fileno()).st_size)
+    stream: _Source = source
+    if is_gzip(source):
+        stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
+    reader = _Reader(stream, limits.members, room)
+    fd = os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        tree = _Tree(fd, outside_links)
+        for member in reader.members():
+            parts = _parts(member.name)
+            is_below = len(parts) > len(wanted) or member.kind == tarfile.DIRTYPE or not wanted
+            if is_below and parts[: len(wanted)] == wanted:
+                found = True
+                _place(tree, reader, member, parts[len(wanted) :], wanted)
+        tree.finish()
+    finally:
+        os.close(fd)
+    return found
+
+
+def _place(tree: _Tree, reader: _Reader, member: _Member, parts: _Parts, wanted: _Parts) -> None:
+    try:
+        if member.kind == tarfile.DIRTYPE:
+            tree.directory(parts, member)
+        elif not parts:
+            raise ArchiveError("it would take the place of the directory itself")
+        elif member.kind in REGULAR:
+            tree.file(parts, member, reader.data())
+        elif member.kind == tarfile.SYMTYPE:
+            tree.link(parts, member)
+        elif member.kind == tarfile.LNKTYPE:
+            target = _parts(member.target)
+            if target[: len(wanted)] != wanted:
+                raise ArchiveError("its target is not unpacked")
+            tree.hard_link(parts, target[len(wanted) :])
+        else:
+            raise ArchiveError("it is neither file, directory nor link")
+    except (ArchiveError, OSError) as exc:
+        why = (exc.strerror or exc) if isinstance(exc, OSError) else exc
+        raise ArchiveError(f"{_told(member.name)}: {why}") from exc
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+_Parts = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A header with its extensions applied; times in nanoseconds since 1970."""
+
+    kind: bytes
+    name: str
+    target: str
+    mode: int
+    size: int
+    mtime: int
+
+
+class _Source(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class _Reader:
+    """The members of a tar stream, read forward only, each byte of it counted."""
+
+    def __init__(self, stream: _Source, members: int, room: int) -> None:
+        self._stream = stream
+        self._members = members
+        self._room = room
+        self._left = 0
+        """Data bytes of the current member that nobody has read yet."""
+        self._padding = 0
+
+    def members(self) -> Iterator[_Member]:
+        """Each member; what is not taken of its data before the next is skipped."""
+        defaults: dict[str, str] = {}
+        extended: dict[str, str] = {}
+        while (header := self._header()) is not None:
+            if header.type in LONG_NAMES:
+                name = "path" if header.type == tarfile.GNUTYPE_LONGNAME else "linkpath"
+                text = self._extension(header.size).partition(b"\0")[0]
+                extended[name] = os.fsdecode(text)
+            elif header.type in PAX:
+                records = _pax_records(self._extension(header.size))
+                (defaults if header.type == tarfile.XGLTYPE else extended).update(records)
+            elif header.type != LABEL:
+                member = _member(header, {**defaults, **extended})
+                extended = {}
+                self._begin(member.size)
+                yield member
+                for _ in self.data():
+                    pass
+
+    def data(self) -> Iterator[bytes]:
+        """What is left of the current member's data, in pieces."""
+        while self._left:
+            piece = self._stream.read(min(self._left, CHUNK))
+            if not piece:
+                raise ArchiveError("it ends in the middle of a file")
+            self._left -= len(piece)
+            yield piece
+        self._exactly(self._padding)
+        self._padding = 0
+
+    def _header(self) -> tarfile.TarInfo | None:
+        self._members -= 1
+        if self._members < 0:
+            raise ArchiveError("it has too many members")
+        block = self._stream.read(BLOCK)
+        while 0 < len(block) < BLOCK and (more := self._stream.read(BLOCK - len(block))):
+            block += more
+        if block in (b"", bytes(BLOCK)):  # one empty block is enough for GNU tar, too
+            return None
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as exc:
+            raise ArchiveError(f"{exc}") from exc
+        if header.size < 0:
+            raise ArchiveError(f"{_told(header.name)}: its size is negative")
+        return header
+
+    def _extension(self, size: int) -> bytes:
+        if size > MOST_EXTENSION:
+            raise ArchiveError("an extended header is too long")
+        self._begin(size)
+        return b"".join(self.data())
+
+    def _begin(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ArchiveError("it is too large when unpacked")
+        self._left = size
+        self._padding = -size % BLOCK
+
+    def _exactly(self, size: int) -> None:
+        while size:
+            piece = self._stream.read(size)
+            if not piece:
+                raise ArchiveError("it ends too early")
+            size -= len(piece)
+
+
+def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> _Member:
+    name = extended.get("path", header.name)
+    if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended):
+        raise ArchiveError(f"{_told(name)}: it is stored as a file with holes")
+    is_directory = header.type in REGULAR and name.endswith("/")
+    try:
+        size = int(extended.get("size", header.size)) if header.type in REGULAR and not is_directory else 0
+        # Nothing is younger than the seconds of 33 bits; a float would round whole seconds of today wrongly.
+        seconds, _, fraction = extended.get("mtime", str(header.mtime)).partition(".")
+        mtime = max(0, min(int(seconds), 2**33)) * 10**9 + int(f"{fraction:0<9.9}")
+    except ValueError as exc:
+        raise ArchiveError(f"{_told(name)}: {exc}") from exc
+    if size < 0:
+        raise ArchiveError(f"{_told(name)}: its size is negative")
+    kind = tarfile.DIRTYPE if is_directory else header.type
+    return _Member(kind, name, extended.get("linkpath", header.linkname), stat.S_IMODE(header.mode), size, mtime)
+
+
+_PAX_RECORD: Final = re.compile(rb"(\d{1,7}) ([^=\n]+)=")
+
+
+def _pax_records(data: bytes) -> dict[str, str]:
+    """``LENGTH KEY=VALUE\\n`` one after another, LENGTH counting all of it."""
+    records = {}
+    at = 0
+    while at < len(data) and data[at] != 0:
+        match = _PAX_RECORD.match(data, at)
+        end = at + int(match[1]) if match else at
+        if match is None or end <= match.end() or data[end - 1 : end] != b"\n":
+            raise ArchiveError("an extended header is broken")
+        records[os.fsdecode(match[2])] = os.fsdecode(data[match.end() : end - 1])
+        at = end
+    return records
+
+
+def _parts(name: str) -> _Parts:
+    """The steps of a path in an archive; refuses those that lead elsewhere or nowhere."""
+    parts = tuple(part for part in name.split("/") if part not in ("", "."))
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        raise ArchiveError(f"{_told(name)}: it does not lie below the archive")
+    if len(parts) > DEEPEST:
+        raise ArchiveError(f"{_told(name)}: it lies too deep")
+    return parts
+
+
+def _told(name: str) -> str:
+    """A name as an error may show it."""
+    return repr(name if len(name) <= 200 else f"{name[:200]}…")
+
+
+# --- placing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tree:
+    """What has been unpacked into the directory with descriptor ``fd``.
+
+    Symbolic links are made last: while there is none, no path can lead through one. Modes and times of directories come
+    after that: a read-only one must be filled first, and filling it changes its time.
+    """
+
+    fd: int
+    outside_links: bool
+    directories: dict[str, _Member | None] = field(default_factory=dict)
+    links: dict[str, _Member] = field(default_factory=dict)
+
+    def directory(self, parts: _Parts, member: _Member) -> None:
+        self._enter(parts)
+        self.directories["/".join(parts)] = member
+
+    def file(self, parts: _Parts, member: _Member, data: Iterator[bytes]) -> None:
+        path = self._vacate(parts)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        try:
+            for piece in data:
+                view = memoryview(piece)
+                while view:
+                    view = view[os.write(fd, view) :]
+            os.fchmod(fd, member.mode)
+            os.utime(fd, ns=(member.mtime, member.mtime))
+        finally:
+            os.close(fd)
+
+    def link(self, parts: _Parts, member: _Member) -> None:
+        if not member.target or "\0" in member.target:
+            raise ArchiveError("it points nowhere")
+        if not self.outside_links and _points_out(len(parts) - 1, member.target):
+            raise ArchiveError("it points outside")
+        self.links[self._vacate(parts)] = member
+
+    def hard_link(self, parts: _Parts, target: _Parts) -> None:
+        other, path = "/".join(target), self._vacate(parts)
+        if other in self.links:
+            self.links[path] = self.links[other]
+            return
+        try:
+            os.link(other, path, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            raise ArchiveError(f"it is a link to {_told(other)}, which is no file unpacked before it") from None
+
+    def finish(self) -> None:
+        for path, link in self.links.items():
+            os.symlink(link.target, path, dir_fd=self.fd)
+            os.utime(path, ns=(link.mtime, link.mtime), dir_fd=self.fd, follow_symlinks=False)
+        self.directories.setdefault("", None)
+        for path in sorted(self.directories, key=len, reverse=True):  # what is inside before what it is in
+            member = self.directories[path]
+            os.chmod(path or ".", member.mode if member else 0o755, dir_fd=self.fd)
+            if member:
+                os.utime(path or ".", ns=(member.mtime, member.mtime), dir_fd=self.fd)
+
+    def _enter(self, parts: _Parts) -> None:
+        """See that a directory and all above it are there."""
+        path = "/".join(parts)
+        if not parts or path in self.directories:
+            return
+        self._enter(parts[:-1])
+        if path in self.links:
+            raise ArchiveError(f"{_told(path)} is a link")
+        try:
+            os.mkdir(path, 0o700, dir_fd=self.fd)
+        except FileExistsError:
+            raise ArchiveError(f"{_told(path)} is no directory") from None
+        self.directories[path] = None
+
+    def _vacate(self, parts: _Parts) -> str:
+        """The path for a new entry; of two members with one name the later wins."""
+        path = "/".join(parts)
+        self._enter(parts[:-1])
+        if path in self.directories:
+            raise ArchiveError("it is a directory as well")
+        self.links.pop(path, None)
+        with suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=self.fd)
+        return path
+
+
+def _points_out(depth: int, target: str) -> bool:
+    """Whether a link ``depth`` directories below the top could lead out of it, by way of other such links too.
+
+    Steps up count only before all others: after a step down, perhaps through another link, nobody knows where up is.
+    """
+    steps = [step for step in target.split("/") if step not in ("", ".")]
+    ups = next((index for index, step in enumerate(steps) if step != ".."), len(steps))
+    return target.startswith("/") or ups > depth or ".." in steps[ups:]

@@ -1,0 +1,76 @@
+"""What this process may do, as the kernel tells it. What seccomp and AppArmor think of it is found out by trying."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PROC: Final = Path("/proc")
+
+# include/uapi/linux/capability.h: the place in the list is the number of the bit.
+_IN_ORDER: Final = (
+    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
+    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
+    "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE "
+    "MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
+)
+NAMES: Final = _IN_ORDER.split()
+
+_WHOLE_RANGE: Final = ["0", "0", "4294967295"]
+
+
+@dataclass(frozen=True, slots=True)
+class Privileges:
+    """Capabilities without their prefix (``SYS_ADMIN``); one that has no name yet is its number (``41``)."""
+
+    effective: frozenset[str] = frozenset()
+    bounding: frozenset[str] = frozenset()
+    no_new_privs: bool = False
+    seccomp: bool = False
+
+
+def privileges(proc: Path = PROC) -> Privileges:
+    """Those of this process."""
+    return parse_status((proc / "self/status").read_text())
+
+
+def parse_status(text: str) -> Privileges:
+    """Read ``/proc/PID/status``; what an old kernel leaves out is empty or off."""
+    fields = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    return Privileges(
+        effective=names(fields.get("CapEff", "0")),
+        bounding=names(fields.get("CapBnd", "0")),
+        no_new_privs=fields.get("NoNewPrivs") == "1",
+        seccomp=fields.get("Seccomp", "0") != "0",
+    )
+
+
+def names(mask: str) -> frozenset[str]:
+    """The set bits of a hexadecimal mask; ``ValueError`` if it is none."""
+    bits = int(mask, 16)
+    return frozenset(
+        NAMES[bit] if bit < len(NAMES) else str(bit) for bit in range(bits.bit_length()) if bits & (1 << bit)
+    )
+
+
+def is_first_process() -> bool:
+    """True as PID 1, whose end is the end of the container and who has to reap strangers."""
+    return os.getpid() == 1
+
+
+def is_user_namespace(proc: Path = PROC) -> bool:
+    """True where root is not the machine's root: not every user number is mapped to itself."""
+    return (proc / "self/uid_map").read_text().split() != _WHOLE_RANGE
+
+
+def namespaces(pid: int | str = "self", proc: Path = PROC) -> dict[str, int]:
+    """Kind (``mnt``, ``pid`` …) to the number that tells one namespace from another; hidden ones are left out."""
+    found = {}
+    for link in (proc / str(pid) / "ns").iterdir():
+        try:
+            found[link.name] = link.stat().st_ino
+        except OSError:
+            continue
+    return found

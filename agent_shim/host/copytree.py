@@ -1,0 +1,419 @@
+"""One directory made to hold exactly what another holds, compared before it is called done, restartable at any point.
+
+Kept are owner, mode, times, extended attributes and ACLs of files and directories, hard links, holes, links and
+special files. An entry whose modification time is right is whole, because that is set last: so a copy that was killed
+goes on where it was. No link is followed on either side. Everything here blocks for as long as the data takes.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from agent_shim.errors import HostError
+from agent_shim.host import files
+
+CHUNK: Final = 1 << 20
+REPORT: Final = 0.5
+"""Seconds between two reports."""
+ROUNDS: Final = 3
+"""Comparisons, each after a copy of what differed, before a source that never rests is given up."""
+COARSE: Final = 2_000_000_000
+"""Nanoseconds by which a file system may round times."""
+
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_DIR: Final = _READ | os.O_DIRECTORY
+_KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
+"""Attributes that are data; labels that a mount gives (SELinux, NFS) are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a copy is; ``phase`` is counting, copying or comparing, sizes are bytes of data without holes."""
+
+    phase: str
+    files: int = 0
+    files_total: int = 0
+    size: int = 0
+    size_total: int = 0
+
+
+Report = Callable[[Progress], None]
+
+
+def mirror(
+    source: Path, target: Path, *, spared: Collection[str] = (), report: Report = lambda _progress: None
+) -> None:
+    """Make ``target`` hold what ``source`` holds; what it holds beyond that is removed.
+
+    Names in ``spared`` are passed over at the top of both. Raises ``HostError`` naming the entry that cannot be copied
+    as it is, or those that still change while they are copied.
+    """
+    what = f"copy {source} to {target}"
+    try:
+        with _opened(source) as below_source, _opened(target) as below_target:
+            work = _Mirror(below_source, below_target, frozenset(spared), report)
+            work.count()
+            for _ in range(ROUNDS):
+                work.copy()
+                files.sync_filesystem(target)
+                if not (differing := work.compare()):
+                    return
+    except HostError:
+        raise
+    except OSError as exc:
+        raise files.failed(what, exc) from exc
+    raise HostError(f"cannot {what}: copied and compared {ROUNDS} times, these differ: {', '.join(differing[:5])}")
+
+
+def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
+    """True if a directory holds nothing but names in ``spared``."""
+    with os.scandir(directory) as entries:
+        return all(entry.name in spared for entry in entries)
+
+
+class _Mirror:
+    """The state of one copy: descriptors of both directories, and which files are names of one."""
+
+    def __init__(self, source: int, target: int, spared: frozenset[str], report: Report) -> None:
+        self._source = source
+        self._target = target
+        self._spared = spared
+        self._report = report
+        self._reported_at = 0.0
+        self._progress = Progress("counting")
+
+    def count(self) -> None:
+        """Find out how much there is."""
+        for here, below in self._walk(self._source):
+            for name in below:
+                self._advance(_status(here, name))
+        self._progress = Progress("", files_total=self._progress.files, size_total=self._progress.size)
+
+    def copy(self) -> None:
+        """One pass over the source: what the target lacks or has otherwise is copied."""
+        self._begin("copying")
+        first: dict[tuple[int, int], str] = {}
+        entered = []
+        for path, source, target, names in self._pairs():
+            entered.append(path)
+            for name in _names(target) - set(names) - self._spare(path):
+                _remove(target, name)
+            for name in names:
+                with _telling("copy", path, name):
+                    status = _status(source, name)
+                    other = first.get(_inode(status)) if _is_shared(status) else None
+                    if other is None:
+                        _copy_entry(source, target, name, status)
+                        if _is_shared(status):
+                            first[_inode(status)] = f"{path}{name}"
+                    else:
+                        self._link(other, target, name)
+                    self._advance(status)
+        for path in reversed(entered):  # last, and from below: what is made in a directory changes its time
+            with self._both(path) as (source, target), _telling("copy", path, "."):
+                _copy_attributes(source, target, os.fstat(source))
+
+    def compare(self) -> list[str]:
+        """One pass over both: the entries that differ, taken from the target so that the next pass makes them anew."""
+        self._begin("comparing")
+        found = []
+        made: dict[tuple[int, int], tuple[int, int]] = {}
+        owner: dict[tuple[int, int], tuple[int, int]] = {}
+        for path, source, target, names in self._pairs(make=False):
+            surplus = _names(target) - set(names) - self._spare(path)
+            for name in (*names, *surplus):
+                with _telling("compare", path, name):
+                    wanted = None if name in surplus else _status(source, name)
+                    there = _status_or_none(target, name)
+                    if wanted and there and _same_entry(source, target, name, wanted, there):
+                        one, other = _inode(wanted), _inode(there)
+                        alone = not (_is_shared(wanted) or _is_shared(there))
+                        # Names of one file there are names of one file here, and no others are.
+                        if alone or (made.setdefault(one, other), owner.setdefault(other, one)) == (other, one):
+                            self._advance(wanted)
+                            continue
+                    found.append(f"{path}{name}")
+                    if there and not stat.S_ISDIR(there.st_mode):
+                        os.unlink(name, dir_fd=target)
+        return found
+
+    def _link(self, other: str, target: int, name: str) -> None:
+        """Make ``name`` one more name of the file that was copied as ``other``."""
+        above, _, last = other.rpartition("/")
+        with _opened_below(self._target, above) as there:
+            wanted = _status(there, last)
+            if (found := _status_or_none(target, name)) is not None:
+                if _inode(found) == _inode(wanted):
+                    return
+                _remove(target, name)
+            os.link(last, name, src_dir_fd=there, dst_dir_fd=target, follow_symlinks=False)
+
+    def _pairs(self, *, make: bool = True) -> Iterator[tuple[str, int, int, list[str]]]:
+        """Each directory of the source, top first: its path with a slash at its end, both descriptors, its names."""
+        ahead = [""]
+        while ahead:
+            path = ahead.pop()
+            with self._both(path) as (source, target):
+                if make:  # an earlier pass may have given it a mode that forbids to write
+                    os.fchmod(target, stat.S_IMODE(os.fstat(target).st_mode) | 0o700)
+                names = sorted(_names(source) - self._spare(path))
+                yield path, source, target, names
+                for name in reversed(names):
+                    there = _status_or_none(target, name)
+                    if there and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(_status(source, name).st_mode):
+                        ahead.append(f"{path}{name}/")
+
+    def _walk(self, top: int) -> Iterator[tuple[int, list[str]]]:
+        """Each directory below ``top`` with its names."""
+        ahead = [""]
+        while ahead:
+            path = ahead.pop()
+            with _telling("read", path, "."), _opened_below(top, path) as here:
+                names = sorted(_names(here) - self._spare(path))
+                yield here, names
+                ahead += [f"{path}{name}/" for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
+
+    @contextmanager
+    def _both(self, path: str) -> Iterator[tuple[int, int]]:
+        with _opened_below(self._source, path) as source, _opened_below(self._target, path) as target:
+            yield source, target
+
+    def _spare(self, path: str) -> frozenset[str]:
+        return frozenset() if path else self._spared
+
+    def _begin(self, phase: str) -> None:
+        self._progress = replace(self._progress, phase=phase, files=0, size=0)
+        self._reported_at = 0.0
+
+    def _advance(self, status: os.stat_result) -> None:
+        done = self._progress
+        self._progress = replace(done, files=done.files + 1, size=done.size + _weight(status))
+        if time.monotonic() - self._reported_at >= REPORT:
+            self._reported_at = time.monotonic()
+            self._report(self._progress)
+
+
+# --- one entry ------------------------------------------------------------------------------------------------------
+
+
+def _copy_entry(source: int, target: int, name: str, status: os.stat_result) -> None:
+    """Make ``name`` in the directory ``target`` what it is in ``source``; of a directory the bare place."""
+    found = _status_or_none(target, name)
+    if found is not None:
+        if stat.S_ISDIR(status.st_mode) and stat.S_ISDIR(found.st_mode):
+            return
+        if _looks_same(status, found):
+            return
+        _remove(target, name)
+    if stat.S_ISDIR(status.st_mode):
+        os.mkdir(name, 0o700, dir_fd=target)
+    elif stat.S_ISREG(status.st_mode):
+        _copy_file(source, target, name, status)
+    else:
+        if stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+        else:
+            os.mknod(name, status.st_mode, status.st_rdev, dir_fd=target)
+        _give(target, name, status)
+        if not stat.S_ISLNK(status.st_mode):
+            os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=target)
+        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+
+
+def _give(target: int, name: str, status: os.stat_result) -> None:
+    made = _status(target, name)
+    if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
+        os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
+
+
+def _copy_file(source: int, target: int, name: str, status: os.stat_result) -> None:
+    with _opened_file(source, name) as old:
+        new = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
+        try:
+            for begin, end in _data(old, status.st_size):
+                _copy_range(old, new, begin, end)
+            os.ftruncate(new, status.st_size)
+            _copy_attributes(old, new, status)
+        finally:
+            os.close(new)
+
+
+def _copy_range(old: int, new: int, begin: int, end: int) -> None:
+    """Copy these bytes; the kernel does it (and shares blocks) where it can."""
+    at = begin
+    with suppress(OSError):  # another file system, an old kernel: by hand, from where it stopped
+        while at < end and (count := os.copy_file_range(old, new, end - at, at, at)):
+            at += count
+    while at < end and (data := os.pread(old, min(CHUNK, end - at), at)):
+        at += os.pwrite(new, data, at)
+
+
+def _copy_attributes(old: int, new: int, status: os.stat_result) -> None:
+    """Owner, mode, extended attributes, times, in this order: each but the last may change one before it or after."""
+    now = os.fstat(new)
+    if (now.st_uid, now.st_gid) != (status.st_uid, status.st_gid):
+        os.fchown(new, status.st_uid, status.st_gid)
+    os.fchmod(new, stat.S_IMODE(status.st_mode))
+    wanted, there = _attributes(old), _attributes(new)
+    for name in there.keys() - wanted.keys():
+        os.removexattr(new, name)
+    for name, value in wanted.items():
+        if there.get(name) != value:
+            os.setxattr(new, name, value)
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _attributes(fd: int) -> dict[str, bytes]:
+    try:
+        return {name: os.getxattr(fd, name) for name in os.listxattr(fd) if name.startswith(_KEPT)}
+    except OSError as exc:
+        if exc.errno == errno.ENOTSUP:
+            return {}
+        raise
+
+
+def _looks_same(one: os.stat_result, other: os.stat_result) -> bool:
+    """Alike in all that a look tells without reading."""
+    return (
+        one.st_mode == other.st_mode
+        and (one.st_uid, one.st_gid) == (other.st_uid, other.st_gid)
+        and (stat.S_ISDIR(one.st_mode) or one.st_size == other.st_size)
+        and one.st_rdev == other.st_rdev
+        and abs(one.st_mtime_ns - other.st_mtime_ns) < (COARSE if other.st_mtime_ns % 1000 == 0 else 1)
+    )
+
+
+def _same_entry(source: int, target: int, name: str, wanted: os.stat_result, there: os.stat_result) -> bool:
+    """Alike in all that is copied, content included."""
+    if not _looks_same(wanted, there):
+        return False
+    if stat.S_ISLNK(wanted.st_mode):
+        return os.readlink(name, dir_fd=source) == os.readlink(name, dir_fd=target)
+    if not (stat.S_ISREG(wanted.st_mode) or stat.S_ISDIR(wanted.st_mode)):
+        return True
+    with _opened_file(source, name) as old, _opened_file(target, name) as new:
+        if _attributes(old) != _attributes(new):
+            return False
+        return stat.S_ISDIR(wanted.st_mode) or _same_data(old, new, wanted.st_size)
+
+
+def _same_data(old: int, new: int, size: int) -> bool:
+    with suppress(OSError):  # compare what is on the disk, not what memory still holds of the writing
+        os.posix_fadvise(new, 0, 0, os.POSIX_FADV_DONTNEED)
+    at = 0
+    for begin, end in heapq.merge(_data(old, size), _data(new, size)):
+        at = max(at, begin)
+        while at < end:
+            one, other = (os.pread(fd, min(CHUNK, end - at), at) for fd in (old, new))
+            if one != other or not one:
+                return False
+            at += len(one)
+    return True
+
+
+def _data(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file that are no holes, as beginnings and ends."""
+    at = 0
+    while at < size:
+        try:
+            begin = os.lseek(fd, at, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError as exc:
+            if exc.errno == errno.EINVAL:  # nobody here knows of holes
+                yield at, size
+            elif exc.errno != errno.ENXIO:  # that is: no data any more
+                raise
+            return
+        if begin < size:
+            yield begin, min(end, size)
+        at = end
+
+
+# --- small things ---------------------------------------------------------------------------------------------------
+
+
+def _names(directory: int) -> set[str]:
+    return set(os.listdir(directory))
+
+
+def _status(directory: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=directory, follow_symlinks=False)
+
+
+def _status_or_none(directory: int, name: str) -> os.stat_result | None:
+    try:
+        return _status(directory, name)
+    except FileNotFoundError:
+        return None
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _is_shared(status: os.stat_result) -> bool:
+    return status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
+
+
+def _weight(status: os.stat_result) -> int:
+    return min(status.st_size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else 0
+
+
+def _remove(directory: int, name: str) -> None:
+    if stat.S_ISDIR(_status(directory, name).st_mode):
+        shutil.rmtree(name, dir_fd=directory)
+    else:
+        os.unlink(name, dir_fd=directory)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, _READ_DIR)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _opened_below(top: int, path: str) -> Iterator[int]:
+    fd = files.open_beneath(top, path, _READ_DIR) if path else os.dup(top)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _opened_file(directory: int, name: str) -> Iterator[int]:
+    """Open to read, without a trace in the time of access where that is allowed; a pipe put there does not block."""
+    flags = _READ | os.O_NONBLOCK
+    try:
+        fd = os.open(name, flags | os.O_NOATIME, dir_fd=directory)
+    except PermissionError:
+        fd = os.open(name, flags, dir_fd=directory)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _telling(what: str, path: str, name: str) -> Iterator[None]:
+    """Errors inside name the entry."""
+    try:
+        yield
+    except HostError:
+        raise
+    except OSError as exc:
+        raise files.failed(f"{what} {path}{name}", exc) from exc

@@ -1,0 +1,186 @@
+"""The mount table of this process, and the three system calls that change it.
+
+Calls raise :class:`HostError` with ``errno`` and a text that names both ends. What a container allows is found out by
+doing it (:func:`can_bind`): neither uid nor capability tells what seccomp and AppArmor think.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from agent_shim.errors import HostError
+
+if TYPE_CHECKING:
+    import ctypes
+
+MOUNTINFO: Final = Path("/proc/self/mountinfo")
+
+# include/uapi/linux/mount.h
+MS_RDONLY: Final = 1
+MS_REMOUNT: Final = 32
+MS_BIND: Final = 4096
+MS_REC: Final = 16384
+MS_PRIVATE: Final = 1 << 18
+MNT_DETACH: Final = 2
+CLONE_NEWNS: Final = 0x20000
+
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo (proc(5)).
+
+    ``device`` is ``major:minor``, ``root`` the part of the filesystem that is shown; ``options`` are those of this
+    mount, ``features`` those of the filesystem (the controllers of a cgroup hierarchy, say).
+    """
+
+    number: int
+    parent: int
+    device: str
+    root: str
+    point: Path
+    options: frozenset[str]
+    kind: str
+    source: str
+    features: frozenset[str]
+
+    @property
+    def is_read_only(self) -> bool:
+        return "ro" in self.options
+
+
+def parse(table: bytes) -> list[Mount]:
+    """Read a mountinfo table, oldest mount first; lines that are no mounts are left out."""
+    return [mount for line in table.split(b"\n") if (mount := _parse_line(line))]
+
+
+def _parse_line(line: bytes) -> Mount | None:
+    """``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: tags vary in number, a lone dash ends them."""
+    left, dash, right = line.partition(b" - ")
+    head, tail = left.split(b" "), right.split(b" ")
+    if not dash or len(head) < 6 or len(tail) < 3 or not (head[0].isdigit() and head[1].isdigit()):
+        return None
+    return Mount(
+        number=int(head[0]),
+        parent=int(head[1]),
+        device=_text(head[2]),
+        root=_text(head[3]),
+        point=Path(_text(head[4])),
+        options=frozenset(_text(head[5]).split(",")),
+        kind=_text(tail[0]),
+        source=_text(tail[1]),
+        features=frozenset(_text(tail[2]).split(",")),
+    )
+
+
+def _text(field: bytes) -> str:
+    """Undo the kernel's octal escapes (blank, tab, newline, backslash, ``#``); bytes that are no UTF-8 survive."""
+    return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field))
+
+
+def mounts(table: Path = MOUNTINFO) -> list[Mount]:
+    """All mounts this process sees, oldest first."""
+    return parse(table.read_bytes())
+
+
+def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
+    """The mount that ``path`` lies on, links resolved.
+
+    Walks down as the kernel does: from a mount to the first of its children met on the way. The order of the table and
+    the depth of a mount point say nothing, since a later mount higher up hides what was mounted below it.
+    """
+    real = path.resolve()
+    above = [mount for mount in (mounts() if table is None else table) if real.is_relative_to(mount.point)]
+    known = {mount.number for mount in above}
+    found: Mount | None = None
+    children = [mount for mount in above if mount.parent not in known or mount.parent == mount.number]
+    while children:
+        found = min(children, key=lambda mount: len(mount.point.parts))
+        children = [mount for mount in above if mount.parent == found.number != mount.number]
+    return found
+
+
+def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
+    """True if something is mounted exactly on ``path``, bind mounts and files included."""
+    mount = mount_of(path, table)
+    return mount is not None and mount.point == path.resolve()
+
+
+def bind(source: Path, target: Path, *, read_only: bool = False) -> None:
+    """Show ``source`` (a file or a directory) at ``target`` too, without what is mounted below it."""
+    _mount(source, target, MS_BIND, f"bind {source} on {target}")
+    if read_only:  # the kernel ignores the flag on the first call
+        _mount(source, target, MS_BIND | MS_REMOUNT | MS_RDONLY, f"make {target} read-only")
+
+
+def unmount(target: Path, *, lazy: bool = False) -> None:
+    """Take the newest mount off ``target``; ``lazy`` hides it now and lets go when its last user does."""
+    if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:
+        raise _refused(f"unmount {target}")
+
+
+def make_private(target: Path = Path("/")) -> None:
+    """Stop mounts at and below ``target`` from travelling to other namespaces, and theirs from coming here."""
+    _mount(Path("none"), target, MS_REC | MS_PRIVATE, f"make mounts below {target} private")
+
+
+def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
+    """Mount an empty tmpfs on ``target``."""
+    _mount(Path("tmpfs"), target, 0, f"mount a tmpfs on {target}", kind=b"tmpfs", options=options.encode())
+
+
+def leave_mount_namespace() -> None:
+    """Give this process mounts of its own; later changes are seen by its children only."""
+    if _libc().unshare(CLONE_NEWNS) != 0:
+        raise _refused("leave the mount namespace")
+    make_private()
+
+
+def try_bind(scratch: Path) -> None:
+    """Bind a new directory below ``scratch`` on itself and take it down again; the error says why that cannot be."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:
+        bind(Path(name), Path(name))
+        unmount(Path(name), lazy=True)
+
+
+def can_bind(scratch: Path) -> bool:
+    """True if this container may bind mount; found out by doing it below ``scratch``."""
+    try:
+        try_bind(scratch)
+    except OSError:
+        return False
+    return True
+
+
+def _mount(source: Path, target: Path, flags: int, what: str, *, kind: bytes = b"none", options: bytes = b"") -> None:
+    if _libc().mount(os.fsencode(source), os.fsencode(target), kind, flags, options) != 0:
+        raise _refused(what)
+
+
+def _refused(what: str) -> HostError:
+    import ctypes
+
+    code = ctypes.get_errno()
+    error = HostError(f"cannot {what}: {os.strerror(code)}")
+    error.errno = code
+    return error
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    import ctypes  # late: half a megabyte that most pods never need
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+    libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
+    libc.unshare.argtypes = (ctypes.c_int,)
+    return libc

@@ -1,0 +1,138 @@
+"""The address of the default-route interface, and the neighbour table. Nothing here changes a network."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agent_shim.errors import HostError
+from agent_shim.host import process
+
+_SIOCGIFADDR: Final = 0x8915
+_SIOCGIFNETMASK: Final = 0x891B
+_GLOBAL_SCOPE: Final = 0x00
+_LISTEN: Final = "0A"
+_LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{socket.htonl(1):08X}"})
+"""As the kernel writes them: words in the order of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Texts as the Director expects them in a dynamic network."""
+
+    ip: str
+    netmask: str
+    gateway: str
+
+
+def default_address(*, ipv6: bool = False) -> Address | None:
+    """Where the default route leads out, or None without one (platform/net/default_network_resolver.go)."""
+    return _default_ipv6() if ipv6 else _default_ipv4()
+
+
+def _default_ipv4() -> Address | None:
+    route = parse_route(_read("/proc/net/route"))
+    if route is None:
+        return None
+    interface, gateway = route
+    try:
+        return Address(_ask(interface, _SIOCGIFADDR), _ask(interface, _SIOCGIFNETMASK), gateway)
+    except OSError:
+        return None
+
+
+def parse_route(text: str) -> tuple[str, str] | None:
+    """Interface and gateway of the default route with the lowest metric in the text of ``/proc/net/route``."""
+    found = []
+    for line in text.splitlines()[1:]:
+        columns = line.split()
+        if len(columns) > 7 and columns[1] == "00000000" and columns[7] == "00000000":
+            gateway = socket.inet_ntoa(struct.pack("<L", int(columns[2], 16)))
+            found.append((int(columns[6]), columns[0], gateway))
+    if not found:
+        return None
+    _, interface, gateway = min(found)
+    return interface, gateway
+
+
+def _ask(interface: str, request: int) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(asked, request, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _default_ipv6() -> Address | None:
+    for line in _read("/proc/net/ipv6_route").splitlines():
+        columns = line.split()
+        if len(columns) == 10 and columns[0] == "0" * 32 and columns[1] == "00" and columns[9] != "lo":
+            gateway = _ipv6(columns[4])
+            for entry in _read("/proc/net/if_inet6").splitlines():
+                address, _, prefix, scope, _, interface = entry.split()
+                if interface == columns[9] and int(scope, 16) == _GLOBAL_SCOPE:
+                    mask = ipaddress.IPv6Network(f"::/{int(prefix, 16)}").netmask
+                    return Address(_ipv6(address), str(mask), gateway)
+    return None
+
+
+def _ipv6(digits: str) -> str:
+    return str(ipaddress.IPv6Address(int(digits, 16)))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def is_listening(port: int) -> bool:
+    """Whether somebody takes TCP connections from elsewhere on ``port``."""
+    return any(port in parse_listeners(_read(f"/proc/net/{name}")) for name in ("tcp", "tcp6"))
+
+
+def parse_listeners(text: str) -> set[int]:
+    """The ports on which a ``/proc/net/tcp`` or ``tcp6`` has listeners, those that only this machine reaches aside."""
+    found = set()
+    for line in text.splitlines()[1:]:
+        columns = line.split()
+        address, _, port = columns[1].partition(":")
+        if columns[3] == _LISTEN and address not in _LOOPBACK:
+            found.add(int(port, 16))
+    return found
+
+
+def has_address(text: str) -> bool:
+    """True if an interface of this machine has the address, or that cannot be told: it is no address.
+
+    Found out by binding to it, which the kernel allows for its own addresses alone (but for ip_nonlocal_bind).
+    """
+    family = socket.AF_INET6 if ":" in text else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as bound:
+            bound.bind((text, 0))
+    except OSError as exc:
+        return exc.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+async def forget_neighbours(addresses: list[str]) -> None:
+    """``ip neigh flush`` for each address; a container without the right or the program simply keeps them."""
+    for address in addresses:
+        try:
+            flushed = process.spawn(
+                ["ip", "neigh", "flush", "to", address], env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+            )
+        except HostError:
+            return
+        try:
+            async with asyncio.timeout(5):
+                await flushed.wait()
+        except TimeoutError:
+            await flushed.terminate(0)

@@ -1,0 +1,410 @@
+"""Packing directories into tar archives: compiled packages and logs.
+
+Only worker processes import this module. The same tree always gives the same bytes: names sorted, everything owned by
+root, times those of the files. A tree of logs changes while it is read, and vcap may write in it: so no link is
+followed, nothing is opened that could block, and what is gone by then is left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import re
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+from isal import isal_zlib
+
+from agent_shim.digest import Hasher, MultipleDigest
+from agent_shim.errors import HostError
+from agent_shim.host import files
+from agent_shim.host.helper import Tree
+
+GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
+"""What opening says when something vanished, or became a link or a socket, since it was seen."""
+
+VANISHED: Final = "it was gone before it was read"
+
+LEVEL: Final = 2
+"""Of isal's 0 to 3: fast enough to wait for the disk; 3 halves the speed for one per cent."""
+
+_FLAGS: Final = {
+    stat.S_IFREG: os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY,
+    stat.S_IFLNK: os.O_PATH,
+    stat.S_IFDIR: os.O_PATH | os.O_DIRECTORY,
+}
+"""What is packed, and how it is opened: so that nothing waits and nothing happens."""
+
+
+def pack(
+    out: BinaryIO,
+    trees: Sequence[Tree],
+    *,
+    compressed: bool = True,
+    newest: int | None = None,
+    remarks: str = "",
+) -> MultipleDigest:
+    """Write ``trees`` as one archive, gzip unless told otherwise; returns its digests ``sha1;sha512``.
+
+    Of several entries with one name the last tree's is packed. A time after ``newest`` (seconds since 1970) becomes
+    ``newest``: so what was made just now has the same bytes whenever it is made. Raises ``HostError``.
+
+    With ``remarks`` the trees are live: somebody writes into them meanwhile. What was renamed since it was seen is
+    looked for again; what cannot be read, is cut, or is a link that leads out of its tree is no error but a line in an
+    entry of this name.
+    """
+    with ExitStack() as opened:
+        archive = _Archive(_Sink(out, compressed=compressed, newest=newest), is_live=bool(remarks))
+        roots = [root for tree in trees if (root := archive.open(tree, opened)) is not None]
+        for _ in range(2 if remarks else 1):
+            wanted: dict[str, _Entry] = {}
+            for root in roots:
+                wanted.update((root.name_of(entry), entry) for entry in archive.chosen(root))
+            for name in sorted(wanted.keys() - archive.names):
+                archive.add(name, wanted[name])
+        return archive.finish(remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """A directory to pack: an open descriptor, and the paths under which links may speak of it."""
+
+    fd: int
+    tree: Tree
+    places: tuple[str, ...]
+
+    def open(self, path: str, flags: int) -> int:
+        """A new descriptor for what is at ``path`` below it; for itself if that is empty."""
+        return files.open_beneath(self.fd, path, flags) if path else os.dup(self.fd)
+
+    def name_of(self, entry: _Entry) -> str:
+        return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Something below a root; ``kind`` is the file type it had when seen."""
+
+    root: _Root
+    path: str
+    kind: int
+
+
+class _Archive:
+    """What is in the archive already, and what is to be said of it."""
+
+    def __init__(self, sink: _Sink, *, is_live: bool) -> None:
+        self.names: set[str] = set()
+        self._sink = sink
+        self._is_live = is_live
+        self._remarks: dict[str, str] = {}
+        self._first_names: dict[tuple[int, int], str] = {}
+        self._files: set[tuple[int, int, int]] = set()
+
+    def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
+        """The tree, open; None when it need not be there and is not."""
+        try:
+            fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as exc:
+            if not (tree.patterns and exc.errno in GONE):
+                self._cannot_read(tree.root, exc)
+            return None
+        opened.callback(os.close, fd)
+        return _Root(fd, tree, (tree.root.rstrip("/"), os.path.realpath(tree.root)))
+
+    def chosen(self, root: _Root) -> Iterator[_Entry]:
+        """What of a tree is wanted: all of it, directories too, or the files and links that match a pattern."""
+        if not root.tree.patterns:
+            yield _Entry(root, "", stat.S_IFDIR)
+            yield from self._below(root)
+            return
+        patterns = [compiled for pattern in root.tree.patterns for compiled in _compile(pattern)]
+        for entry in self._below(root):
+            parts = entry.path.split("/")
+            if entry.kind != stat.S_IFDIR and any(_matches(pattern, parts) for pattern in patterns):
+                yield entry
+
+    def _below(self, root: _Root) -> Iterator[_Entry]:
+        """Every directory, file and link below ``root``, but for directories that cannot be read in live trees."""
+        waiting = [""]
+        while waiting:
+            here = waiting.pop()
+            try:
+                found = _listed(root, here)
+            except OSError as exc:
+                if exc.errno not in GONE:
+                    self._cannot_read(root.name_of(_Entry(root, here, stat.S_IFDIR)), exc)
+                continue
+            yield from found
+            waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
+
+    def add(self, name: str, entry: _Entry) -> None:
+        """Pack ``entry``, unless it is gone or something else by now."""
+        try:
+            fd = entry.root.open(entry.path, _FLAGS[entry.kind])
+        except OSError as exc:
+            if exc.errno in GONE:
+                self._remarks[name] = VANISHED
+            else:
+                self._cannot_read(name, exc)
+            return
+        try:
+            self._add_open(name, entry, fd)
+        except OSError as exc:
+            raise files.failed(f"pack {name}", exc) from exc
+        finally:
+            os.close(fd)
+
+    def _add_open(self, name: str, entry: _Entry, fd: int) -> None:
+        status = os.fstat(fd)
+        if stat.S_IFMT(status.st_mode) != entry.kind:
+            self._remarks[name] = VANISHED
+            return
+        self._remarks.pop(name, None)
+        header = tarfile.TarInfo(name)
+        header.mode = stat.S_IMODE(status.st_mode)
+        header.mtime = self._sink.dated(int(status.st_mtime))
+        header.uname = header.gname = "root"
+        if entry.kind == stat.S_IFDIR:
+            header.type = tarfile.DIRTYPE
+        elif entry.kind == stat.S_IFLNK:
+            header.type = tarfile.SYMTYPE
+            header.linkname = self._target(name, entry, os.readlink("", dir_fd=fd))
+            if not header.linkname:
+                return
+        elif (first := self._first_name(status, name)) != name:
+            header.type = tarfile.LNKTYPE
+            header.linkname = first
+        elif self._is_known(status):
+            return  # it was packed under the name it had then
+        else:
+            header.size = status.st_size
+        self._sink.write_header(header)
+        if header.isreg():
+            self._write_content(name, fd, status)
+        self.names.add(name)
+
+    def _write_content(self, name: str, fd: int, status: os.stat_result) -> None:
+        size = status.st_size
+        there, problem = self._sink.write_file(fd, size)
+        if problem is not None and not self._is_live:
+            raise problem
+        if there < size:
+            why = problem.strerror if problem else "it was cut while it was read"
+            self._remarks[name] = f"zeros stand for what follows the first {there} of {size} bytes: {why}"
+        elif (grown := os.fstat(fd).st_size - size) > 0:
+            self._remarks[name] = f"the last {grown} bytes were written while it was read and are not here"
+
+    def _first_name(self, status: os.stat_result, name: str) -> str:
+        """The name under which the file is packed already; ``name`` if it is not."""
+        if status.st_nlink < 2:
+            return name
+        return self._first_names.setdefault((status.st_dev, status.st_ino), name)
+
+    def _is_known(self, status: os.stat_result) -> bool:
+        """Whether this very file was met before, unchanged: a number alone is used again for another one."""
+        if not self._is_live:
+            return False
+        identity = status.st_dev, status.st_ino, status.st_mtime_ns
+        known = identity in self._files
+        self._files.add(identity)
+        return known
+
+    def _target(self, name: str, entry: _Entry, target: str) -> str:
+        """Where a link leads, as it will be written; "" for one that leads out of a live tree."""
+        if not self._is_live:
+            return target
+        inner = _inner_target(entry, target)
+        if not inner:
+            self._remarks[name] = f"it is a link that leads out of the directory, to {target}"
+        return inner
+
+    def _cannot_read(self, name: str, exc: OSError) -> None:
+        if not self._is_live:
+            raise files.failed(f"pack {name}", exc) from exc
+        self._remarks[name] = f"it cannot be read: {os.strerror(exc.errno or 0)}"
+
+    def finish(self, remarks: str) -> MultipleDigest:
+        """End the archive, with the entry ``remarks`` if there is anything to say."""
+        if self._is_live and self._remarks:
+            text = "".join(f"{name}: {what}\n" for name, what in sorted(self._remarks.items()))
+            self._sink.write_text(f"./{remarks}", text)
+        return self._sink.finish()
+
+
+def _listed(root: _Root, here: str) -> list[_Entry]:
+    """What can be packed in the directory ``here`` below ``root``."""
+    fd = root.open(here, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(fd) as entries:
+            seen = [(f"{here}/{entry.name}" if here else entry.name, _kind(entry)) for entry in entries]
+    finally:
+        os.close(fd)
+    return [_Entry(root, path, kind) for path, kind in seen if kind]
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    """Its file type; 0 for FIFOs, sockets and devices."""
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+
+
+def _inner_target(entry: _Entry, target: str) -> str:
+    """``target`` from where its link lies, if by the names alone it stays below the root; else "".
+
+    An absolute one becomes relative: elsewhere, where the archive is unpacked, it would lead nowhere.
+    """
+    here = posixpath.dirname(entry.path)
+    if target.startswith("/"):
+        places = [place for place in entry.root.places if target.startswith(f"{place}/")]
+        path = target.removeprefix(places[0]).lstrip("/") if places else ".."
+    else:
+        path = posixpath.join(here, target)
+    path = posixpath.normpath(path)
+    return "" if path == ".." or path.startswith("../") else posixpath.relpath(f"/{path}", f"/{here}")
+
+
+class _Sink:
+    """Where the archive goes: through gzip and the digests to the file."""
+
+    def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
+        self._out = out
+        self._newest = newest
+        self._newest_seen = 0
+        self._hasher = Hasher("sha1", "sha512")
+        # 31: with a gzip header, which holds neither name nor time.
+        self._gzip = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, 31) if compressed else None
+        self._buffer = memoryview(bytearray(files.CHUNK))
+
+    def dated(self, mtime: int) -> int:
+        """The time that an entry gets."""
+        return mtime if self._newest is None else min(mtime, self._newest)
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._put(self._gzip.compress(data) if self._gzip else data)
+
+    def write_header(self, header: tarfile.TarInfo) -> None:
+        self._newest_seen = max(self._newest_seen, int(header.mtime))
+        self.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+
+    def write_text(self, name: str, text: str) -> None:
+        """A file of our own, as old as the youngest other one."""
+        content = text.encode("utf-8", "surrogateescape")
+        header = tarfile.TarInfo(name)
+        header.size, header.mtime = len(content), self._newest_seen
+        header.uname = header.gname = "root"
+        self.write_header(header)
+        self.write(content)
+        self._fill(-len(content) % tarfile.BLOCKSIZE)
+
+    def write_file(self, fd: int, size: int) -> tuple[int, OSError | None]:
+        """``size`` bytes and the padding after them: what grew is cut, what shrank is filled up with zeros.
+
+        Returns how many bytes were read, and why not all if the disk gave a reason.
+        """
+        left, problem = size, None
+        while left:
+            try:
+                count = os.readv(fd, [self._buffer[: min(left, files.CHUNK)]])
+            except OSError as exc:
+                problem = exc
+                break
+            if not count:
+                break
+            self.write(self._buffer[:count])
+            left -= count
+        self._fill(left + -size % tarfile.BLOCKSIZE)
+        return size - left, problem
+
+    def _fill(self, left: int) -> None:
+        while left:
+            self.write(bytes(min(left, files.CHUNK)))
+            left -= min(left, files.CHUNK)
+
+    def finish(self) -> MultipleDigest:
+        """Mark the end of the archive, which is two empty blocks."""
+        self.write(bytes(2 * tarfile.BLOCKSIZE))
+        if self._gzip:
+            self._put(self._gzip.flush())
+        return self._hasher.digest()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._hasher.update(data)
+        self._out.write(data)
+
+
+# --- patterns -------------------------------------------------------------------------------------------------------
+
+_Pattern = list[re.Pattern[str] | None]
+"""One expression for each step of a path; None stands for any number of steps."""
+
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_PIECE: Final = re.compile(
+    r"\\(?P<escaped>.)|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\])+)\]|(?P<stars>\*+)|(?P<any>\?)|(?P<plain>.)", re.DOTALL
+)
+
+
+def _compile(pattern: str) -> Iterator[_Pattern]:
+    """``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one; ``{a,b}`` is either."""
+    choice = _BRACES.search(pattern)
+    if choice:
+        for arm in choice[1].split(","):
+            yield from _compile(pattern[: choice.start()] + arm + pattern[choice.end() :])
+        return
+    steps = [step for step in posixpath.normpath(pattern).split("/") if step not in ("", ".")]
+    try:
+        compiled: _Pattern = [None if step == "**" else re.compile(_step(step), re.DOTALL) for step in steps]
+    except re.error as exc:
+        raise HostError(f"cannot read the pattern '{pattern}': {exc}") from exc
+    yield compiled if re.search(r"[*?\[\\]", pattern) else [*compiled, None]
+
+
+def _step(step: str) -> str:
+    """An expression for one step. All stars but the last take as little as they can and keep it: no endless retries."""
+    runs = [""]
+    for match in _PIECE.finditer(step):
+        if match["stars"]:
+            runs.append("")
+        else:
+            runs[-1] += _piece(match)
+    first, *others = runs
+    if not others:
+        return first
+    return first + "".join(f"(?>.*?{run})" for run in others[:-1]) + ".*" + others[-1]
+
+
+def _piece(match: re.Match[str]) -> str:
+    if match["any"]:
+        return "."
+    if match["set"]:
+        inside = re.sub(r"([\[\]^&~|])", r"\\\1", match["set"])
+        return f"[{'^' if match['no'] else ''}{inside}]"
+    return re.escape(match["escaped"] or match["plain"])
+
+
+def _matches(pattern: _Pattern, parts: Sequence[str]) -> bool:
+    """Only the last ``**`` seen is ever stretched: stretching an earlier one gains nothing."""
+    at = step = stretched = 0
+    star = -1
+    while at < len(parts):
+        wanted = pattern[step] if step < len(pattern) else ...
+        if wanted is None:
+            star, stretched = step, at
+            step += 1
+        elif wanted is not ... and wanted.fullmatch(parts[at]):
+            at += 1
+            step += 1
+        elif star >= 0:
+            stretched += 1
+            at, step = stretched, star + 1
+        else:
+            return False
+    return all(rest is None for rest in pattern[step:])

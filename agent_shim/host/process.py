@@ -1,0 +1,401 @@
+"""Processes, ours and adopted, each known by a pidfd and its start time: a number alone is used again.
+
+One kernel child has one place where it is reaped, ``reap``, called when its pidfd turns readable or by ``host.reaper``;
+the exit status goes to every ``Process`` that stands for it. So nothing else may fork: a child that is not known here
+is a stranger (an orphan that came to us) and its status is thrown away.
+
+Call everything here on the event loop's thread. A spawn holds the loop until the program is executed, about 2 ms.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import grp
+import logging
+import os
+import pwd
+import resource
+import select
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from agent_shim.errors import HostError
+from agent_shim.host import files, proc
+
+logger = logging.getLogger(__name__)
+
+POLL: Final = 0.02
+"""Seconds between looks at what no descriptor tells: a group that empties, a process where pidfd is missing."""
+KILL_PATIENCE: Final = 10.0
+"""Seconds that a killed group may take to go; what hangs in the kernel longer is left."""
+
+# include/uapi/linux/pidfd.h: struct pidfd_info, version 0 of 64 bytes: mask, cgroup, eleven ids, exit code.
+_PIDFD_GET_INFO: Final = 0xC040FF0B
+_PIDFD_INFO_EXIT: Final = 8
+_STATUS_DELAYS: Final = (0.001, 0.004, 0.016, 0.064)
+"""Seconds to wait, in turn, for the parent of an adopted process to reap it: only then the kernel tells its status."""
+
+_watched: dict[int, list[Process]] = {}
+"""Every ``Process`` that has not ended, by number: the kernel has one set of children, and so has this module."""
+
+
+class Process:
+    """One process. Ends are noticed, and children reaped, without anybody waiting."""
+
+    def __init__(self, stat: proc.Stat, pidfd: int | None, *, leads: bool) -> None:
+        self.pid: Final = stat.pid
+        self.start_ticks: Final = stat.start_ticks
+        self._leads = leads
+        self._pidfd = pidfd
+        self._status: int | None = None
+        self._over = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        _watched.setdefault(self.pid, []).append(self)
+        if pidfd is None:
+            self._look()
+        else:
+            self._loop.add_reader(pidfd, self._ended)
+
+    def __repr__(self) -> str:
+        return f"<Process {self.pid}>"
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Number and start time."""
+        return self.pid, self.start_ticks
+
+    @property
+    def is_alive(self) -> bool:
+        """False from the moment of its death, reaped or not."""
+        if self._over.is_set():
+            return False
+        if self._pidfd is None:
+            found = proc.stat(self.pid)
+            return found is not None and found.is_alive and found.start_ticks == self.start_ticks
+        return not _is_readable(self._pidfd)
+
+    async def wait(self) -> int | None:
+        """Its exit code, 128+N when signal N killed it, None when nobody can tell (adopted, older kernels)."""
+        await self._over.wait()
+        return self._status
+
+    def send(self, sig: int) -> bool:
+        """Signal it; False if it is gone."""
+        if self._pidfd is None:
+            return self.is_alive and send(self.identity, sig)
+        return not self._over.is_set() and _send(self._pidfd, self.pid, sig)
+
+    def send_group(self, sig: int) -> None:
+        """Signal its process group; itself alone when it does not lead one."""
+        if not self._leads:
+            self.send(sig)
+        elif self.is_alive or (not self._over.is_set() and _is_child(self.pid)):
+            # Alive, or dead and not reaped: nobody else can have its number.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, sig)
+        else:
+            for member in self._members():
+                send(member.identity, sig)
+
+    async def terminate(self, grace: float) -> int | None:
+        """TERM to the group, KILL after ``grace`` seconds or when cancelled; its status once the group is gone."""
+        self.send_group(signal.SIGTERM)
+        # Not asyncio.timeout: before Python 3.11.3 it never times out in a task that was cancelled, as callers are.
+        gone = asyncio.ensure_future(self._group_ended())
+        try:
+            await asyncio.wait({gone}, timeout=grace)
+            if not gone.done():
+                self.send_group(signal.SIGKILL)
+                await asyncio.wait({gone}, timeout=KILL_PATIENCE)
+        except asyncio.CancelledError:
+            self.send_group(signal.SIGKILL)
+            raise
+        finally:
+            gone.cancel()
+        return self._status
+
+    def release(self) -> None:
+        """Take no notice of it any more and leave it alone; whoever waits for it now waits for ever."""
+        if not self._over.is_set():
+            self._forget()
+            others = _watched.get(self.pid, [])
+            if self in others:
+                others.remove(self)
+            if not others:
+                _watched.pop(self.pid, None)
+
+    async def _group_ended(self) -> int | None:
+        await self.wait()
+        while self._leads and _group_exists(self.pid) and self._members():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(POLL)
+        return self._status
+
+    def _members(self) -> list[proc.Stat]:
+        """What lives in the group that it led. A number that leads again is another group."""
+        found = proc.table()
+        leader = found.get(self.pid)
+        if leader is not None and leader.start_ticks != self.start_ticks:
+            return []
+        return [s for s in found.values() if s.group == self.pid and s.start_ticks >= self.start_ticks and s.is_alive]
+
+    def _look(self) -> None:
+        """The way without pidfd."""
+        if self.is_alive:
+            self._timer = self._loop.call_later(POLL, self._look)
+        else:
+            self._ended()
+
+    def _ended(self, attempt: int = 0) -> None:
+        """It is dead: reap it, or learn from the kernel what its parent reaped."""
+        if self._over.is_set() or reap(self.pid):
+            return
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+        status = _exit_info(self._pidfd)
+        if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS):
+            self._timer = self._loop.call_later(_STATUS_DELAYS[attempt], self._ended, attempt + 1)
+        else:
+            self.release()
+            self._finish(status)
+
+    def _finish(self, status: int | None) -> None:
+        self._forget()
+        self._status = status
+        self._over.set()
+
+    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | str = "/",
+    stdin: int | None = None,
+    stdout: int | Path | None = None,
+    stderr: int | Path | None = None,
+    user: str | None = None,
+    group: str | None = None,
+    nice: int = 0,
+    umask: int = 0o022,
+    session: bool = False,
+    limits: Mapping[int, tuple[int, int]] = {},
+) -> Process:
+    """Run a program in a process group (or ``session``) of its own, without a shell.
+
+    None stands for ``/dev/null``; a path is appended to. ``user`` and ``group`` are names or numbers, taken with the
+    supplementary groups of the user; an ordinary user cannot change them, so there they are passed over. ``limits``
+    maps ``resource.RLIMIT_*`` to soft and hard values, lowered to what may be had. Raises ``HostError``
+    "cannot run PROGRAM: why".
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            out, err = (_output(opened, target) for target in (stdout, stderr))
+            ids = _ids(user, group) if os.geteuid() == 0 else _Ids()
+            if limits or nice:
+                # Newer Pythons warn of any code between fork and exec; this one does two system calls.
+                opened.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore", DeprecationWarning)
+            popen = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=out,
+                stderr=err,
+                umask=umask,
+                start_new_session=session,
+                process_group=None if session else 0,
+                preexec_fn=_restrain(limits, nice) if limits or nice else None,  # noqa: PLW1509 - see above
+                user=ids.user,
+                group=ids.group,
+                extra_groups=ids.groups,
+            )
+        except OSError as exc:
+            where = "" if exc.filename in (None, argv[0]) else f" with {exc.filename}"
+            raise files.failed(f"run {argv[0]}{where}", exc) from exc
+        except (LookupError, ValueError, subprocess.SubprocessError) as exc:
+            raise HostError(f"cannot run {argv[0]}: {exc}") from exc
+    # Reaping is ours: without a return code Popen would try it as well.
+    popen.returncode = 0
+    stat = proc.stat(popen.pid)
+    assert stat is not None, "a child that is not reaped has a stat line"
+    return Process(stat, _open(popen.pid), leads=True)
+
+
+def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
+    """The process with this number; None if it is gone, a zombie, or another one than started at ``start_ticks``."""
+    pidfd = _open(pid)
+    stat = proc.stat(pid)
+    if (
+        stat is None
+        or not stat.is_alive
+        or start_ticks not in (None, stat.start_ticks)
+        or (pidfd is not None and _is_readable(pidfd))  # died after it was opened: the line may be another's
+    ):
+        if pidfd is not None:
+            os.close(pidfd)
+        return None
+    return Process(stat, pidfd, leads=stat.group == pid)
+
+
+def send(identity: tuple[int, int], sig: int) -> bool:
+    """Signal the process with this number and start time; False if it is gone."""
+    pid, start_ticks = identity
+    pidfd = _open(pid)
+    try:
+        stat = proc.stat(pid)
+        if stat is None or stat.start_ticks != start_ticks:
+            return False
+        return _send(pidfd, pid, sig)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def reap(pid: int) -> bool:
+    """Collect a dead child and tell every ``Process`` that stands for it; False if it is no dead child of ours."""
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        return False
+    if info is None:
+        return False
+    status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
+    for process in _watched.pop(pid, []):
+        process._finish(status)  # noqa: SLF001 - one class, two halves
+    return True
+
+
+def _open(pid: int) -> int | None:
+    """A pidfd, or None: no such process, an old kernel, a strict seccomp profile, no descriptor left."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _send(pidfd: int | None, pid: int, sig: int) -> bool:
+    try:
+        if pidfd is None:
+            os.kill(pid, sig)
+        else:
+            signal.pidfd_send_signal(pidfd, sig)
+    except ProcessLookupError:
+        return False
+    except PermissionError as exc:
+        logger.warning("cannot send signal %d to process %d: %s", sig, pid, exc.strerror)
+    return True
+
+
+def _is_readable(pidfd: int) -> bool:
+    """Whether the process behind it has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _exit_info(pidfd: int | None) -> int | None:
+    """The status that somebody else reaped (Linux 6.15 and later)."""
+    if pidfd is None:
+        return None
+    words = array.array("I", bytes(64))
+    words[0] = _PIDFD_INFO_EXIT
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, words)
+    except OSError:
+        return None
+    if not words[0] & _PIDFD_INFO_EXIT:
+        return None
+    return 128 + code if (code := words[15] & 0x7F) else words[15] >> 8 & 0xFF
+
+
+def _output(opened: contextlib.ExitStack, target: int | Path | None) -> int:
+    if isinstance(target, Path):
+        # Root follows no link that somebody else may have put there.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        target = os.open(target, flags, 0o640)
+        opened.callback(os.close, target)
+    return subprocess.DEVNULL if target is None else target
+
+
+class _Ids(NamedTuple):
+    """What ``Popen`` needs to know to run as somebody else; None leaves things as they are."""
+
+    user: int | None = None
+    group: int | None = None
+    groups: list[int] | None = None
+
+
+def _ids(user: str | None, group: str | None) -> _Ids:
+    """Numbers for names or numbers, with all groups of the user; raises ``LookupError``."""
+    ids = _Ids()
+    try:
+        if user is not None and user.isdigit():
+            ids = _Ids(int(user), None, [])
+        elif user is not None:
+            entry = pwd.getpwnam(user)
+            ids = _Ids(entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid))
+    except KeyError:
+        raise LookupError(f"there is no user {user}") from None
+    try:
+        if group is not None:
+            ids = ids._replace(group=int(group) if group.isdigit() else grp.getgrnam(group).gr_gid)
+    except KeyError:
+        raise LookupError(f"there is no group {group}") from None
+    return ids
+
+
+def _restrain(limits: Mapping[int, tuple[int, int]], nice: int) -> Callable[[], None]:
+    """What the child does between fork and exec. A limit above what it may have becomes what it may have."""
+    wanted = []
+    for what, (soft, hard) in limits.items():
+        ceiling = resource.getrlimit(what)[1]
+        wanted.append((what, (_lower(soft, ceiling), _lower(hard, ceiling))))
+
+    def restrain() -> None:
+        for what, values in wanted:
+            resource.setrlimit(what, values)
+        if nice:
+            with contextlib.suppress(PermissionError):
+                os.nice(nice)
+
+    return restrain
+
+
+def _lower(value: int, ceiling: int) -> int:
+    if resource.RLIM_INFINITY in (value, ceiling):
+        return ceiling if value == resource.RLIM_INFINITY else value
+    return min(value, ceiling)

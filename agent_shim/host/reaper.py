@@ -1,0 +1,49 @@
+"""Orphans come to us, and are reaped: a ctl script that forks twice leaves its daemon to the nearest subreaper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from typing import Final
+
+from agent_shim.host import process
+
+logger = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
+
+
+@contextlib.contextmanager
+def reaping() -> Iterator[None]:
+    """For the length of the block, take in orphans of our descendants and reap whatever child ends.
+
+    Statuses of children that ``host.process`` knows go there. Main thread, with a running loop.
+    """
+    loop = asyncio.get_running_loop()
+    if not _subreaper(on=True):
+        logger.warning("cannot take in orphans: jobs that fork twice go to process 1, their exit status is not known")
+    loop.add_signal_handler(signal.SIGCHLD, reap_all)
+    reap_all()
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGCHLD)
+        _subreaper(on=False)
+
+
+def reap_all() -> None:
+    """Reap every child that is dead now."""
+    with contextlib.suppress(ChildProcessError):
+        # Looked at first and reaped by number: then its number cannot change hands before its status is delivered.
+        while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            process.reap(dead.si_pid)
+
+
+def _subreaper(*, on: bool) -> bool:
+    import ctypes  # half a megabyte: only where it is needed
+
+    return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0)

@@ -1,0 +1,203 @@
+"""Volumes that somebody else has mounted, shown at a second place: by a bind mount or, where none is allowed, a link.
+
+The volume itself, its mount and how mounts travel to other namespaces are never changed; only what this module put at
+the second place is taken away again. Everything here blocks; failures are ``HostError`` with ``errno``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agent_shim.errors import HostError
+from agent_shim.host import files, mounts, proc
+
+FLAGS: Final = {
+    "ro": 1,
+    "nosuid": 1 << 1,
+    "nodev": 1 << 2,
+    "noexec": 1 << 3,
+    "nosymfollow": 1 << 8,
+    "noatime": 1 << 10,
+    "nodiratime": 1 << 11,
+    "relatime": 1 << 21,
+}
+"""Options that a mount has of its own, whatever its file system is mounted with (include/uapi/linux/mount.h)."""
+
+
+def is_directory(path: Path) -> bool:
+    """True for a directory that can be reached; what is in the way of it (a dead NFS server) counts as none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def is_mounted(path: Path) -> bool:
+    """True if ``path`` lies on something mounted, and not on the root file system of the container."""
+    mount = mounts.mount_of(path)
+    return mount is not None and mount.point != Path("/")
+
+
+def shows(place: Path, volume: Path) -> bool:
+    """True if both lead to the same directory, however that came about."""
+    try:
+        return place.samefile(volume)
+    except OSError:
+        return False
+
+
+def can_bind(scratch: Path) -> bool:
+    """True if this container may bind mount; found out by doing it, below ``scratch``, where nobody else sees it."""
+    allowed = []
+
+    def attempt() -> None:
+        with suppress(OSError):
+            mounts.leave_mount_namespace()
+            mounts.try_bind(scratch)
+            allowed.append(True)
+
+    # A mount namespace belongs to a thread; that of this one goes with it.
+    trial = threading.Thread(target=attempt, name="can_bind")
+    trial.start()
+    trial.join()
+    return bool(allowed)
+
+
+def show(volume: Path, place: Path, *, bind: bool) -> None:
+    """Make ``place`` show ``volume``: as a mount if ``bind``, else as a link in the place of an empty directory."""
+    if shows(place, volume):
+        return
+    if bind:
+        if place.is_symlink():  # of a container that was allowed less
+            files.remove_tree(place)
+        if not place.exists():
+            files.make_dir(place, 0o700)
+        mounts.bind(volume, place)
+        return
+    try:
+        if not place.is_symlink():
+            with suppress(FileNotFoundError):
+                place.rmdir()
+    except OSError as exc:
+        raise _occupied(volume, place, exc) from exc
+    files.swap_link(volume, place)
+
+
+def _occupied(volume: Path, place: Path, exc: OSError) -> HostError:
+    why = {
+        errno.ENOTEMPTY: "it holds files, and this container may not mount over them",
+        errno.EBUSY: "something else is mounted there, and this container may not mount over it",
+    }
+    error = HostError(f"cannot link {place} to {volume}: {why.get(exc.errno or 0, exc.strerror)}")
+    error.errno = exc.errno
+    return error
+
+
+def take_away(place: Path) -> None:
+    """Undo ``show``: remove the link or the newest mount; EBUSY where somebody uses it."""
+    if place.is_symlink():
+        files.remove_tree(place)
+    elif mounts.is_mount_point(place):
+        mounts.unmount(place)
+
+
+def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
+    """Give the mount at ``place`` the options that the one of ``like`` has, and those of ``more`` that a bind can have.
+
+    None is left out by accident: a remount sets all of them anew, and in a user namespace it may drop none. Where
+    ``place`` is no second mount (a link, or the volume itself) there is nothing to do.
+    """
+    if place.is_symlink() or place == like or not mounts.is_mount_point(place):
+        return
+    here, there = mounts.mount_of(place), mounts.mount_of(like)
+    if here is None or there is None:
+        return
+    wanted = FLAGS.keys() & (there.options | frozenset(more))
+    if "noatime" in more:
+        wanted -= {"relatime"}
+    if wanted != FLAGS.keys() & here.options:
+        _remount(place, sum(FLAGS[name] for name in wanted))
+
+
+def _remount(place: Path, flags: int) -> None:
+    import ctypes  # late: half a megabyte that most pods never need
+
+    mount = ctypes.CDLL(None, use_errno=True).mount
+    mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+    if mount(b"none", os.fsencode(place), b"none", mounts.MS_REMOUNT | mounts.MS_BIND | flags, b"") != 0:
+        code = ctypes.get_errno()
+        raise files.failed(f"change the mount options of {place}", OSError(code, os.strerror(code)))
+
+
+# --- who is there ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who keeps a volume busy; ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
+
+    pid: int
+    start_ticks: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def holders(places: Sequence[Path]) -> list[Holder]:
+    """Everybody but this process who has something open, runs, or is mounted at or below ``places``."""
+    found = [*_mounted_below(places), *_loop_devices(places)]
+    devices = {place.stat().st_dev for place in places if is_directory(place)}
+    own = os.getpid()
+    for process in proc.table().values():
+        if process.pid != own and (use := next(_uses(process.pid, places, devices), None)):
+            name = " ".join(proc.command_line(process.pid).split())[:80]
+            found.append(Holder(process.pid, process.start_ticks, f"pid {process.pid} ({name}) {use}"))
+    return found
+
+
+def _uses(pid: int, places: Sequence[Path], devices: Collection[int]) -> Iterator[str]:
+    """What a process does with ``places``; nothing where it is gone or may not be looked at.
+
+    A process of another container, where they see each other, may have the same path on another device.
+    """
+    about = Path("/proc", str(pid))
+    links = [(about / "cwd", "works in {}"), (about / "root", "has {} as its root"), (about / "exe", "runs {}")]
+    with suppress(OSError):
+        links += [(descriptor, "has {} open") for descriptor in (about / "fd").iterdir()]
+    for link, what in links:
+        with suppress(OSError):
+            path = str(link.readlink())
+            if _is_below(path, places) and link.stat().st_dev in devices:
+                yield what.format(path)
+    with suppress(OSError):
+        if (about / "ns/mnt").samefile("/proc/self/ns/mnt"):
+            for line in (about / "maps").read_bytes().splitlines():
+                _, slash, rest = os.fsdecode(line).partition("/")
+                if slash and _is_below(slash + rest, places):
+                    yield f"has {slash}{rest} mapped"
+
+
+def _mounted_below(places: Iterable[Path]) -> Iterator[Holder]:
+    for mount in mounts.mounts():
+        if any(place in mount.point.parents for place in places):
+            yield Holder(0, 0, f"{mount.kind} is mounted on {mount.point}")
+
+
+def _loop_devices(places: Sequence[Path]) -> Iterator[Holder]:
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with suppress(OSError):
+            path = backing.read_text().strip()
+            if _is_below(path, places):
+                yield Holder(0, 0, f"loop device {backing.parts[3]} shows {path}")
+
+
+def _is_below(path: str, places: Iterable[Path]) -> bool:
+    return any(path == str(place) or path.startswith(f"{place}/") for place in places)

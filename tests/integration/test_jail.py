@@ -1,0 +1,104 @@
+"""The last steps before a program of a job runs, as the program finds them. Only the child itself is changed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.host import capabilities, jail, process
+from agent_shim.supervisor.bpm_run import write_order
+
+NOBODY = 65534
+
+
+def order(**members: Any) -> jail.Order:
+    """A program that prints what the kernel knows of it."""
+    made: jail.Order = {
+        "argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"],
+        "env": {},
+        "cwd": "/",
+        "uid": None,
+        "gid": None,
+        "keeps_privileges": False,
+        "capabilities": [],
+        "limits": {},
+        "view": None,
+        "may_signal": False,
+    }
+    return {**made, **members}  # type: ignore[typeddict-item]
+
+
+async def run(tmp_path: Path, wanted: jail.Order) -> tuple[int | None, dict[str, str]]:
+    """Its exit code, and the lines it has printed by their names."""
+    descriptor = write_order(wanted)
+    out = tmp_path / "out"
+    argv = [sys.executable, "-I", "-S", jail.__file__, "0"]
+    status = await process.spawn(argv, env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    os.close(descriptor)
+    lines = [
+        line.partition(":") if ":" in line else (line[:25].strip(), "", line[25:])
+        for line in out.read_text().splitlines()
+    ]
+    return status, {name: value.strip() for name, _, value in lines}
+
+
+async def test_nothing_can_be_gained(tmp_path: Path) -> None:
+    """No capability in any set, none to come."""
+    status, found = await run(tmp_path, order())
+
+    assert (status, found["NoNewPrivs"]) == (0, "1")
+    assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> None:
+    """User and group alone, one capability in all sets, the others gone from the bounding set."""
+    number = capabilities.NAMES.index("NET_BIND_SERVICE")
+    if "NET_BIND_SERVICE" not in capabilities.privileges().effective:
+        pytest.skip("we do not have it ourselves")
+    status, found = await run(tmp_path, order(uid=NOBODY, gid=NOBODY, capabilities=[number]))
+
+    assert status == 0
+    assert found["Uid"].split() == [str(NOBODY)] * 4
+    assert found["Gid"].split() == [str(NOBODY)] * 4
+    assert found["Groups"] == ""
+    for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"):
+        assert capabilities.names(found[f"Cap{name}"]) == {"NET_BIND_SERVICE"}, name
+
+
+async def test_privileges_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    """``unsafe.privileged``."""
+    _, found = await run(tmp_path, order(keeps_privileges=True))
+
+    assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
+    assert capabilities.names(found["CapEff"]) == capabilities.privileges().effective
+
+
+async def test_limits_are_set_as_far_as_they_may_be(tmp_path: Path) -> None:
+    """What is too much becomes the most, and is said."""
+    _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
+    assert found["Max open files"].split()[:2] == ["77", "77"]
+    assert found["Max core file size"].split()[:2] == ["4096", "4096"]
+
+
+async def test_limit_beyond_reach_is_said(tmp_path: Path) -> None:
+    """The most that may be had is given instead."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    beyond = 1 << 40
+    _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": beyond}))
+
+    assert found["agent-shim"] == f"RLIMIT_NOFILE is {hard}, the most that may be had, not {beyond}"
+    assert found["Max open files"].split()[0] == str(hard)
+
+
+async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+    """On stderr, with an exit code of its own."""
+    status, found = await run(tmp_path, order(argv=["/nothing"]))
+
+    assert status == jail.FAILED
+    assert found["agent-shim"].startswith("cannot run /nothing:")

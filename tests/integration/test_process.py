@@ -1,0 +1,364 @@
+"""Processes of the kernel, not of a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import proc, process, reaper
+from tests.support.programs import argv, end_marked, eventually, is_alive, marked, number_in
+
+SH = "/bin/sh"
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment by which what a test left behind is found and killed."""
+    yield {"PATH": "/bin:/usr/bin", "TEST_OF": str(tmp_path)}
+    end_marked("TEST_OF", str(tmp_path))
+
+
+def shell(script: str) -> list[str]:
+    return [SH, "-c", script]
+
+
+async def test_exit_code_is_told(env: dict[str, str]) -> None:
+    """Both who waits before the end and who waits after it learn the code."""
+    child = process.spawn(shell("exit 7"), env=env)
+
+    assert await child.wait() == 7
+    assert await child.wait() == 7
+
+
+async def test_death_by_signal_is_128_and_its_number(env: dict[str, str]) -> None:
+    """As the Go agent maps it (bosh-utils system/exec_process.go)."""
+    child = process.spawn(shell("kill -KILL $$"), env=env)
+
+    assert await child.wait() == 137
+
+
+async def test_child_is_reaped_though_nobody_waits(env: dict[str, str]) -> None:
+    """No zombie is left by a process nobody asks about."""
+    child = process.spawn(shell("exit 0"), env=env)
+
+    await eventually(lambda: proc.stat(child.pid) is None)
+
+
+async def test_descriptors_are_given_back(env: dict[str, str]) -> None:
+    """A process costs a descriptor only while it lives."""
+    before = _descriptors()
+    children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
+    released = process.spawn(["/bin/sleep", "600"], env=env)
+    released.release()
+    await asyncio.gather(*(child.wait() for child in children))
+
+    assert _descriptors() == before
+    assert process.send(released.identity, signal.SIGKILL)
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text", "number"),
+    [
+        (["/no/such"], {}, "cannot run /no/such: No such file or directory", errno.ENOENT),
+        (["/etc/passwd"], {}, "cannot run /etc/passwd: Permission denied", errno.EACCES),
+        ([SH], {"cwd": "/no/dir"}, "cannot run /bin/sh with /no/dir: No such file or directory", errno.ENOENT),
+        ([SH, "nul\0"], {}, "cannot run /bin/sh: embedded null byte", None),
+    ],
+)
+async def test_what_cannot_run_is_said(
+    arguments: list[str], options: dict[str, str], text: str, number: int | None
+) -> None:
+    """The error names the program and the reason, and keeps errno."""
+    with pytest.raises(HostError) as caught:
+        process.spawn(arguments, env={}, **options)  # type: ignore[arg-type]
+
+    assert str(caught.value) == text
+    assert caught.value.errno == number
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user changes to nobody, and is not asked whom")
+async def test_unknown_user_is_named() -> None:
+    """A file that names a user this image does not have fails with that name."""
+    with pytest.raises(HostError, match="cannot run /bin/sh: there is no user nosuch"):
+        process.spawn([SH], env={}, user="nosuch")
+    with pytest.raises(HostError, match="cannot run /bin/sh: there is no group nosuch"):
+        process.spawn([SH], env={}, user="root", group="nosuch")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(
+    ("user", "group", "ids"),
+    [("daemon", None, "1 1 1"), ("daemon", "sys", "1 3 3 1"), ("4711", "4712", "4711 4712 4712"), ("0", None, "0 0 0")],
+)
+async def test_child_becomes_its_user(user: str, group: str | None, ids: str, tmp_path: Path) -> None:
+    """By name or number, with the groups of that user and none of ours."""
+    tmp_path.chmod(0o755)
+    child = process.spawn(
+        shell("echo $(id -u) $(id -g) $(id -G)"), env={}, user=user, group=group, stdout=tmp_path / "out"
+    )
+
+    assert await child.wait() == 0
+    assert (tmp_path / "out").read_text().split() == ids.split()
+
+
+async def test_environment_is_exactly_the_one_given(tmp_path: Path) -> None:
+    """Nothing of ours leaks into a child."""
+    child = process.spawn(["/usr/bin/env"], env={"ONE": "1"}, stdout=tmp_path / "out")
+
+    assert await child.wait() == 0
+    assert (tmp_path / "out").read_text() == "ONE=1\n"
+
+
+async def test_output_is_appended(env: dict[str, str], tmp_path: Path) -> None:
+    """Both streams go to the end of one file, which others may not read."""
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    log.unlink()
+    for _ in range(2):
+        await process.spawn(shell("echo out; echo err >&2"), env=env, stdout=log, stderr=log).wait()
+
+    assert log.read_text() == "out\nerr\n" * 2
+    assert log.stat().st_mode & 0o777 == 0o640
+
+
+async def test_output_follows_no_link(env: dict[str, str], tmp_path: Path) -> None:
+    """Who may write the directory cannot make root write elsewhere."""
+    (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(HostError, match=r"cannot run /bin/sh with .*/log: Too many levels of symbolic links"):
+        process.spawn(shell("echo x"), env=env, stdout=tmp_path / "log")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> None:
+    """Working directory, umask, empty input, own group or session, priority and limits are as asked."""
+    script = "pwd; umask; cat | wc -c; ulimit -n; ps -o pgid=,sid=,ni= -p $$"
+    out = tmp_path / "out"
+    child = process.spawn(
+        shell(script),
+        env=env,
+        cwd=tmp_path,
+        umask=0o077,
+        nice=3,
+        session=True,
+        stdout=out,
+        limits={resource.RLIMIT_NOFILE: (64, 64)},
+    )
+    assert await child.wait() == 0
+    where, umask, size, files, ps = out.read_text().splitlines()
+
+    assert (where, umask, size.strip(), files) == (str(tmp_path), "0077", "0", "64")
+    assert ps.split() == [str(child.pid), str(child.pid), str(os.nice(0) + 3)]
+
+
+async def test_group_is_its_own_but_the_session_is_ours(env: dict[str, str]) -> None:
+    """Without ``session`` a child leads a group only."""
+    child = process.spawn(["/bin/sleep", "600"], env=env)
+    stat = proc.stat(child.pid)
+
+    assert stat is not None
+    assert (stat.group, stat.session) == (child.pid, os.getsid(0))
+    await child.terminate(1)
+
+
+async def test_limit_out_of_reach_is_lowered(env: dict[str, str], tmp_path: Path) -> None:
+    """A container whose ceiling is low still starts the job."""
+    _, ceiling = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if ceiling == resource.RLIM_INFINITY:
+        pytest.skip("no ceiling here")
+    limits = {resource.RLIMIT_NOFILE: (ceiling * 2, resource.RLIM_INFINITY)}
+    child = process.spawn(shell("ulimit -n; ulimit -Hn"), env=env, stdout=tmp_path / "out", limits=limits)
+
+    assert await child.wait() == 0
+    assert (tmp_path / "out").read_text() == f"{ceiling}\n{ceiling}\n"
+
+
+async def test_terminate_asks_first(env: dict[str, str], tmp_path: Path) -> None:
+    """What listens to TERM is not killed."""
+    log, pidfile = tmp_path / "log", tmp_path / "pid"
+    child = process.spawn(argv("say_signals.sh", log, pidfile), env=env)
+    await eventually(lambda: number_in(pidfile))
+
+    assert await child.terminate(5) == 0
+    assert log.read_text() == "TERM\n"
+
+
+async def test_terminate_kills_what_does_not_listen(env: dict[str, str], tmp_path: Path) -> None:
+    """After the grace KILL ends it."""
+    pidfile = tmp_path / "pid"
+    child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
+    await eventually(lambda: number_in(pidfile))
+
+    assert await child.terminate(0.05) == 137
+
+
+async def test_terminate_ends_the_group_of_a_dead_leader(env: dict[str, str], tmp_path: Path) -> None:
+    """A member that outlives its leader is still of the group."""
+    pidfile = tmp_path / "pid"
+    leader = process.spawn(argv("leave_child.sh", pidfile), env=env)
+    member = await eventually(lambda: number_in(pidfile))
+
+    assert await leader.terminate(0.2) == 0
+    assert not is_alive(member)
+
+
+async def test_group_of_an_ended_leader_can_be_signalled(env: dict[str, str], tmp_path: Path) -> None:
+    """Its members are found one by one: the number of the group may be anybody's by now."""
+    pidfile = tmp_path / "pid"
+    leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exit 0"), env=env)
+    member = await eventually(lambda: number_in(pidfile))
+    await leader.wait()
+    leader.send_group(signal.SIGKILL)
+
+    await eventually(lambda: not is_alive(member))
+
+
+async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) -> None:
+    """Who gives up waiting leaves nothing behind."""
+    pidfile = tmp_path / "pid"
+    child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
+    await eventually(lambda: number_in(pidfile))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await child.terminate(60)
+
+    assert await child.wait() == 137
+
+
+async def test_signal_after_the_end_goes_nowhere(env: dict[str, str]) -> None:
+    """A number that may be another's by now is not used."""
+    child = process.spawn(shell("exit 0"), env=env)
+    await child.wait()
+
+    assert not child.is_alive
+    assert child.send(signal.SIGKILL) is False
+    child.send_group(signal.SIGKILL)
+
+
+async def test_signal_needs_the_right_start_time(env: dict[str, str]) -> None:
+    """Same number, other process: not signalled."""
+    child = process.spawn(["/bin/sleep", "600"], env=env)
+
+    assert process.send((child.pid, child.start_ticks - 1), signal.SIGKILL) is False
+    assert child.is_alive
+    assert process.send(child.identity, signal.SIGKILL) is True
+    assert await child.wait() == 137
+
+
+async def test_adoption_needs_a_living_process(env: dict[str, str]) -> None:
+    """Gone, another or a zombie: None."""
+    child = process.spawn(shell("exec sleep 600"), env=env)
+    again = process.adopt(child.pid, child.start_ticks)
+
+    assert again is not None
+    assert process.adopt(child.pid, child.start_ticks - 1) is None
+    child.send(signal.SIGKILL)
+    # Dead, but this loop has had no turn yet to reap it.
+    while not (stat := proc.stat(child.pid)) or stat.is_alive:
+        pass
+    assert stat.state == "Z"
+    assert process.adopt(child.pid) is None
+    assert await again.wait() == 137
+    assert await child.wait() == 137
+    assert process.adopt(child.pid) is None
+
+
+async def test_adopted_process_of_another_parent_tells_its_status(env: dict[str, str], tmp_path: Path) -> None:
+    """Where the kernel keeps it (6.15 and later) the status is told, elsewhere it is None."""
+    pidfile = tmp_path / "pid"
+    script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
+    parent = process.spawn(shell(script), env=env)
+    adopted = process.adopt(await eventually(lambda: number_in(pidfile)))
+    assert adopted is not None
+    Path(f"{pidfile}.go").touch()
+
+    assert await adopted.wait() in ((5,) if _kernel() >= (6, 15) else (None,))
+    assert not adopted.is_alive
+    await parent.wait()
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor, *_ = os.uname().release.split(".")
+    return int(major), int(minor)
+
+
+async def test_no_status_is_lost_to_the_reaper(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that end in droves keep their codes though SIGCHLD reaps them too."""
+    monkeypatch.setattr(process, "_exit_info", lambda _: None)  # the kernel does not tell afterwards
+    with reaper.reaping():
+        children = [process.spawn(shell(f"exit {number}"), env=env) for number in range(40)]
+        codes = await asyncio.gather(*(child.wait() for child in children))
+
+    assert codes == list(range(40))
+
+
+async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
+    """A daemon that forked twice is a child now: no zombie remains, its status is known."""
+    pidfile = tmp_path / "pid"
+    with reaper.reaping():
+        assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0
+        daemon = process.adopt(await eventually(lambda: number_in(pidfile)))
+        assert daemon is not None
+        parent = proc.stat(daemon.pid)
+        assert parent is not None
+        assert parent.parent == os.getpid()
+        daemon.send(signal.SIGUSR1)
+
+        assert await daemon.wait() == 128 + signal.SIGUSR1
+        assert proc.stat(daemon.pid) is None
+
+
+async def test_stranger_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
+    """An orphan nobody asked about leaves no zombie."""
+    pidfile = tmp_path / "pid"
+    with reaper.reaping():
+        await process.spawn(shell(f"(sleep 0.01; exec sh -c 'echo $$ >{pidfile}') & exit 0"), env=env).wait()
+        orphan = await eventually(lambda: number_in(pidfile))
+
+        await eventually(lambda: proc.stat(orphan) is None)
+
+
+async def test_released_process_goes_on(env: dict[str, str], tmp_path: Path) -> None:
+    """Letting go is not ending."""
+    child = process.spawn(["/bin/sleep", "600"], env=env)
+    child.release()
+
+    assert is_alive(child.pid)
+    # The environment of a process can be read a moment after it is executed.
+    await eventually(lambda: marked("TEST_OF", str(tmp_path)))
+
+
+async def test_everything_works_without_pidfd(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old kernel or a strict seccomp profile: start times and looking take its place."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    pidfile = tmp_path / "pid"
+    child = process.spawn(shell("exit 7"), env=env)
+    stubborn = process.spawn(argv("ignore_term.sh", pidfile), env=env)
+    await eventually(lambda: number_in(pidfile))
+    adopted = process.adopt(stubborn.pid, stubborn.start_ticks)
+    assert adopted is not None
+
+    assert await child.wait() == 7
+    assert process.adopt(stubborn.pid, stubborn.start_ticks - 1) is None
+    assert process.send((stubborn.pid, stubborn.start_ticks - 1), signal.SIGKILL) is False
+    assert await stubborn.terminate(0.05) == 137
+    assert await adopted.wait() == 137
+    assert adopted.send(signal.SIGKILL) is False

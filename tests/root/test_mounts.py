@@ -1,0 +1,118 @@
+"""Real mounts on a machine of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.root.conftest import Inside
+from tests.support.machine import Machine
+
+pytestmark = pytest.mark.root
+
+PLACES = """
+from agent_shim.host import mounts
+here = Path("/var/vcap/m")
+source, target = here / "a b", here / "target"
+for place in (source, target):
+    place.mkdir(parents=True, exist_ok=True)
+(source / "file").write_text("content")
+"""
+NOBODY = ("setpriv", "--reuid", "65534", "--clear-groups")
+
+
+def test_a_bind_shows_the_source(inside: Inside) -> None:
+    """Until it is taken down; the table knows it, blank and all."""
+    seen = inside(f"""{PLACES}
+mounts.bind(source, target)
+during = [(target / "file").read_text(), mounts.is_mount_point(target), mounts.mount_of(target / "file").root]
+mounts.unmount(target)
+return [*during, (target / "file").exists(), mounts.is_mount_point(target)]
+""")
+
+    assert seen == ["content", True, "/m/a b", False, False]
+
+
+def test_a_read_only_bind(inside: Inside) -> None:
+    """The source stays writable."""
+    seen = inside(f"""{PLACES}
+mounts.bind(source, target, read_only=True)
+try:
+    (target / "new").write_text("")
+    refused = ""
+except OSError as exc:
+    refused = exc.strerror
+(source / "old").write_text("")
+told = mounts.mount_of(target).is_read_only
+mounts.unmount(target)
+return [refused, told]
+""")
+
+    assert seen == ["Read-only file system", True]
+
+
+def test_a_busy_mount_stays_unless_it_is_lazy(inside: Inside) -> None:
+    """The error names the place."""
+    seen = inside(f"""{PLACES}
+mounts.bind(source, target)
+with (target / "file").open():
+    try:
+        mounts.unmount(target)
+        refused = ""
+    except HostError as exc:
+        refused = str(exc)
+    mounts.unmount(target, lazy=True)
+return [refused, mounts.is_mount_point(target)]
+""")
+
+    assert seen == ["cannot unmount /var/vcap/m/target: Device or resource busy", False]
+
+
+def test_stacked_mounts_are_taken_down_one_by_one(inside: Inside) -> None:
+    """The newest is what is seen."""
+    seen = inside(f"""{PLACES}
+mounts.bind(source, target)
+mounts.mount_tmpfs(target, "size=64k,mode=700")
+kinds = [mounts.mount_of(target).source, (target / "file").exists()]
+mounts.unmount(target)
+kinds.append((target / "file").exists())
+mounts.unmount(target)
+return [*kinds, mounts.is_mount_point(target)]
+""")
+
+    assert seen == ["tmpfs", False, True, False]
+
+
+def test_what_is_not_there_cannot_be_bound(inside: Inside) -> None:
+    """Both ends are named."""
+    error = inside(f"{PLACES}\nmounts.bind(here / 'none', target)")
+
+    assert error == "cannot bind /var/vcap/m/none on /var/vcap/m/target: No such file or directory"
+
+
+def test_own_mounts_are_seen_by_nobody_else(box: Machine, inside: Inside) -> None:
+    """A process that has left the namespace mounts for itself and its children."""
+    inside(f"{PLACES}\nmounts.leave_mount_namespace()\nmounts.bind(source, target)\nassert (target / 'file').exists()")
+
+    assert not (box.vcap / "m/target/file").exists()
+
+
+def test_whether_binds_are_allowed_is_tried(box: Machine, inside: Inside) -> None:
+    """Root here may, without the capability it may not, nor may others; nothing is left behind either way."""
+    box.run("mkdir -p -m 777 /var/vcap/probe")
+    ask = "from agent_shim.host import mounts\nreturn mounts.can_bind(Path('/var/vcap/probe'))"
+
+    assert inside(ask) is True
+    assert inside(ask, "setpriv", "--bounding-set", "-sys_admin") is False
+    assert inside(ask, *NOBODY) is False
+    assert list((box.vcap / "probe").iterdir()) == []
+    assert "probe" not in box.run("cat /proc/self/mountinfo")
+
+
+def test_why_binds_are_refused(inside: Inside) -> None:
+    """For who asks what the container allows."""
+    error = inside(
+        "from agent_shim.host import mounts\nmounts.try_bind(Path('/tmp'))", "setpriv", "--bounding-set", "-sys_admin"
+    )
+
+    assert error.startswith("cannot bind /tmp/bind-")
+    assert error.endswith(": Operation not permitted")

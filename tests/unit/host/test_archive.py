@@ -1,0 +1,442 @@
+"""Unpacking: what GNU tar makes of honest archives, and nothing at all of hostile ones."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent_shim.errors import ArchiveError
+from agent_shim.host import archive
+from tests.support.users import as_ordinary_user
+
+END = bytes(1024)
+
+
+def zipped(data: bytes) -> bytes:
+    """Compressed, the same at any time."""
+    return gzip.compress(data, mtime=0)
+
+
+def member(name: str, data: bytes = b"", **fields: Any) -> bytes:
+    """One member as it stands in an archive: header and padded data."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape") + data + bytes(-len(data) % 512)
+
+
+def link(name: str, target: str, *, hard: bool = False) -> bytes:
+    return member(name, type=tarfile.LNKTYPE if hard else tarfile.SYMTYPE, linkname=target)
+
+
+def directory(name: str, mode: int = 0o755) -> bytes:
+    return member(name, type=tarfile.DIRTYPE, mode=mode)
+
+
+def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    return member("pax", records, type=kind)
+
+
+def record(key: str, value: str) -> bytes:
+    """A pax record; its length counts its own digits."""
+    rest = f" {key}={value}\n".encode()
+    length = len(rest)
+    while len(str(length)) + len(rest) != length:
+        length = len(str(length)) + len(rest)
+    return str(length).encode() + rest
+
+
+def file(data: bytes) -> io.BufferedRandom:
+    """Bytes as an open file."""
+    opened = os.fdopen(os.memfd_create("archive"), "w+b")
+    opened.write(data)
+    opened.flush()
+    return opened
+
+
+def unpack(data: bytes, into: Path, **options: Any) -> None:
+    with file(data) as source:
+        archive.unpack(source, into, **options)
+
+
+Entry = tuple[int, int, int, object]
+
+
+def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
+    """Every path with mode, seconds of its time, number of names (of files) and content."""
+    found: dict[str, Entry] = {}
+    for path in [tree, *tree.rglob("*")]:
+        status = path.lstat()
+        content: object = None
+        if path.is_symlink():
+            content = path.readlink()
+        elif path.is_file():
+            content = path.read_bytes()
+        names = status.st_nlink if path.is_file() and not path.is_symlink() else 0
+        when = int(status.st_mtime) if times else 0
+        found[str(path.relative_to(tree))] = (stat.S_IMODE(status.st_mode), when, names, content)
+    return found
+
+
+def make_tree(tree: Path) -> None:
+    """One of everything that packages hold."""
+    (tree / "bin").mkdir(parents=True)
+    (tree / "bin" / "run").write_bytes(b"#!/bin/sh\n")
+    (tree / "bin" / "run").chmod(0o4755)
+    (tree / "empty").mkdir(mode=0o700)
+    (tree / "deep" / ("d" * 90) / ("e" * 90)).mkdir(parents=True)
+    (tree / "deep" / ("d" * 90) / ("e" * 90) / "file").write_bytes(os.urandom(200_000))
+    (tree / "naïve \n name").write_bytes(b"x" * 512)
+    (tree / os.fsdecode(b"no-\xff-utf8")).write_bytes(b"")
+    (tree / "twin").hardlink_to(tree / "bin" / "run")
+    (tree / "to-file").symlink_to("bin/run")
+    (tree / "to-dir").symlink_to("bin")
+    (tree / "bin" / "back").symlink_to("../twin")
+    (tree / "closed").mkdir()
+    (tree / "closed" / "file").write_bytes(b"y")
+    (tree / "closed").chmod(0o555)
+    for path in [tree, *tree.rglob("*")]:
+        os.utime(path, (1_000_000_000, 1_000_000_000 + len(path.name)), follow_symlinks=False)
+
+
+# --- honest archives ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax", "posix", "ustar", "oldgnu"])
+@pytest.mark.parametrize("compress", ["-z", "--no-auto-compress"])
+def test_what_comes_out_is_what_gnu_tar_makes_of_it(tmp_path: Path, kind: str, compress: str) -> None:
+    """Names, modes, times, links and contents, in every format that tar writes."""
+    make_tree(tmp_path / "tree")
+    packed = tmp_path / "a.tgz"
+    subprocess.run(["tar", f"--format={kind}", compress, "-cf", packed, "-C", tmp_path / "tree", "."], check=True)
+    (tmp_path / "theirs").mkdir()
+    subprocess.run(["tar", "--no-same-owner", "-pxf", packed, "-C", tmp_path / "theirs"], check=True)
+    with packed.open("rb") as source:
+        archive.unpack(source, tmp_path / "ours")
+
+    assert listing(tmp_path / "ours") == listing(tmp_path / "theirs")
+    assert len(listing(tmp_path / "ours")) == 16
+
+
+def test_everything_belongs_to_whoever_unpacks(tmp_path: Path) -> None:
+    """Whatever numbers the archive names."""
+    unpack(member("a/b", uid=1234, gid=1234, uname="vcap", gname="vcap") + link("a/c", "b") + END, tmp_path / "o")
+
+    owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in (tmp_path / "o").rglob("*")}
+    assert owners == {(os.geteuid(), os.getegid())}
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> None:
+    """The Director packs with ``./`` for the blobstore and without for the bus."""
+    packed = zipped(
+        directory(f"{prefix}web", 0o700)
+        + member(f"{prefix}web/bin/run", b"web", mode=0o755)
+        + member(f"{prefix}web2/monit", b"other")
+        + link(f"{prefix}web/twin", f"{prefix}web/bin/run", hard=True)
+        + END
+    )
+    unpack(packed, tmp_path / "o", subtree="web")
+
+    assert sorted(listing(tmp_path / "o")) == [".", "bin", "bin/run", "twin"]
+    assert (tmp_path / "o" / "twin").read_bytes() == b"web"
+    assert stat.S_IMODE((tmp_path / "o").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("packed", "text"),
+    [
+        (zipped(member("web2/x") + END), "no file with prefix 'web' found"),
+        (zipped(member("web") + END), "no file with prefix 'web' found"),
+        (zipped(END), "no file with prefix 'web' found"),
+        (member("web/x") + END, "the archive is not gzip"),
+    ],
+)
+def test_a_missing_job_is_told_in_the_words_of_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
+    """And nothing is left."""
+    with pytest.raises(ArchiveError) as caught:
+        unpack(packed, tmp_path / "o", subtree="web")
+
+    assert str(caught.value) == f"Detecting prefix of package files: {text}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        member("a", b"old") + member("a", b"new") + END,
+        link("a", "b") + member("a", b"new") + END,
+        zipped(member("a", b"new")) + zipped(END),
+        zipped(member("a", b"new") + END) + bytes(512),
+        member("a", b"new"),
+        member("label", type=b"V") + member("a", b"new") + END + b"what follows the end is not read",
+        pax(record("path", "A") + record("mtime", "1.5")) + pax(record("path", "a")) + member("b", b"new") + END,
+        pax(record("size", "3"), tarfile.XGLTYPE) + member("a", b"new") + END,
+        pax(record("comment", "x")) + member("a", b"new", type=tarfile.AREGTYPE) + END,
+        member("a", b"new", type=tarfile.CONTTYPE) + END,
+    ],
+)
+def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
+    """Of two members with one name the later wins; an archive may lack its end or have more after it."""
+    unpack(packed, tmp_path / "o")
+
+    assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
+
+
+def test_links_of_a_package_may_point_anywhere(tmp_path: Path) -> None:
+    """Compiled packages are full of absolute links; they are made, not followed."""
+    unpack(link("a", "/var/vcap/packages/x") + link("b", "../../y") + END, tmp_path / "o", outside_links=True)
+
+    assert (tmp_path / "o" / "a").readlink() == Path("/var/vcap/packages/x")
+    assert (tmp_path / "o" / "b").readlink() == Path("../../y")
+
+
+@pytest.mark.parametrize("target", ["b", "./b", "../b", "../d/../b", "/b", "d/../b", "d/d/../..", ".."])
+def test_links_point_inside_or_are_refused(tmp_path: Path, target: str) -> None:
+    """A step up after a step down may lead anywhere: the step down may have been a link."""
+    honest = target in ("b", "./b", "../b", "..")
+    packed = link("d/a", target) + END
+    if honest:
+        unpack(packed, tmp_path / "o")
+    else:
+        with pytest.raises(ArchiveError, match="'d/a': it points outside"):
+            unpack(packed, tmp_path / "o")
+
+    assert (tmp_path / "o").exists() is honest
+
+
+def test_a_time_out_of_range_is_brought_into_range(tmp_path: Path) -> None:
+    """Nobody dies of a date."""
+    packed = member("a", mtime=-(2**40)) + pax(record("mtime", str(10**30))) + member("b") + END
+    unpack(packed, tmp_path / "o")
+
+    assert (tmp_path / "o" / "a").stat().st_mtime == 0
+    assert (tmp_path / "o" / "b").stat().st_mtime == 2**33
+
+
+def test_what_is_there_already_is_not_touched(tmp_path: Path) -> None:
+    """The directory must be new."""
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "kept").touch()
+    with pytest.raises(ArchiveError, match="File exists"):
+        unpack(member("a") + END, tmp_path / "o")
+
+    assert sorted(listing(tmp_path / "o")) == [".", "kept"]
+
+
+# --- hostile archives -----------------------------------------------------------------------------------------------
+
+
+def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A header that claims a size its number field cannot hold in octal."""
+    info = tarfile.TarInfo("a")
+    info.type = kind
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = (size % 2**96).to_bytes(12, "big")
+    block[124] |= 0x80
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def with_wrong_sum() -> bytes:
+    block = bytearray(member("b"))
+    block[0] ^= 1
+    return bytes(block)
+
+
+SMALL = archive.Limits(members=20, size=50_000, ratio=10, size_without_ratio=10_000)
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "absolute": (member("/etc/passwd", b"x"), "'/etc/passwd': it does not lie below the archive"),
+    "up": (member("../evil", b"x"), "'../evil': it does not lie below the archive"),
+    "up in the middle": (member("a/../../evil", b"x"), "it does not lie below the archive"),
+    "absolute by pax": (pax(record("path", "/evil")) + member("a", b"x"), "it does not lie below the archive"),
+    "up by a long name": (
+        member("././@LongLink", b"../" * 50 + b"evil\0", type=tarfile.GNUTYPE_LONGNAME) + member("a", b"x"),
+        "it does not lie below the archive",
+    ),
+    "zero byte in a name": (pax(record("path", "a\0b")) + member("a"), "it does not lie below the archive"),
+    "zero byte in a target": (pax(record("linkpath", "a\0b")) + link("a", "b"), "'a': it points nowhere"),
+    "link without target": (link("a", ""), "'a': it points nowhere"),
+    "link out": (link("a", "../evil"), "'a': it points outside"),
+    "absolute link": (link("a", "/etc"), "'a': it points outside"),
+    "write through a link": (link("a", ".") + member("a/evil", b"x"), "'a/evil': 'a' is a link"),
+    "directory through a link": (link("a", ".") + directory("a/evil"), "'a' is a link"),
+    "link through a link": (link("a", ".") + link("a/b", "."), "'a' is a link"),
+    "chain of links": (link("d", ".") + link("e", "d/.."), "'e': it points outside"),
+    "hard link up": (link("a", "../evil", hard=True), "'../evil': it does not lie below the archive"),
+    "absolute hard link": (link("a", "/etc/passwd", hard=True), "it does not lie below the archive"),
+    "hard link through a link": (link("a", ".") + member("b") + link("c", "a/b", hard=True), "'c': it is a link to"),
+    "hard link to nothing": (
+        link("a", "b", hard=True),
+        "'a': it is a link to 'b', which is no file unpacked before it",
+    ),
+    "hard link to itself": (member("a") + link("a", "a", hard=True), "'a': it is a link to 'a'"),
+    "hard link to a directory": (directory("d") + link("a", "d", hard=True), "'a': it is a link to 'd'"),
+    "character device": (member("a", type=tarfile.CHRTYPE, devmajor=1, devminor=3), "'a': it is neither file"),
+    "block device": (member("a", type=tarfile.BLKTYPE), "'a': it is neither file"),
+    "fifo": (member("a", type=tarfile.FIFOTYPE), "'a': it is neither file"),
+    "unknown kind": (member("a", type=b"Z"), "'a': it is neither file"),
+    "file in the place of all": (member(".", b"x"), "'.': it would take the place of the directory itself"),
+    "link in the place of all": (link(".", "a"), "'.': it would take the place of the directory itself"),
+    "file below a file": (member("a") + member("a/b"), "'a/b': 'a' is no directory"),
+    "directory for a file": (member("a") + directory("a"), "'a': 'a' is no directory"),
+    "file for a directory": (directory("a") + member("a"), "'a': it is a directory as well"),
+    "too deep": (pax(record("path", "a/" * 300 + "b")) + member("a"), "it lies too deep"),
+    "name too long": (member("a" * 300), "File name too long"),
+    "many members": (b"".join(member(str(number)) for number in range(21)), "it has too many members"),
+    "many extended headers": (pax(record("path", "a")) * 21 + member("a"), "it has too many members"),
+    "zeros": (zipped(member("a", bytes(40_000))), "it is too large when unpacked"),
+    "too large": (member("a", os.urandom(60_000)), "it is too large when unpacked"),
+    "large only in its header": (member("a", size=2**40), "it is too large when unpacked"),
+    "negative size": (with_size(-512), "its size is negative"),
+    "negative size by pax": (pax(record("size", "-1024")) + member("a"), "'a': its size is negative"),
+    "no size by pax": (pax(record("size", "many")) + member("a"), "'a': invalid literal"),
+    "endless extended header": (pax(b"0 path=a\n") + member("a"), "an extended header is broken"),
+    "extended header past its end": (pax(b"99 path=a\n") + member("a"), "an extended header is broken"),
+    "extended header without end": (pax(b"8 path=a") + member("a"), "an extended header is broken"),
+    "large extended header": (member("pax", size=2**30, type=tarfile.XHDTYPE), "an extended header is too long"),
+    "large long name": (member("x", size=2**21, type=tarfile.GNUTYPE_LONGNAME), "an extended header is too long"),
+    "negative long name": (with_size(-512, tarfile.GNUTYPE_LONGNAME) + member("a"), "'a': its size is negative"),
+    "negative extended header": (with_size(-512, tarfile.XHDTYPE) + member("a"), "'a': its size is negative"),
+    "wrong sum in the middle": (member("a") + with_wrong_sum() + member("c"), "bad checksum"),
+    "cut in a header": (member("a") + member("b")[:300], "truncated header"),
+    "cut in a file": (member("a", b"x" * 5000)[:2000], "'a': it ends in the middle of a file"),
+    "cut in the padding": (member("a", b"x" * 5000)[:5600], "'a': it ends too early"),
+    "cut gzip": (zipped(member("a", os.urandom(5000)))[:3000], "ended before"),
+    "broken gzip": (zipped(member("a"))[:10] + b"\xff" * 600, "cannot unpack the archive"),
+    "garbage after gzip": (zipped(member("a")) + b"garbage" * 100, "cannot unpack the archive"),
+    "no archive": (b"<html>404 not found</html>" * 100, "cannot unpack the archive"),
+    "file with holes": (member("a", type=tarfile.GNUTYPE_SPARSE), "'a': it is stored as a file with holes"),
+    "file with holes by pax": (
+        pax(record("GNU.sparse.major", "1") + record("GNU.sparse.name", "a")) + member("b"),
+        "'b': it is stored as a file with holes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    """Nothing outside the directory is touched, the directory is gone, and the text says which member and why."""
+    packed, text = HOSTILE[name]
+    (tmp_path / "below").mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ArchiveError) as caught:
+        unpack(packed, tmp_path / "below" / "o", limits=SMALL)
+
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("cannot unpack the archive: ")
+    assert [path.name for path in tmp_path.rglob("*")] == ["below"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("name", ["write through a link", "link out", "absolute link", "chain of links"])
+def test_nothing_is_written_through_links_even_when_they_may_point_out(tmp_path: Path, name: str) -> None:
+    """Packages may have such links; a member below one is refused all the same."""
+    packed, _ = HOSTILE[name]
+    with pytest.raises(ArchiveError, match="is a link"):
+        unpack(packed + link("x", "..") + member("x/evil", b"x") + END, tmp_path / "o", outside_links=True)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hard_link_of_a_job_stays_within_the_job(tmp_path: Path) -> None:
+    """A name that exists in both is no way from one to the other."""
+    packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
+    with pytest.raises(ArchiveError, match="'web/a': its target is not unpacked"):
+        unpack(packed, tmp_path / "o", subtree="web")
+
+
+def test_closed_directories_are_filled_before_they_are_closed() -> None:
+    """Also for an ordinary user, whom their modes keep out."""
+    packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
+    with tempfile.TemporaryDirectory() as scratch:
+        with as_ordinary_user(Path(scratch)):
+            unpack(packed, Path(scratch, "o"))
+        closed = stat.S_IMODE(Path(scratch, "o", "a").stat().st_mode)
+        Path(scratch, "o", "a").chmod(0o700)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in Path(scratch).rglob("*")}
+
+    assert closed == 0
+    assert modes == {"o": 0o755, "a": 0o700, "b": 0o500, "c": 0o644, "d": 0o644}
+
+
+def test_a_long_name_is_cut_in_the_error() -> None:
+    """What an attacker chose does not fill the log."""
+    with pytest.raises(ArchiveError) as caught:
+        unpack(pax(record("path", "../" + "x" * 5000)) + member("a"), Path("o"))
+
+    assert len(str(caught.value)) < 400
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text names the member and the reason, and nothing is left."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ArchiveError, match="'a': No space left on device"):
+        unpack(member("a", b"x") + END, tmp_path / "o")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def base_archives() -> list[bytes]:
+    whole = (
+        directory("d")
+        + member("d/f", b"data")
+        + link("d/l", "f")
+        + link("d/h", "d/f", hard=True)
+        + pax(record("path", "p") + record("mtime", "1.25"))
+        + member("x", b"y" * 600)
+        + END
+    )
+    return [whole, zipped(whole)]
+
+
+@given(which=st.integers(0, 1), changes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=4))
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
+    tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
+) -> None:
+    """Whatever is changed in an archive, only ``ArchiveError`` comes out, and nothing outside changes."""
+    data = bytearray(base_archives()[which])
+    for place, value in changes:
+        data[place % len(data)] = value
+    below = tmp_path_factory.mktemp("fuzz")
+    try:
+        unpack(bytes(data), below / "o", limits=SMALL)
+    except ArchiveError:
+        assert list(below.iterdir()) == []
+
+    assert [path.name for path in below.iterdir()] in ([], ["o"])
+
+
+@pytest.mark.parametrize(
+    ("packed", "limits", "room"),
+    [
+        (1000, archive.GENEROUS, 1024**3),
+        (10**8, archive.GENEROUS, 2 * 10**10),
+        (10**9, archive.GENEROUS, 20 * 1024**3),
+        (1000, SMALL, 10_000),
+        (2000, SMALL, 20_000),
+        (10_000, SMALL, 50_000),
+    ],
+)
+def test_room_grows_with_the_archive_up_to_a_limit(packed: int, limits: archive.Limits, room: int) -> None:
+    """Small ones may hold anything up to a point, large ones a multiple of themselves."""
+    assert limits.room(packed) == room

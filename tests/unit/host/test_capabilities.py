@@ -1,0 +1,74 @@
+"""What the kernel says this process may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import capabilities
+from agent_shim.host.capabilities import Privileges
+
+STATUS = """Name:\tagent
+CapInh:\t0000000000000000
+CapEff:\t00000000a80425fb
+CapBnd:\t0000020000000001
+NoNewPrivs:\t1
+Seccomp:\t2
+Seccomp_filters:\t1
+"""
+DOCKER = (
+    "CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE NET_RAW SYS_CHROOT MKNOD "
+    "AUDIT_WRITE SETFCAP"
+)
+
+
+def test_status_is_read() -> None:
+    """The default set of Docker by name; a bit that has no name yet by its number."""
+    assert capabilities.parse_status(STATUS) == Privileges(
+        effective=frozenset(DOCKER.split()),
+        bounding=frozenset({"CHOWN", "41"}),
+        no_new_privs=True,
+        seccomp=True,
+    )
+
+
+def test_what_is_missing_is_off() -> None:
+    """An empty text gives no privilege."""
+    assert capabilities.parse_status("") == Privileges()
+
+
+def test_a_mask_that_is_none_is_an_error() -> None:
+    """Nothing is guessed."""
+    with pytest.raises(ValueError, match="all of them"):
+        capabilities.names("all of them")
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "expected"),
+    [("         0          0 4294967295\n", False), ("0 100000 65536\n", True), ("", True)],
+)
+def test_user_namespace(tmp_path: Path, uid_map: str, expected: bool) -> None:
+    """Only the whole range mapped to itself is the machine's own."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/uid_map").write_text(uid_map)
+
+    assert capabilities.is_user_namespace(tmp_path) is expected
+
+
+def test_the_real_kernel_can_be_read() -> None:
+    """What is effective lies within what is allowed; tests are not PID 1 and know their mount namespace."""
+    found = capabilities.privileges()
+
+    assert found.effective <= found.bounding
+    assert not capabilities.is_first_process()
+    assert capabilities.namespaces()["mnt"] == Path("/proc/self/ns/mnt").stat().st_ino
+
+
+def test_hidden_namespaces_are_left_out(tmp_path: Path) -> None:
+    """A link that cannot be followed costs its own entry only."""
+    (tmp_path / "7/ns").mkdir(parents=True)
+    (tmp_path / "7/ns/net").touch()
+    (tmp_path / "7/ns/mnt").symlink_to(tmp_path / "absent")
+
+    assert set(capabilities.namespaces(7, tmp_path)) == {"net"}

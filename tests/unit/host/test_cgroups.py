@@ -1,0 +1,202 @@
+"""The container's own limits and use, from trees of files as the kernel shows them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_shim.host import cgroups, machine, mounts
+
+MIB = 1024 * 1024
+HOST = machine.Memory(total=1000 * MIB, used=900 * MIB, swap_total=100 * MIB, swap_used=50 * MIB)
+NO_LIMIT = "9223372036854771712"
+
+
+def write(directory: Path, files: Mapping[str, object]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_text(f"{content}\n")
+
+
+def version_2(top: Path, *below: str) -> cgroups.Cgroup:
+    """A unified hierarchy mounted at ``top``; the process sits in the last of ``below``."""
+    levels = [top]
+    for name in below:
+        levels.append(levels[-1] / name)
+    hierarchy = cgroups.Hierarchy(2, tuple(reversed(levels)))
+    return cgroups.Cgroup(hierarchy, hierarchy, hierarchy)
+
+
+def version_1(top: Path) -> cgroups.Cgroup:
+    """Hierarchies with one level each, as Docker shows them."""
+    return cgroups.Cgroup(
+        *(cgroups.Hierarchy(1, (top / controller,)) for controller in ("memory", "cpu", "cpuacct")),
+    )
+
+
+def test_memory_of_version_2(tmp_path: Path) -> None:
+    """The tightest level counts, also when the agent sits below it; idle page cache is not in use."""
+    write(tmp_path, {"memory.max": 600 * MIB, "memory.current": 500 * MIB})
+    write(
+        tmp_path / "pod",
+        {
+            "memory.max": 200 * MIB,
+            "memory.current": 150 * MIB,
+            "memory.stat": f"anon 7\ninactive_file {50 * MIB}\nactive_file 9",
+            "memory.swap.max": 20 * MIB,
+            "memory.swap.current": 5 * MIB,
+        },
+    )
+    write(tmp_path / "pod/agent", {"memory.max": "max", "memory.current": MIB})
+
+    found = cgroups.memory(version_2(tmp_path, "pod", "agent"), HOST)
+
+    assert found == machine.Memory(200 * MIB, 100 * MIB, 20 * MIB, 5 * MIB)
+
+
+def test_memory_of_version_1(tmp_path: Path) -> None:
+    """Swap is what memory and swap together have beyond memory."""
+    write(
+        tmp_path / "memory",
+        {
+            "memory.limit_in_bytes": 200 * MIB,
+            "memory.usage_in_bytes": 150 * MIB,
+            "memory.stat": f"inactive_file 1\ntotal_inactive_file {50 * MIB}",
+            "memory.memsw.limit_in_bytes": 230 * MIB,
+            "memory.memsw.usage_in_bytes": 160 * MIB,
+        },
+    )
+
+    found = cgroups.memory(version_1(tmp_path), HOST)
+
+    assert found == machine.Memory(200 * MIB, 100 * MIB, 30 * MIB, 10 * MIB)
+
+
+@pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
+def test_without_a_limit_below_the_machine_nothing_is_said(tmp_path: Path, limit: str) -> None:
+    """What the cgroup of the agent alone uses would be no answer."""
+    write(tmp_path, {"memory.max": limit, "memory.current": 5})
+
+    assert cgroups.memory(version_2(tmp_path), HOST) is None
+
+
+def test_swap_without_a_limit_is_that_of_the_machine(tmp_path: Path) -> None:
+    """``max`` means all the swap there is; without the files there is none."""
+    write(tmp_path, {"memory.max": MIB, "memory.current": 5})
+    without = cgroups.memory(version_2(tmp_path), HOST)
+    write(tmp_path, {"memory.swap.max": "max", "memory.swap.current": 300 * MIB})
+    unlimited = cgroups.memory(version_2(tmp_path), HOST)
+
+    assert without == machine.Memory(MIB, 5, 0, 0)
+    assert unlimited == machine.Memory(MIB, 5, 100 * MIB, 100 * MIB)
+
+
+def test_processor_of_version_2(tmp_path: Path) -> None:
+    """A quota gives so many processors for so many seconds."""
+    write(tmp_path, {"cpu.max": "max 100000", "cpu.stat": "usage_usec 9\nuser_usec 9\nsystem_usec 9"})
+    write(tmp_path / "pod", {"cpu.max": "50000 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 500000"})
+
+    assert cgroups.cpu_times(version_2(tmp_path, "pod"), 20.0) == machine.CpuTimes(3.0, 0.5, 0.0, 10.0)
+
+
+def test_processor_of_version_1(tmp_path: Path) -> None:
+    """Quota and use stand in two hierarchies."""
+    write(tmp_path / "cpu", {"cpu.cfs_quota_us": 50000, "cpu.cfs_period_us": 100000})
+    write(tmp_path / "cpuacct", {"cpuacct.usage_user": 3 * 10**9, "cpuacct.usage_sys": 5 * 10**8})
+
+    assert cgroups.cpu_times(version_1(tmp_path), 20.0) == machine.CpuTimes(3.0, 0.5, 0.0, 10.0)
+
+
+def test_the_tightest_quota_counts(tmp_path: Path) -> None:
+    """What is counted comes from the level that has it, in both hierarchies of version 1."""
+    for level, quota, used in [("", 80000, 9), ("pod", 20000, 5), ("pod/agent", -1, 1)]:
+        write(tmp_path / "cpu" / level, {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
+        write(tmp_path / "cpuacct" / level, {"cpuacct.usage_user": used * 10**9, "cpuacct.usage_sys": 0})
+    cpu, cpuacct = (
+        cgroups.Hierarchy(1, tuple(tmp_path / name / level for level in ("pod/agent", "pod", "")))
+        for name in ("cpu", "cpuacct")
+    )
+
+    assert cgroups.cpu_times(cgroups.Cgroup(None, cpu, cpuacct), 10.0) == machine.CpuTimes(5.0, 0.0, 0.0, 2.0)
+
+
+@pytest.mark.parametrize("quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5", "", "a b"])
+def test_without_a_quota_below_the_machine_nothing_is_said(tmp_path: Path, quota: str) -> None:
+    """The processors of the machine are what jobs have then."""
+    write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
+
+    assert cgroups.cpu_times(version_2(tmp_path), 20.0) is None
+
+
+def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
+    """In version 2 the counter of a level holds what happened below it; no file, no answer."""
+    write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
+    write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
+    write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
+
+    assert cgroups.oom_kills(version_2(tmp_path, "leaf"), HOST) == 3
+    assert cgroups.oom_kills(version_1(tmp_path), HOST) == 2
+    assert cgroups.oom_kills(version_2(tmp_path / "none"), HOST) is None
+    assert cgroups.oom_kills(cgroups.Cgroup(), HOST) is None
+
+
+UNIFIED = b"31 23 0:28 / /sys/fs/cgroup ro - cgroup2 cgroup rw,nsdelegate\n"
+UNIFIED_OF_POD = b"31 23 0:28 /kubepods/pod1 /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
+SPLIT = b"""32 31 0:29 /docker/1 /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct
+35 31 0:32 /docker/1 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory
+41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
+"""
+TOP = "/sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("membership", "table", "version", "memory", "cpu"),
+    [
+        ("0::/\n", UNIFIED, 2, [TOP], [TOP]),
+        ("0::/a/b\n", UNIFIED, 2, [f"{TOP}/a/b", f"{TOP}/a", TOP], [f"{TOP}/a/b", f"{TOP}/a", TOP]),
+        ("0::/kubepods/pod1/c\n", UNIFIED_OF_POD, 2, [f"{TOP}/c", TOP], [f"{TOP}/c", TOP]),
+        ("0::/../../elsewhere\n", UNIFIED, 2, [TOP], [TOP]),
+        ("4:memory:/docker/1\n2:cpu,cpuacct:/docker/1\n0::/\n", SPLIT, 1, [f"{TOP}/memory"], [f"{TOP}/cpu,cpuacct"]),
+        ("4:memory:/other\n2:cpu,cpuacct:/docker/1\n", SPLIT, 1, [f"{TOP}/memory"], [f"{TOP}/cpu,cpuacct"]),
+    ],
+)
+def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
+    """Own level first, then up to the top of what is mounted; what is not mounted is stood for by what is."""
+    found = cgroups.parse_membership(membership, mounts.parse(table))
+
+    assert found.memory == cgroups.Hierarchy(version, tuple(map(Path, memory)))
+    assert found.cpu == cgroups.Hierarchy(version, tuple(map(Path, cpu)))
+
+
+def test_nothing_mounted_is_no_cgroup() -> None:
+    """Without cgroups everything is as on the machine itself."""
+    assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
+    assert cgroups.memory(cgroups.Cgroup(), HOST) is None
+    assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
+
+
+@given(st.text())
+def test_any_text_is_a_membership(text: str) -> None:
+    """Reading never fails, whatever the file holds."""
+    cgroups.parse_membership(text, mounts.parse(UNIFIED + SPLIT))
+
+
+def test_may_create_is_found_out_by_doing(tmp_path: Path) -> None:
+    """The probe leaves nothing behind, and a directory that is not there may not be written."""
+    assert cgroups.may_create(cgroups.Hierarchy(2, (tmp_path,)))
+    assert list(tmp_path.iterdir()) == []
+    assert not cgroups.may_create(cgroups.Hierarchy(2, (tmp_path / "absent",)))
+
+
+def test_the_real_cgroup_can_be_read() -> None:
+    """Whatever this machine has, the answer is one; what cannot be read is empty."""
+    host = machine.memory()
+    found = cgroups.memory(cgroups.find(), host)
+
+    assert found is None or found.used >= 0
+    assert cgroups.find(Path("/absent")) == cgroups.Cgroup()

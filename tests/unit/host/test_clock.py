@@ -1,0 +1,57 @@
+"""Ages and stamps."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_shim.host import clock, proc
+
+
+@given(
+    now=st.floats(min_value=0, max_value=1e10),
+    uptime_file=st.floats(min_value=0, max_value=1e10),
+    wall=st.floats(min_value=0, max_value=1e11),
+    start_ticks=st.integers(min_value=0, max_value=10**13),
+)
+def test_uptime_is_a_natural_number(now: float, uptime_file: float, wall: float, start_ticks: int) -> None:
+    """Whatever the clocks say of each other, `bosh vms` can decode it."""
+    readings = {time.CLOCK_BOOTTIME: now, time.CLOCK_MONOTONIC: uptime_file, time.CLOCK_REALTIME: wall}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "clock_gettime", readings.__getitem__)
+        patch.setattr(time, "time", lambda: wall)
+        uptime = clock.uptime_of(start_ticks)
+
+    assert type(uptime) is int
+    assert uptime >= 0
+
+
+def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has begun but not passed does not count."""
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 1000.5)
+
+    assert clock.uptime_of(990 * clock.TICKS) == 10
+
+
+def test_start_times_share_the_origin_of_boot_time() -> None:
+    """The age of this very process fits what the kernel counts, and lies in the past."""
+    own = proc.stat(os.getpid())
+    assert own is not None
+
+    assert 0 < own.start_ticks <= clock.boot_ticks()
+    assert clock.boot_time() - 86400 < own.start_ticks / clock.TICKS
+
+
+def test_wall_time_of_now_is_now() -> None:
+    """Ticks lead to the wall clock within one of them and a bit."""
+    assert abs(clock.wall_time_of(clock.boot_ticks()) - time.time()) < 0.1
+
+
+def test_mail_date_is_what_an_alert_reads() -> None:
+    """RFC 1123 with a numeric zone."""
+    assert re.fullmatch(r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}", clock.mail_date())

@@ -1,0 +1,41 @@
+"""Short commands: what they read and print, and that none outlasts whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import command
+
+
+async def test_a_command_reads_and_is_read() -> None:
+    """Its input is in no list of processes."""
+    assert await command.run("/bin/sh", "-c", "cat; echo end", given="secret ") == "secret end\n"
+
+
+async def test_a_command_that_fails_says_why() -> None:
+    """With what it printed."""
+    with pytest.raises(HostError, match=re.escape("cannot run /bin/sh: exit status 3: no lock")):
+        await command.run("/bin/sh", "-c", "echo no lock >&2; exit 3")
+
+
+async def test_a_command_that_hangs_is_ended() -> None:
+    """After a while it is terminated."""
+    with pytest.raises(HostError, match="cannot run /bin/sleep: it takes longer than 0 seconds"):
+        await command.run("/bin/sleep", "600", patience=0.05)
+
+
+async def test_a_command_ends_with_who_waits_for_it(tmp_path: Path) -> None:
+    """Cancelled, nothing goes on."""
+    running = asyncio.create_task(command.run("/bin/sh", "-c", f"sleep 0.2; touch {tmp_path}/late"))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(0.3)
+
+    assert not (tmp_path / "late").exists()

@@ -1,0 +1,242 @@
+"""A copy is exact, follows nothing, removes only what it may, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import copytree
+from tests.support.volumes import fill, fingerprint
+
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A source with one of everything, and an empty target."""
+    fill(tmp_path / "from", as_root=ROOT)
+    (tmp_path / "to").mkdir()
+    return tmp_path / "from", tmp_path / "to"
+
+
+def test_a_copy_is_exact(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+    source.chmod(0o751)
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == fingerprint(source)
+    assert target.stat().st_mode == source.stat().st_mode
+
+
+def test_the_source_is_not_touched(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+    before = fingerprint(source)
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(source) == before
+
+
+def test_holes_stay_holes(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+
+    copytree.mirror(source, target)
+
+    assert (target / "sparse").stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_finished_copy_is_not_made_again(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+    copytree.mirror(source, target)
+    before = {path: path.lstat().st_ino for path in target.rglob("*")}
+
+    copytree.mirror(source, target)
+
+    assert {path: path.lstat().st_ino for path in target.rglob("*")} == before
+
+
+def replace_by_link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def replace_by_file(path: Path) -> None:
+    path.unlink()
+    path.write_bytes(b"alone")
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_name_of(path: Path, other: Path) -> None:
+    path.unlink()
+    os.link(other, path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda target: (target / "twin").unlink(),
+        lambda target: (target / "surplus").write_text("x"),
+        lambda target: (target / "db/surplus").mkdir(),
+        lambda target: (target / "setgid").chmod(0o755),
+        lambda target: os.setxattr(target / "db/data", "user.checksum", b"other"),
+        lambda target: os.setxattr(target / "twin", "user.more", b"x"),
+        lambda target: os.setxattr(target / "db", "user.more", b"x"),
+        lambda target: os.utime(target / "db/wal"),
+        lambda target: replace_by_link(target / "to data", "db/wal"),
+        lambda target: replace_by_name_of(target / "twin", target / "another twin"),
+        lambda target: replace_by_file(target / "a third name"),
+        lambda target: replace_by_file(target / "pipe"),
+        lambda target: replace_by_directory(target / "tool"),
+    ],
+)
+def test_what_differs_is_put_right(pair: tuple[Path, Path], spoil: Callable[[Path], object]) -> None:
+    source, target = pair
+    copytree.mirror(source, target)
+    spoil(target)
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_rot_is_found_by_reading(pair: tuple[Path, Path]) -> None:
+    """A file whose data a power failure took looks right: only a comparison tells."""
+    source, target = pair
+    copytree.mirror(source, target)
+    spoilt = target / "db/data"
+    status = spoilt.stat()
+    with spoilt.open("r+b") as file:
+        file.seek(200_000)
+        file.write(b"\0" * 100)
+    os.utime(spoilt, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_a_hole_that_should_be_data_is_found(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+    copytree.mirror(source, target)
+    status = (target / "sparse").stat()
+    with (target / "sparse").open("r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"dirt")
+    os.utime(target / "sparse", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_spared_names_are_left_alone_on_both_sides(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+    for directory, text in ((source, "old"), (target, "new")):
+        (directory / "mine").mkdir()
+        (directory / "mine/text").write_text(text)
+    (target / "lost+found").mkdir()
+
+    copytree.mirror(source, target, spared={"mine", "lost+found"})
+
+    assert (target / "mine/text").read_text() == "new"
+    assert (target / "lost+found").is_dir()
+
+
+def test_no_link_in_the_target_is_followed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = pair
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data").write_text("precious")
+    (target / "db").symlink_to(elsewhere)
+    (target / "twin").symlink_to(elsewhere / "data")
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == fingerprint(source)
+    assert [path.name for path in elsewhere.iterdir()] == ["data"]
+    assert (elsewhere / "data").read_text() == "precious"
+
+
+def test_a_source_that_never_rests_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = pair
+    compare = copytree._Mirror.compare
+
+    def disturbed(mirror: copytree._Mirror) -> list[str]:
+        with (source / "twin").open("a") as file:
+            file.write("more")
+        return compare(mirror)
+
+    monkeypatch.setattr(copytree._Mirror, "compare", disturbed)
+
+    with pytest.raises(HostError, match="these differ: twin"):
+        copytree.mirror(source, target)
+
+
+def test_an_entry_that_cannot_be_copied_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = pair
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    monkeypatch.setattr(os, "pwrite", full)
+
+    with pytest.raises(HostError, match="cannot copy a third name: No space left on device") as caught:
+        copytree.mirror(source, target)
+    assert caught.value.errno == 28
+
+
+def test_progress_counts_files_and_data(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = pair
+    monkeypatch.setattr(copytree, "REPORT", 0.0)
+    seen: list[copytree.Progress] = []
+
+    copytree.mirror(source, target, report=seen.append)
+
+    assert list(dict.fromkeys(progress.phase for progress in seen)) == ["counting", "copying", "comparing"]
+    last = seen[-1]
+    assert last.files == last.files_total == len(list(source.rglob("*")))
+    assert last.size == last.size_total > 300_000
+
+
+def test_a_killed_copy_goes_on(tmp_path: Path) -> None:
+    """Killed at many points: each time the next one finishes, and the source is as it was."""
+    source, target = tmp_path / "from", tmp_path / "to"
+    fill(source, as_root=ROOT)
+    for number in range(400):
+        (source / f"db/{number}").write_bytes(os.urandom(2000))
+        if number % 20 == 0:
+            os.link(source / f"db/{number}", source / f"db/wal/{number}")
+    target.mkdir()
+    wanted = fingerprint(source)
+    for attempt in range(12):
+        pid = os.fork()
+        if pid == 0:
+            copytree.mirror(source, target)
+            os._exit(0)
+        time.sleep(0.004 * (attempt + 1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == wanted
+    assert fingerprint(source) == wanted
+
+
+def test_emptiness_passes_over_spared_names(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+
+    assert copytree.is_empty(tmp_path, spared={"lost+found"})
+    assert not copytree.is_empty(tmp_path)

@@ -1,0 +1,317 @@
+"""Files that are whole or old, directories with the modes they should have, links that nobody follows."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import files
+from tests.support.users import as_ordinary_user
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --- write_atomic ---------------------------------------------------------------------------------------------------
+
+
+def test_a_written_file_has_its_bytes_and_mode(tmp_path: Path) -> None:
+    """Nothing else is left in the directory, and the umask has no say."""
+    path = tmp_path / "a.json"
+    before = os.umask(0o077)
+    try:
+        files.write_atomic(path, b"new", mode=0o646)
+    finally:
+        os.umask(before)
+
+    assert path.read_bytes() == b"new"
+    assert mode_of(path) == 0o646
+    assert names_in(tmp_path) == ["a.json"]
+
+
+def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
+    """The file is replaced, not written over: a reader sees the old or the new one."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        files.write_atomic(path, b"new")
+
+        assert reader.read() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """Whoever plants a link where root writes does not choose what is overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    (tmp_path / "a").symlink_to(victim)
+    files.write_atomic(tmp_path / "a", b"new")
+
+    assert victim.read_bytes() == b"mine"
+    assert not (tmp_path / "a").is_symlink()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk costs the news, not what was there."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HostError, match=f"cannot write {path}: No space left on device") as caught:
+        files.write_atomic(path, b"new")
+
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["a"]
+
+
+def test_a_mount_point_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the container runtime mounted cannot be replaced, and its directory may be read-only."""
+    path = tmp_path / "hosts"
+    path.write_bytes(b"a longer old text")
+    before = path.stat().st_ino
+    monkeypatch.setattr(files, "is_mount_point", lambda it: it == path)
+    files.write_atomic(path, b"new", mode=0o600)
+
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_ino == before
+
+
+async def test_save_writes_in_a_thread(tmp_path: Path) -> None:
+    """The same for the event loop."""
+    await files.save(tmp_path / "a", b"new", mode=0o600)
+
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert mode_of(tmp_path / "a") == 0o600
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    """The text says which path."""
+    with pytest.raises(HostError, match=f"cannot write {tmp_path}/no/a: No such file or directory"):
+        files.write_atomic(tmp_path / "no" / "a", b"")
+
+
+# --- make_dir, chown ------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
+    """Parents come as they come, the last one as asked, again and again."""
+    path = tmp_path / "a" / "b"
+    before = os.umask(0o077)
+    try:
+        files.make_dir(path, 0o1777)
+        files.make_dir(path, 0o750)
+    finally:
+        os.umask(before)
+
+    assert mode_of(path) == 0o750
+
+
+def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
+    """Its target keeps its mode."""
+    victim = tmp_path / "victim"
+    victim.mkdir(0o700)
+    (tmp_path / "a").symlink_to(victim)
+    with pytest.raises(HostError, match=f"cannot make the directory {tmp_path}/a"):
+        files.make_dir(tmp_path / "a", 0o777)
+
+    assert mode_of(victim) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
+    """Files and directories get both; a link gets them itself."""
+    files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
+    files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
+    (tmp_path / "l").symlink_to("f")
+    files.chown(tmp_path / "l", "bin:daemon")
+
+    owners = {path.name: (path.lstat().st_uid, path.lstat().st_gid) for path in tmp_path.iterdir()}
+    assert owners == {"d": (1, 2), "f": (1, 2), "l": (2, 1)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root looks owners up")
+@pytest.mark.parametrize(("owner", "what"), [("nobody-here:root", "user"), ("root:nobody-here", "group")])
+def test_an_unknown_owner_is_named(tmp_path: Path, owner: str, what: str) -> None:
+    """The text says which of the two is unknown."""
+    with pytest.raises(HostError, match=f"cannot give .* to {owner}: there is no {what} nobody-here"):
+        files.chown(tmp_path, owner)
+
+
+def test_without_root_owners_are_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scratch world of an ordinary user works, whoever is asked for."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    files.chown(tmp_path, "nobody-here:nobody-here")
+    files.make_dir(tmp_path / "a", 0o750, "root:vcap")
+    files.write_atomic(tmp_path / "b", b"", owner="root:vcap")
+
+    assert names_in(tmp_path) == ["a", "b"]
+
+
+# --- links, removal -------------------------------------------------------------------------------------------------
+
+
+def test_a_link_is_swapped(tmp_path: Path) -> None:
+    """It points to one or the other target and is never absent."""
+    link = tmp_path / "link"
+    files.swap_link(tmp_path / "one", link)
+    files.swap_link(tmp_path / "two", link)
+
+    assert link.readlink() == tmp_path / "two"
+    assert names_in(tmp_path) == ["link"]
+
+
+def test_a_real_directory_gives_way_to_a_link(tmp_path: Path) -> None:
+    """As an image may bring one."""
+    link = tmp_path / "link"
+    (link / "below").mkdir(parents=True)
+    files.swap_link(tmp_path, link)
+
+    assert link.is_symlink()
+
+
+def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
+    """What a link in it points to stays."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").touch()
+    tree = tmp_path / "tree"
+    (tree / "below").mkdir(parents=True)
+    (tree / "below" / "link").symlink_to(victim)
+    (tmp_path / "link").symlink_to(victim)
+    for path in (tree, tmp_path / "link", tmp_path / "absent"):
+        files.remove_tree(path)
+
+    assert names_in(tmp_path) == ["victim"]
+    assert names_in(victim) == ["kept"]
+
+
+def test_a_tree_without_write_permission_is_removed() -> None:
+    """Module caches come read-only; an ordinary user is kept out by that, root is not."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch, "tree")
+        (tree / "below").mkdir(parents=True)
+        (tree / "below" / "file").touch()
+        (tree / "below").chmod(0o500)
+        tree.chmod(0o500)
+        with as_ordinary_user(Path(scratch), tree, tree / "below"):
+            files.remove_tree(tree)
+
+        assert names_in(Path(scratch)) == []
+
+
+def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
+    """Whoever finds a half-made thing knows it for one."""
+    path = tmp_path / "a"
+    found = files.sibling(path)
+
+    assert found.parent == tmp_path
+    assert files.is_leftover(found.name)
+    assert files.sibling(path) != found
+    assert not any(map(files.is_leftover, ["a", ".a", "a.tmp-1", ".profile", "0a1b"]))
+
+
+# --- open_beneath ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A directory with a file two levels down, and beside it a secret that links in it point to."""
+    tree = tmp_path / "tree"
+    (tree / "a" / "b").mkdir(parents=True)
+    (tree / "a" / "b" / "file").write_bytes(b"inside")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tree / "file-link").symlink_to(tmp_path / "secret")
+    (tree / "dir-link").symlink_to("a")
+    (tree / "up").symlink_to("..")
+    return tree
+
+
+def beneath(tree: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0) -> bytes:
+    directory = os.open(tree, os.O_PATH | os.O_DIRECTORY)
+    try:
+        fd = files.open_beneath(directory, path, flags, mode)
+    finally:
+        os.close(directory)
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def test_a_file_beneath_is_opened(tree: Path) -> None:
+    """A plain path works as it does with ``open``, and nothing but the file is open afterwards."""
+    before = open_files()
+    assert beneath(tree, "a/b/file") == b"inside"
+    assert beneath(tree, "./a//b/./file") == b"inside"
+
+    assert open_files() == before
+
+
+def test_a_new_file_beneath_gets_its_mode(tree: Path) -> None:
+    """With O_CREAT."""
+    beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    assert mode_of(tree / "a" / "new") == 0o600
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "file-link",
+        "dir-link/b/file",
+        "up/secret",
+        "../secret",
+        "a/../../secret",
+        "/etc/passwd",
+        "",
+        "a/..",
+        "a/b/absent",
+    ],
+)
+def test_no_link_and_no_way_up_is_taken(tree: Path, path: str) -> None:
+    """Not at the end of the path and not on the way; nothing stays open."""
+    before = open_files()
+    with pytest.raises(HostError, match="cannot open"):
+        beneath(tree, path)
+
+    assert open_files() == before
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_bytes_are_copied_from_here_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
+) -> None:
+    """By the kernel or, between filesystems that it cannot bridge, by hand."""
+    if not kernel_copies:
+
+        def refuse(*_: int) -> int:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    data = os.urandom(300_000)
+    (tmp_path / "a").write_bytes(data)
+    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
+        os.lseek(source.fileno(), 7, os.SEEK_SET)
+        files.copy_data(source.fileno(), target.fileno())
+
+    assert (tmp_path / "b").read_bytes() == data[7:]

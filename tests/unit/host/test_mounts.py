@@ -1,0 +1,99 @@
+"""The mount table, as text and as the kernel gives it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_shim.host import mounts
+
+# An initramfs moved /proc below a newer root; /vol is bound with a blank in its name; /a covers what lay at /a/b.
+TABLE = rb"""22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard
+40 27 8:1 /pods/7\040x/vol /vol rw,nosuid - xfs /dev/sda1 rw
+41 27 0:50 / /a/b ro,relatime - tmpfs none rw
+42 27 0:51 / /a rw - tmpfs over\134lay rw
+43 42 0:52 / /a rw - tmpfs newest rw
+"""
+
+
+@pytest.fixture
+def table() -> list[mounts.Mount]:
+    return mounts.parse(TABLE)
+
+
+def test_fields_are_read(table: list[mounts.Mount]) -> None:
+    """Optional tags before the dash do not shift what follows; escapes are undone."""
+    vol = table[2]
+
+    assert (vol.device, vol.root, vol.point, vol.kind, vol.source) == (
+        "8:1",
+        "/pods/7 x/vol",
+        Path("/vol"),
+        "xfs",
+        "/dev/sda1",
+    )
+    assert table[1].source == "/dev/vda"
+    assert table[4].source == "over\\lay"
+    assert [mount.is_read_only for mount in table] == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("/proc/1/stat", "proc"),
+        ("/etc/hosts", "/dev/vda"),
+        ("/volume", "/dev/vda"),
+        ("/vol/x", "/dev/sda1"),
+        ("/a/b/c", "newest"),
+    ],
+)
+def test_a_path_lies_on_the_mount_the_kernel_would_meet(path: str, source: str, table: list[mounts.Mount]) -> None:
+    """Neither table order nor depth decides: what was covered later is not seen."""
+    mount = mounts.mount_of(Path(path), table)
+
+    assert mount is not None
+    assert mount.source == source
+
+
+def test_lines_that_are_no_mounts_are_left_out() -> None:
+    """Half a line, no dash, words for numbers: nothing is made of them."""
+    assert mounts.parse(b"\n27 1 254:0 / /\nx y 0:1 / / rw - a b c\n27 1 254:0 / / rw - ext4 x\n\xff\n") == []
+
+
+@given(st.binary())
+def test_any_bytes_are_a_table(garbage: bytes) -> None:
+    """Reading never fails, whatever the file holds."""
+    mounts.parse(garbage)
+
+
+@given(st.binary(min_size=1).filter(lambda name: name != b"." and not {0, ord("/")} & set(name)))
+def test_escapes_are_undone(name: bytes) -> None:
+    """Every name comes back as it was, also one that is no UTF-8 or holds a carriage return."""
+    escaped = b"".join(rb"\%03o" % byte if byte in b" \t\n\\#" else bytes([byte]) for byte in name)
+
+    (mount,) = mounts.parse(b"5 4 0:1 / /" + escaped + b" rw - tmpfs none rw\n")
+
+    assert os.fsencode(mount.point) == b"/" + name
+
+
+def test_the_real_table_knows_proc() -> None:
+    """The kernel of this machine writes what we read."""
+    mount = mounts.mount_of(Path("/proc/self/status"))
+
+    assert mount is not None
+    assert mount.kind == "proc"
+    assert mounts.is_mount_point(Path("/proc"))
+    assert not mounts.is_mount_point(Path("/proc/self"))
+
+
+def test_a_refused_unmount_names_the_target(tmp_path: Path) -> None:
+    """The errno of the kernel is kept beside the text."""
+    with pytest.raises(OSError, match=f"^cannot unmount {tmp_path}: ") as failed:
+        mounts.unmount(tmp_path)
+
+    assert failed.value.errno

@@ -1,0 +1,493 @@
+"""Packing: the same bytes for the same tree, and no surprise from what changes or lies in wait in it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import socket
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import files, packing
+from agent_shim.host.helper import Tree
+from tests.support.users import as_ordinary_user
+
+
+def packed(*trees: Tree, compressed: bool = True, remarks: str = "") -> bytes:
+    out = io.BytesIO()
+    packing.pack(out, trees, compressed=compressed, remarks=remarks)
+    return out.getvalue()
+
+
+def logs(root: Path, *patterns: str) -> bytes:
+    """A tree that is written into meanwhile."""
+    return packed(Tree(str(root), patterns=list(patterns or ["**/*"])), remarks="remarks")
+
+
+def before_reading(monkeypatch: pytest.MonkeyPatch, path: str, happen: Callable[[], object]) -> None:
+    """Have something happen, once, when ``path`` is about to be opened."""
+    honest = files.open_beneath
+    left = [happen]
+
+    def open_beneath(directory: int, opened: str, flags: int, mode: int = 0) -> int:
+        if opened == path and left:
+            left.pop()()
+        return honest(directory, opened, flags, mode)
+
+    monkeypatch.setattr(files, "open_beneath", open_beneath)
+
+
+def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Callable[[], object]) -> None:
+    """Have something happen, once, when a file of this size has been measured."""
+    honest = os.fstat
+    left = [happen]
+
+    def fstat(fd: int) -> os.stat_result:
+        status = honest(fd)
+        if status.st_size == size and left:
+            left.pop()()
+        return status
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+def entries(data: bytes) -> dict[str, tarfile.TarInfo]:
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return {member.name: member for member in tar}
+
+
+def content(data: bytes, name: str) -> bytes:
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        found = tar.extractfile(name)
+        assert found is not None
+        return found.read()
+
+
+def make(root: Path, names: Iterable[str]) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What a compiled package may look like."""
+    tree = tmp_path / "tree"
+    make(tree, ["bin/run", "lib/b", "lib/a", "long/" + "n" * 120])
+    (tree / "bin" / "run").chmod(0o755)
+    (tree / "empty").mkdir(mode=0o700)
+    (tree / "link").symlink_to("/var/vcap/packages/other")
+    (tree / "to-dir").symlink_to("lib")
+    (tree / "twin").hardlink_to(tree / "lib" / "a")
+    (tree / "big").write_bytes(os.urandom(300_001))
+    for path in tree.rglob("*"):
+        os.utime(path, (1_600_000_000, 1_600_000_000), follow_symlinks=False)
+    os.utime(tree, (1_600_000_000, 1_600_000_000))
+    return tree
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_gnu_tar_gets_back_what_was_packed(tmp_path: Path, tree: Path, compressed: bool) -> None:
+    """Contents, modes, times, links of both kinds, empty directories; the names begin with ``./``."""
+    (tmp_path / "a.tgz").write_bytes(packed(Tree(str(tree)), compressed=compressed))
+    (tmp_path / "out").mkdir()
+    subprocess.run(["tar", "-xf", tmp_path / "a.tgz", "-C", tmp_path / "out"], check=True)
+    listed = subprocess.run(["tar", "-tf", tmp_path / "a.tgz"], check=True, capture_output=True, text=True).stdout
+
+    assert subprocess.run(["diff", "-r", "--no-dereference", tree, tmp_path / "out"]).returncode == 0
+    assert all(name.startswith("./") for name in listed.split())
+    assert [(p.lstat().st_mode, p.lstat().st_mtime, p.lstat().st_nlink) for p in sorted(tree.rglob("*"))] == [
+        (p.lstat().st_mode, p.lstat().st_mtime, p.lstat().st_nlink) for p in sorted((tmp_path / "out").rglob("*"))
+    ]
+
+
+def test_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) -> None:
+    """Whatever order the disk has its names in, and whoever owns the files."""
+    first = packed(Tree(str(tree)))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    subprocess.run(["cp", "-a", "--reflink=never", *sorted(tree.iterdir(), reverse=True), copy], check=True)
+    os.utime(copy, (1_600_000_000, 1_600_000_000))
+    if os.geteuid() == 0:
+        for path in copy.rglob("*"):
+            os.chown(path, 12, 34, follow_symlinks=False)
+
+    assert packed(Tree(str(copy))) == first
+
+
+def test_the_digests_are_those_of_the_archive(tree: Path) -> None:
+    """Taken while it is written."""
+    out = io.BytesIO()
+    digest = packing.pack(out, [Tree(str(tree))], compressed=True)
+
+    sha1 = hashlib.sha1(out.getvalue(), usedforsecurity=False).hexdigest()
+    assert str(digest) == f"{sha1};sha512:{hashlib.sha512(out.getvalue()).hexdigest()}"
+
+
+def test_several_trees_share_one_archive(tmp_path: Path) -> None:
+    """Each below its prefix; those with patterns need not be there."""
+    make(tmp_path, ["job/a/out.log", "agent/current", "system/syslog"])
+    data = packed(
+        Tree(str(tmp_path / "job"), patterns=["**/*"]),
+        Tree(str(tmp_path / "agent"), patterns=["**/*"]),
+        Tree(str(tmp_path / "system"), prefix="var/log/", patterns=["**/*"]),
+        Tree(str(tmp_path / "absent"), patterns=["**/*"]),
+    )
+    (tmp_path / "agent" / "both").write_text("of the agent")
+
+    assert list(entries(data)) == ["./a/out.log", "./current", "./var/log/syslog"]
+
+
+def test_the_later_tree_wins(tmp_path: Path) -> None:
+    """As with files copied into one directory one type after the other."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same").write_text(name)
+    data = packed(*(Tree(str(tmp_path / name), patterns=["*"]) for name in ("one", "two")))
+
+    assert content(data, "./same") == b"two"
+
+
+def test_links_are_packed_as_links_and_never_followed(tmp_path: Path) -> None:
+    """A job that may write here cannot make root read elsewhere, whatever it does while the tree is read."""
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "logs" / "job").mkdir(parents=True)
+    (tmp_path / "logs" / "job" / "planted.log").symlink_to(tmp_path / "secret")
+    (tmp_path / "logs" / "dir").symlink_to(tmp_path)
+    data = packed(Tree(str(tmp_path / "logs"), patterns=["**/*"]))
+
+    assert {name: (member.issym(), member.linkname) for name, member in entries(data).items()} == {
+        "./dir": (True, str(tmp_path)),
+        "./job/planted.log": (True, str(tmp_path / "secret")),
+    }
+
+
+@pytest.mark.parametrize("what", ["link", "fifo", "directory", "nothing"])
+def test_a_file_swapped_for_something_else_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Between seeing and opening it; a FIFO would hold whoever waits for its other end."""
+    make(tmp_path, ["logs/a", "logs/b", "secret"])
+    honest = files.open_beneath
+
+    def swap(directory: int, path: str, flags: int, mode: int = 0) -> int:
+        if path == "a":
+            (tmp_path / "logs" / "a").unlink()
+            if what == "link":
+                (tmp_path / "logs" / "a").symlink_to(tmp_path / "secret")
+            elif what == "fifo":
+                os.mkfifo(tmp_path / "logs" / "a")
+            elif what == "directory":
+                (tmp_path / "logs" / "a").mkdir()
+        return honest(directory, path, flags, mode)
+
+    monkeypatch.setattr(files, "open_beneath", swap)
+
+    assert list(entries(packed(Tree(str(tmp_path / "logs"), patterns=["*"])))) == ["./b"]
+
+
+def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+    """A FIFO would hold whoever opens it."""
+    make(tmp_path, ["a"])
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "socket"))
+        data = packed(Tree(str(tmp_path)))
+
+    assert list(entries(data)) == [".", "./a"]
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_file_that_shrinks_is_filled_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Rotated while it is read: the archive stays whole, and what follows is right."""
+    (tmp_path / "a").write_bytes(b"x" * 100_000)
+    (tmp_path / "b").write_bytes(b"b")
+    honest = os.fstat
+
+    def rotate(fd: int) -> os.stat_result:
+        status = honest(fd)
+        if status.st_size == 100_000:
+            os.truncate(tmp_path / "a", size)
+        return status
+
+    monkeypatch.setattr(os, "fstat", rotate)
+    data = packed(Tree(str(tmp_path), patterns=["*"]))
+
+    assert content(data, "./a") == b"x" * size + bytes(100_000 - size)
+    assert content(data, "./b") == b"b"
+
+
+def test_a_file_that_grows_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the size was taken is for the next time."""
+    (tmp_path / "a").write_bytes(b"x" * 600)
+    honest = os.fstat
+
+    def append(fd: int) -> os.stat_result:
+        status = honest(fd)
+        if status.st_size == 600:
+            with (tmp_path / "a").open("ab") as file:
+                file.write(b"y" * 600)
+        return status
+
+    monkeypatch.setattr(os, "fstat", append)
+
+    assert content(packed(Tree(str(tmp_path))), "./a") == b"x" * 600
+
+
+def test_a_missing_tree_without_patterns_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to make a package of."""
+    with pytest.raises(HostError, match=f"cannot pack {tmp_path}/absent: No such file"):
+        packed(Tree(str(tmp_path / "absent")))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("**/*", ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"]),
+        ("*", ["a.log"]),
+        ("*.log", ["a.log"]),
+        ("**/*.log", ["a.log", "b/c.log", "b/d/.e.log", "g[1]/h.log"]),
+        ("b/*.log", ["b/c.log"]),
+        ("b/**/*.log", ["b/c.log", "b/d/.e.log"]),
+        ("b", ["b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt"]),
+        ("b/", ["b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt"]),
+        ("./b/d", ["b/d/.e.log", "b/d/f.txt"]),
+        ("**", ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"]),
+        ("b/?.log", ["b/c.log"]),
+        ("b/[a-d].log*", ["b/c.log", "b/c.log.1"]),
+        ("b/[^c].log", []),
+        ("[!b].log", ["a.log"]),
+        ("{a,x}.log", ["a.log"]),
+        ("**/{c,.e}.log", ["b/c.log", "b/d/.e.log"]),
+        ("**/**/d/**/*", ["b/d/.e.log", "b/d/f.txt"]),
+        (r"g\[1\]/*", ["g[1]/h.log"]),
+        ("g[[]1]/*[*g]", ["g[1]/h.log"]),
+        ("../*", []),
+        ("/a.log", ["a.log"]),
+        ("[", []),
+        ("{a", []),
+        ("nothing", []),
+        ("", ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"]),
+        (".", ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"]),
+    ],
+)
+def test_patterns_choose(tmp_path: Path, pattern: str, found: list[str]) -> None:
+    """``**`` spans directories, dotfiles count, a directory means all in it."""
+    make(tmp_path, ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"])
+
+    assert list(entries(packed(Tree(str(tmp_path), patterns=[pattern])))) == [f"./{name}" for name in found]
+
+
+def test_patterns_that_invite_endless_matching_do_not_get_it(tmp_path: Path) -> None:
+    """Repetition of repetition is answered at once."""
+    make(tmp_path, ["/".join("a" * 60) + "/" + "a" * 200])
+
+    assert entries(packed(Tree(str(tmp_path), patterns=["**/*/" * 30 + "b", "**/" + "*a" * 40 + "b"]))) == {}
+
+
+# --- trees that are written into meanwhile --------------------------------------------------------------------------
+
+
+def test_nothing_is_said_of_a_tree_that_stays_as_it_is(tmp_path: Path) -> None:
+    """Then the archive holds what Go's would."""
+    make(tmp_path, ["a/out.log", "b/.hidden"])
+
+    assert list(entries(logs(tmp_path))) == ["./a/out.log", "./b/.hidden"]
+
+
+def test_what_vanishes_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And costs nothing else."""
+    make(tmp_path, ["a", "b", "c"])
+    before_reading(monkeypatch, "b", (tmp_path / "b").unlink)
+    data = logs(tmp_path)
+
+    assert list(entries(data)) == ["./a", "./c", "./remarks"]
+    assert content(data, "./remarks") == b"./b: it was gone before it was read\n"
+
+
+def test_a_rotated_log_is_found_under_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line is in the archive, whichever moment the names were changed at; a shrinking number of files too."""
+    make(tmp_path, ["a.log", "b.log", "b.log.1", "b.log.2", "c.log"])
+
+    def rotate() -> None:
+        (tmp_path / "b.log.1").rename(tmp_path / "b.log.2")
+        (tmp_path / "b.log").rename(tmp_path / "b.log.1.gz")
+        (tmp_path / "b.log").write_text("new")
+
+    before_reading(monkeypatch, "b.log", rotate)
+    data = logs(tmp_path, "*.log*")
+
+    assert {name: content(data, name) for name in entries(data) if "b" in name} == {
+        "./b.log": b"new",
+        "./b.log.2": b"b.log.1",
+        "./b.log.1.gz": b"b.log",
+    }
+    assert content(data, "./remarks") == b"./b.log.1: it was gone before it was read\n"
+
+
+def test_a_log_renamed_after_it_was_read_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless more was written to it: that would be lost."""
+    make(tmp_path, ["a", "b", "z"])
+
+    def rename() -> None:
+        (tmp_path / "a").rename(tmp_path / "a.1")
+        (tmp_path / "b").rename(tmp_path / "b.1")
+        (tmp_path / "b.1").write_text("and more")
+
+    before_reading(monkeypatch, "z", rename)
+    data = logs(tmp_path)
+
+    assert {name: content(data, name) for name in entries(data)} == {
+        "./a": b"a",
+        "./b": b"b",
+        "./b.1": b"and more",
+        "./z": b"z",
+    }
+
+
+def test_a_name_that_comes_back_is_packed_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its moment without a file is not worth a word."""
+    make(tmp_path, ["a", "b"])
+    before_reading(monkeypatch, "a", (tmp_path / "a").unlink)
+    before_reading(monkeypatch, "b", lambda: make(tmp_path, ["a"]))
+
+    assert list(entries(logs(tmp_path))) == ["./b", "./a"]
+
+
+def test_a_new_file_with_the_number_of_an_old_one_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filesystems use numbers again at once."""
+    make(tmp_path, ["a", "z"])
+    honest = os.fstat
+    old = (tmp_path / "a").stat()
+
+    def same_number(fd: int) -> os.stat_result:
+        status = honest(fd)
+        is_new = status.st_size == len("new one")
+        return os.stat_result((*status[:1], old.st_ino, *status[2:]), {"st_mtime_ns": 7}) if is_new else status
+
+    before_reading(monkeypatch, "z", lambda: (tmp_path / "new").write_text("new one"))
+    monkeypatch.setattr(os, "fstat", same_number)
+
+    assert list(entries(logs(tmp_path))) == ["./a", "./z", "./new"]
+
+
+def test_growth_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The archive holds the file as it was when it was opened."""
+    (tmp_path / "a").write_bytes(b"x" * 600)
+
+    def grow() -> None:
+        with (tmp_path / "a").open("ab") as file:
+            file.write(b"y" * 25)
+
+    after_seeing_the_size(monkeypatch, 600, grow)
+    data = logs(tmp_path)
+
+    assert content(data, "./a") == b"x" * 600
+    assert content(data, "./remarks") == b"./a: the last 25 bytes were written while it was read and are not here\n"
+
+
+def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The archive is whole; zeros are no log."""
+    (tmp_path / "a").write_bytes(b"x" * 600)
+    after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
+    data = logs(tmp_path)
+
+    assert content(data, "./a") == b"x" * 5 + bytes(595)
+    assert content(data, "./remarks") == (
+        b"./a: zeros stand for what follows the first 5 of 600 bytes: it was cut while it was read\n"
+    )
+
+
+def test_a_disk_that_fails_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tree is live; a package is not half packed."""
+    make(tmp_path, ["a", "b"])
+    honest = os.readv
+
+    def readv(fd: int, buffers: list[memoryview]) -> int:
+        count = honest(fd, buffers)
+        if bytes(buffers[0][:1]) == b"a":
+            raise OSError(5, "Input/output error")
+        return count
+
+    monkeypatch.setattr(os, "readv", readv)
+    data = logs(tmp_path)
+
+    assert content(data, "./b") == b"b"
+    assert content(data, "./remarks") == (
+        b"./a: zeros stand for what follows the first 0 of 1 bytes: Input/output error\n"
+    )
+    with pytest.raises(HostError, match=r"^cannot pack \./a: Input/output error$"):
+        packed(Tree(str(tmp_path)))
+
+
+def test_what_may_not_be_read_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tree is live; elsewhere it is an error."""
+    make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
+    monkeypatch.chdir(tmp_path)
+    closed = [tmp_path / "logs" / "c", tmp_path / "logs" / "closed", tmp_path / "shut"]
+    with as_ordinary_user(tmp_path, *tmp_path.rglob("*")):
+        for path in closed:
+            Path(path.relative_to(tmp_path)).chmod(0)
+        data = packed(*(Tree(root, patterns=["**/*"]) for root in ("logs", "shut")), remarks="remarks")
+        with pytest.raises(HostError, match=r"^cannot pack \./closed: cannot open closed: Permission denied$"):
+            packed(Tree("logs"))
+        with pytest.raises(HostError, match=r"^cannot pack shut: Permission denied$"):
+            packed(Tree("shut"))
+
+    assert list(entries(data)) == ["./a", "./remarks"]
+    assert content(data, "./remarks").decode().splitlines() == [
+        f"{name}: it cannot be read: Permission denied" for name in ("./c", "./closed", "shut")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "packed_as"),
+    [
+        ("out.log.1", "out.log.1"),
+        ("../b/x", "../b/x"),
+        ("./../b//x", "../b/x"),
+        ("{root}/job/out.log.1", "out.log.1"),
+        ("{alias}/job/sub/x", "sub/x"),
+        ("{root}/b/x", "../b/x"),
+        ("..", ".."),
+        ("../..", ""),
+        ("../../{name}/job/x", ""),
+        ("{root}", ""),
+        ("{root}-other/x", ""),
+        ("{root}/../x", ""),
+        ("/etc/shadow", ""),
+    ],
+)
+def test_links_stay_in_the_tree(tmp_path: Path, target: str, packed_as: str) -> None:
+    """A link to another log is packed as one that works where the archive is unpacked; what leads out is listed."""
+    root = tmp_path / "logs"
+    make(root, ["job/out.log.1"])
+    (tmp_path / "alias").symlink_to(root)
+    target = target.format(root=root, alias=tmp_path / "alias", name=root.name)
+    (root / "job" / "current").symlink_to(target)
+    data = packed(Tree(str(tmp_path / "alias"), patterns=["**/*"]), remarks="remarks")
+    found = entries(data)
+
+    if packed_as:
+        assert (found["./job/current"].issym(), found["./job/current"].linkname) == (True, packed_as)
+        assert "./remarks" not in found
+    else:
+        assert list(found) == ["./job/out.log.1", "./remarks"]
+        said = f"./job/current: it is a link that leads out of the directory, to {target}\n"
+        assert content(data, "./remarks").decode() == said
+
+
+def test_what_is_said_is_as_old_as_the_logs(tmp_path: Path) -> None:
+    """No clock is asked, and tar does not complain of a file from 1970."""
+    make(tmp_path, ["a"])
+    (tmp_path / "link").symlink_to("/etc")
+    os.utime(tmp_path / "a", (1_600_000_000, 1_600_000_000))
+
+    assert entries(logs(tmp_path))["./remarks"].mtime == 1_600_000_000
