@@ -1,0 +1,477 @@
+"""Processes of bpm.yml, run without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
+
+Directories, log files, environment, pid file and the way to stop are bpm's. Isolation is what the container allows:
+
+- level 2: Landlock rules over the view that bpm gives, no capabilities, no new privileges, resource limits;
+- level 3: the same without the rules.
+
+A process is known by its job and name, whoever asked for its start: a monit file or a script that calls ``bpm start``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from agent_shim.errors import ConfigError, HostError
+from agent_shim.host import capabilities, clock, files, proc, process
+from agent_shim.paths import Paths
+from agent_shim.supervisor import identity
+from agent_shim.supervisor.identity import MARK, Identity, Traces
+from agent_shim.supervisor.plan import BpmCall, bpm_label
+from agent_shim.supervisor.programs import Programs, last_line
+
+if TYPE_CHECKING:
+    # Loaded where they are used: an agent whose jobs have no bpm.yml does without YAML and ctypes.
+    from agent_shim.host import jail
+    from agent_shim.supervisor import bpm
+
+logger = logging.getLogger(__name__)
+
+ASK_PATIENCE: Final = 15.0
+"""Seconds between the first signal and QUIT (``src/bpm/commands/stop.go``)."""
+QUIT_PATIENCE: Final = 2.0
+OPEN_FILES: Final = 524288
+"""What bpm's wrapper asks for where bpm.yml names no limit (``jobs/bpm/templates/bpm``)."""
+SETTLED: Final = 5.0
+"""Seconds within which the pid file follows the start of its process."""
+
+SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
+SCRATCH: Final = ("/dev", "/proc", "/tmp", "/var/tmp")  # noqa: S108 - without a mount namespace these are everybody's
+PATH: Final = "{jobs}/{job}/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:."
+
+HONOURED: Final[Mapping[str, Mapping[int, str]]] = {
+    "name": {2: "yes", 3: "yes"},
+    "executable": {2: "yes", 3: "yes"},
+    "args": {2: "yes", 3: "yes"},
+    "env": {2: "yes", 3: "yes"},
+    "workdir": {2: "yes", 3: "yes"},
+    "hooks.pre_start": {2: "yes", 3: "yes"},
+    "capabilities": {2: "those the container has", 3: "those the container has, root only"},
+    "limits.memory": {2: "a watchdog", 3: "a watchdog"},
+    "limits.open_files": {2: "up to the container's", 3: "up to the container's"},
+    "limits.processes": {2: "no", 3: "no"},
+    "limits.core_file_size": {2: "up to the container's", 3: "up to the container's"},
+    "ephemeral_disk": {2: "yes", 3: "made; no rules"},
+    "persistent_disk": {2: "yes", 3: "made; no rules"},
+    "additional_volumes[].path": {2: "yes", 3: "made; no rules"},
+    "additional_volumes[].writable": {2: "yes", 3: "no rules"},
+    "additional_volumes[].allow_executions": {2: "yes", 3: "no rules"},
+    "additional_volumes[].mount_only": {2: "yes", 3: "yes"},
+    "additional_volumes[].shared": {2: "not needed: no mounts", 3: "not needed: no mounts"},
+    "unsafe.privileged": {2: "what the container has, no rules", 3: "what the container has"},
+    "unsafe.unrestricted_volumes": {2: "yes", 3: "no rules"},
+    "unsafe.host_pid_namespace": {2: "yes: may signal; all see all", 3: "always so"},
+    "shutdown_signal": {2: "yes", 3: "yes"},
+}
+"""What of a process is honoured in which level; ``docs/bpm.md`` shows it."""
+
+
+def key_table() -> str:
+    """``HONOURED`` as a table in Markdown."""
+    rows = [f"| `{key}` | {levels[2]} | {levels[3]} |" for key, levels in HONOURED.items()]
+    return "\n".join(["| Key | Level 2 | Level 3 |", "|---|---|---|", *rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of ``bpm list``; ``pid`` is 0 unless it is running."""
+
+    name: str
+    pid: int
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hog:
+    """A process that was killed because its tree used more memory than it may; bytes."""
+
+    job: str
+    process: str
+    used: int
+    limit: int
+
+
+class Bpm:
+    """Starts, finds and stops processes of bpm.yml, one thing at a time for each.
+
+    ``user`` is who they run as when we are root; None leaves them ours, as below another base than /var/vcap.
+    With ``is_strict`` what cannot be honoured is an error, else a warning.
+    """
+
+    def __init__(
+        self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False, level: int = 0
+    ) -> None:
+        """``level`` is the strongest isolation to be used, by default what the kernel offers."""
+        self._paths = paths
+        self._programs = programs
+        self._user = user
+        self._is_strict = is_strict
+        self._level = level
+        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
+        self._runs: dict[tuple[str, str], process.Process] = {}
+        self._limits: dict[tuple[str, str], tuple[int, int]] = {}
+
+    @property
+    def level(self) -> int:
+        """The level of isolation of processes that are started now."""
+        from agent_shim.host import jail
+
+        if not self._level:
+            self._level = 2 if jail.landlock_version() else 3
+        return self._level
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def definition(self, job: str, name: str) -> bpm.Process:
+        """The process as its bpm.yml says; raises ``ConfigError`` or ``HostError``."""
+        found = self._file(job).process(name)
+        if found is None:
+            raise ConfigError(f"process {name!r} is not in the configuration of job {job}")
+        return found
+
+    def find(self, job: str, name: str) -> Identity | None:
+        """The living process, started by this agent or an earlier one."""
+        pidfile = identity.read(self._pidfile(job, name))
+        found = proc.stat(pidfile.pid) if pidfile else None
+        if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
+            return None
+        marked = proc.variable(found.pid, MARK)
+        if marked is not None:
+            return found.identity if marked == identity.mark(bpm_label(job, name), self._paths.base) else None
+        # Its environment may not be read; the pid file is ours alone and was written when it started.
+        age = pidfile.modified - clock.wall_time_of(found.start_ticks)
+        return found.identity if -0.1 < age < SETTLED else None
+
+    def rows(self) -> tuple[list[Row], list[str]]:
+        """All processes of all jobs as ``bpm list`` shows them, and what is wrong with configurations."""
+        rows, complaints = [], []
+        for directory in sorted(self._paths.jobs.glob("*")):
+            if not (directory / "config/bpm.yml").exists():
+                continue
+            job = directory.name
+            try:
+                processes = self._file(job).processes
+            except (ConfigError, HostError) as exc:
+                complaints.append(f"invalid config for {job}: {exc}")
+                continue
+            for each in processes:
+                found = self.find(job, each.name)
+                left = "failed" if self._pidfile(job, each.name).exists() else "stopped"
+                shown = job if job == each.name else f"{job}.{each.name}"
+                rows.append(Row(shown, found[0] if found else 0, "running" if found else left))
+        return rows, complaints
+
+    def last_words(self, call: BpmCall) -> str:
+        """The last line of its error log."""
+        return last_line(self._log(call.job, call.process, "stderr"))
+
+    # --- start and stop ---------------------------------------------------------------------------------------------
+
+    async def start(self, call: BpmCall) -> process.Process:
+        """Have it run; one that runs is left alone. Raises ``HostError`` or ``ConfigError``; returns once it runs."""
+        async with self._only(call):
+            if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
+                return running
+            wanted = await asyncio.to_thread(self.definition, call.job, call.process)
+            return await self._launch(call, wanted)
+
+    async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
+        """Signal, QUIT, KILL, then whatever is left of it, then the pid file; by monotonic time ``by``."""
+        async with self._only(call):
+            signal_name = "TERM"
+            with contextlib.suppress(ConfigError, OSError):
+                wanted = await asyncio.to_thread(self.definition, call.job, call.process)
+                signal_name = wanted.shutdown_signal
+            label = bpm_label(call.job, call.process)
+            found = self.find(call.job, call.process)
+            left = await self._programs.members(label, Traces(), [found] if found else [])
+            if found and (running := process.adopt(*found)):
+                await _end(running, signal.Signals[f"SIG{signal_name}"], by)
+            await self._programs.sweep(label, Traces(), left, 0.0)
+            await asyncio.to_thread(self._pidfile(call.job, call.process).unlink, missing_ok=True)
+
+    async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
+        """Run it to its end, as for an errand, without a pid file; its exit code. 0 at once if it runs already."""
+        async with self._only(call):
+            if self.find(call.job, call.process):
+                return 0
+            wanted = await asyncio.to_thread(self.definition, call.job, call.process)
+            more = (*wanted.additional_volumes, *volumes)
+            wanted = replace(wanted, env={**wanted.env, **env}, additional_volumes=more)
+            running = await self._launch(call, wanted, has_pidfile=False)
+            self._runs[call.job, call.process] = running
+            try:
+                status = await running.wait()
+            except asyncio.CancelledError:
+                await running.terminate(QUIT_PATIENCE)
+                raise
+            finally:
+                del self._runs[call.job, call.process]
+            await self._programs.sweep(bpm_label(call.job, call.process), Traces(), [], 0.0)
+            return 1 if status is None else status
+
+    async def end_run(self, call: BpmCall) -> None:
+        """End what ``run`` waits for, if it does."""
+        if running := self._runs.get((call.job, call.process)):
+            await running.terminate(ASK_PATIENCE)
+
+    @contextlib.asynccontextmanager
+    async def _only(self, call: BpmCall) -> AsyncIterator[None]:
+        async with self._locks.setdefault((call.job, call.process), asyncio.Lock()):
+            yield
+
+    async def _launch(self, call: BpmCall, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
+        from agent_shim.host import jail
+
+        job, name = call.job, call.process
+        self._complain(job, wanted)
+        label = bpm_label(job, name)
+        await self._programs.sweep(label, Traces(), [], 0.0)
+        await asyncio.to_thread(self._make_directories, job, wanted)
+        if wanted.pre_start:
+            await self._run_hook(job, wanted)
+        order = await asyncio.to_thread(self.order, job, wanted)
+        mark = {MARK: identity.mark(label, self._paths.base)}
+        order["env"] |= mark
+        descriptor = write_order(order)
+        try:
+            running = process.spawn(
+                [sys.executable, "-I", "-S", jail.__file__, "0"],
+                env=mark,
+                stdin=descriptor,
+                stdout=self._log(job, name, "stdout"),
+                stderr=self._log(job, name, "stderr"),
+                session=True,
+            )
+        finally:
+            os.close(descriptor)
+        if has_pidfile:
+            try:
+                await files.save(self._pidfile(job, name), str(running.pid).encode())
+            except BaseException:
+                running.send_group(signal.SIGKILL)
+                raise
+        return running
+
+    async def _run_hook(self, job: str, wanted: bpm.Process) -> None:
+        """As root and outside of everything, before the process; raises ``HostError`` when it fails."""
+        hook = process.spawn(
+            [wanted.pre_start],
+            env={**self._env(job, wanted), MARK: identity.mark(bpm_label(job, wanted.name), self._paths.base)},
+            stdout=self._log(job, wanted.name, "stdout"),
+            stderr=self._log(job, wanted.name, "stderr"),
+            session=True,
+        )
+        try:
+            status = await hook.wait()
+        except asyncio.CancelledError:
+            await hook.terminate(QUIT_PATIENCE)
+            raise
+        if status != 0:
+            raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")
+
+    # --- what is made -----------------------------------------------------------------------------------------------
+
+    def order(self, job: str, wanted: bpm.Process) -> jail.Order:
+        """What the process becomes."""
+        is_root = os.geteuid() == 0
+        ids: tuple[int | None, int | None] = (None, None)
+        if is_root and self._user is not None and not wanted.unsafe.privileged:
+            ids = files.owner_ids(self._user)
+        held = capabilities.privileges().effective if is_root else frozenset[str]()
+        limits = {"RLIMIT_NOFILE": wanted.limits.open_files or _most_files(held)}
+        if wanted.limits.core_file_size is not None:
+            limits["RLIMIT_CORE"] = wanted.limits.core_file_size
+        wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
+        return {
+            "argv": [wanted.executable, *wanted.args],
+            "env": self._env(job, wanted),
+            "cwd": wanted.workdir or str(self._paths.jobs / job),
+            "uid": ids[0],
+            "gid": ids[1],
+            "keeps_privileges": wanted.unsafe.privileged,
+            "capabilities": sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
+            "limits": limits,
+            "view": self._view(job, wanted) if self.level == 2 and not wanted.unsafe.privileged else None,
+            "may_signal": wanted.unsafe.host_pid_namespace,
+        }
+
+    def _env(self, job: str, wanted: bpm.Process) -> dict[str, str]:
+        home = self._paths.data / job
+        return {
+            "TMPDIR": str(home / "tmp"),
+            "LANG": "en_US.UTF-8",
+            "PATH": PATH.format(jobs=self._paths.jobs, job=job),
+            "HOME": str(home),
+            **wanted.env,
+        }
+
+    def _view(self, job: str, wanted: bpm.Process) -> dict[str, list[str]]:
+        """What the process may open, by what it may do there."""
+        paths = self._paths
+        view: dict[str, list[str]] = {
+            "run": [*SYSTEM, str(paths.packages), str(paths.data_packages), str(paths.jobs / job)],
+            "read": ["/sys"],
+            "write": [*SCRATCH, str(paths.sys / "log" / job), str(paths.sys / "run" / job)],
+            "write_run": [],
+        }
+        view["write"].append(str(paths.data / job / "tmp"))
+        if wanted.ephemeral_disk:
+            view["write"].append(str(paths.data / job))
+        if wanted.persistent_disk:
+            view["write"].append(str(paths.store / job))
+        for volume in (*wanted.additional_volumes, *_matching(wanted.unsafe.unrestricted_volumes)):
+            kind = ("write_run" if volume.writable else "run") if volume.allow_executions else "read"
+            view["write" if volume.writable and not volume.allow_executions else kind].append(volume.path)
+        return view
+
+    def _make_directories(self, job: str, wanted: bpm.Process) -> None:
+        """Directories and log files with bpm's modes; raises ``HostError``."""
+        paths = self._paths
+        own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
+        files.make_dir(self._pidfile(job, wanted.name).parent, 0o700, own)
+        private = [paths.sys / "run" / job, paths.data / job / "tmp"]
+        if wanted.ephemeral_disk:
+            private.insert(0, paths.data / job)
+        if wanted.persistent_disk:
+            if not paths.store.is_dir():
+                raise HostError("requested persistent disk does not exist")
+            private.append(paths.store / job)
+        made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
+        private += [path for path in made if path.is_dir() or not path.exists()]
+        (paths.sys / "log" / job).mkdir(mode=0o750, parents=True, exist_ok=True)
+        for path in private:
+            files.make_dir(path, 0o700, theirs)
+        for stream in ("stdout", "stderr"):
+            _make_log(self._log(job, wanted.name, stream), theirs)
+
+    def _complain(self, job: str, wanted: bpm.Process) -> None:
+        """Say what it will not have, or raise ``HostError`` where that matters."""
+        lacking = []
+        held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
+        lacking += [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
+        if wanted.limits.processes is not None:
+            lacking.append("limits.processes")
+        if wanted.unsafe.privileged and "SYS_ADMIN" not in held:
+            lacking.append("unsafe.privileged")
+        if not lacking:
+            return
+        text = f"{bpm_label(job, wanted.name)} cannot have {', '.join(lacking)} in this container"
+        if self._is_strict:
+            raise HostError(text)
+        logger.warning("%s", text)
+
+    def _file(self, job: str) -> bpm.BpmFile:
+        from agent_shim.supervisor import bpm
+
+        path = self._paths.jobs / job / "config/bpm.yml"
+        try:
+            text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as exc:
+            raise files.failed(f"read {path}", exc) from exc
+        return bpm.parse(text, origin=str(path), job=job, root=PurePosixPath(self._paths.base))
+
+    def _pidfile(self, job: str, name: str) -> Path:
+        return self._paths.sys / "run/bpm" / job / f"{name}.pid"
+
+    def _log(self, job: str, name: str, stream: str) -> Path:
+        return self._paths.sys / "log" / job / f"{name}.{stream}.log"
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def kill_hogs(self) -> list[Hog]:
+        """Kill every process whose tree uses more memory than bpm.yml allows; blocks for some milliseconds."""
+        limited = []
+        for path in self._paths.sys.glob("run/bpm/*/*.pid"):
+            job, name = path.parent.name, path.stem
+            if (limit := self._memory_limit(job, name)) and (found := self.find(job, name)):
+                limited.append((job, name, limit, found))
+        if not limited:
+            return []
+        hogs = []
+        processes = proc.table()
+        below = proc.children(processes)
+        for job, name, limit, found in limited:
+            tree = proc.descent(below, [found[0]]) & processes.keys()
+            # Resident memory counts what is shared once for each; only when that seems too much it is counted exactly.
+            if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
+                used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
+                if used > limit:
+                    for pid in tree:
+                        process.send(processes[pid].identity, signal.SIGKILL)
+                    hogs.append(Hog(job, name, used, limit))
+        return hogs
+
+    def _memory_limit(self, job: str, name: str) -> int:
+        """Bytes, 0 without a limit; read again when the file has changed."""
+        try:
+            modified = (self._paths.jobs / job / "config/bpm.yml").stat().st_mtime_ns
+            known = self._limits.get((job, name))
+            if known is None or known[0] != modified:
+                known = modified, self.definition(job, name).limits.memory or 0
+                self._limits[job, name] = known
+            return known[1]
+        except (OSError, ConfigError, HostError):
+            return 0
+
+
+async def _end(running: process.Process, first: signal.Signals, by: float) -> None:
+    """The ladder of bpm: only the process itself is signalled, as its init passes signals on to it alone."""
+    try:
+        for sig, patience in (
+            (first, ASK_PATIENCE),
+            (signal.SIGQUIT, QUIT_PATIENCE),
+            (signal.SIGKILL, process.KILL_PATIENCE),
+        ):
+            running.send(sig)
+            left = patience if sig is signal.SIGKILL else max(0.0, min(patience, by - time.monotonic()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await running.wait()
+                    return
+    finally:
+        running.release()
+
+
+def _most_files(held: Container[str]) -> int:
+    """What bpm gives where nothing is said, as far as it may be had."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return OPEN_FILES if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+
+
+def write_order(order: jail.Order) -> int:
+    """A descriptor from which the jail reads its order; in memory, because an environment may be secret."""
+    descriptor = os.memfd_create("order")
+    os.write(descriptor, json.dumps(order).encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
+    """Each volume for everything that its pattern finds now; nothing is no error."""
+    return [replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
+
+
+def _make_log(path: Path, owner: str | None) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.fchown(descriptor, *files.owner_ids(owner))
+        finally:
+            os.close(descriptor)
+    except OSError as exc:
+        raise files.failed(f"make the log file {path}", exc) from exc

@@ -1,0 +1,323 @@
+"""Words of a monit control file. Pure.
+
+The rules are those of monit 5.2.5, the version on every BOSH machine, and were tried against it. The longest match
+wins, the first of equals. Some keywords change what may follow: after ``check`` comes a name, after ``start "`` come
+the arguments of a program. The parser has no say in it, so a whole text is cut at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+
+class Token(NamedTuple):
+    """One word; ``start`` and ``end`` are offsets into the text.
+
+    ``kind`` is a keyword in its canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM
+    REPLY-TO SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of
+    a value without quotes and escapes; of a ``BAD`` one, what is wrong with it.
+    """
+
+    kind: str
+    value: str
+    start: int
+    end: int
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NOISE: Final = _words(
+    "is as are for on only with within without program programs and has using use the sum than usage was times but of"
+    " does"
+)
+"""Words that mean nothing, wherever they stand."""
+
+KEYWORDS: Final = _words(
+    "if or then else not failed changed recovered passed succeeded set enable disable ignore default daemon delay"
+    " logfile syslog facility httpd address clientpemfile allowselfcertification certmd5 pemfile init allow readonly"
+    " pidfile idfile statefile path start stop port unixsocket type protocol tcp tcpssl udp alert noalert mail-format"
+    " resource restart cycle timeout checksum mailserver every host hostheader system hostname username password"
+    " credentials register fips http apache-status ftp smtp postfix-policy pop imap clamav dns mysql nntp ntp3 ssh dwp"
+    " ldap2 ldap3 rdate lmtp rsync tns pgsql sip gps radius memcache target maxforward mode active passive manual uid"
+    " gid request secret loglimit closelimit dnslimit keepalivelimit replylimit requestlimit startlimit waitlimit"
+    " gracefullimit cleanuplimit memory totalmemory swap cpu totalcpu children timestamp second minute hour day sslv2"
+    " sslv3 tlsv1 sslauto inode space permission exec size basedir slot eventqueue match connection unmonitor action"
+    " icmp echo send expect expectbuffer cleartext md5 sha1 crypt signature nonexist exist invalid data mmonit url"
+    " content pid ppid count reminder instance fsflag ssl include b kb mb gb > < = !="
+)
+
+SYNONYMS: Final[Mapping[str, str]] = {
+    "read-only": "readonly",
+    "portnumber": "port",
+    "unix": "unixsocket",
+    "proto": "protocol",
+    "restarts": "restart",
+    "cycles": "cycle",
+    "mem": "memory",
+    "totalmem": "totalmemory",
+    "loadavg": "loadavg1",
+    "seconds": "second",
+    "minutes": "minute",
+    "hours": "hour",
+    "days": "day",
+    "inodes": "inode",
+    "perm": "permission",
+    "execute": "exec",
+    "slots": "slot",
+    "matching": "match",
+    "fsflags": "fsflag",
+    "byte": "b",
+    "kilobyte": "kb",
+    "megabyte": "mb",
+    "gigabyte": "gb",
+    "percent": "%",
+    "greater": ">",
+    "gt": ">",
+    "less": "<",
+    "lt": "<",
+    "equal": "=",
+    "eq": "=",
+    "==": "=",
+    "notequal": "!=",
+    "ne": "!=",
+}
+
+_KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word for word in KEYWORDS}, **SYNONYMS}
+"""Every word that is no value, in lower case, with its kind."""
+
+WORD: Final = r"""[^\x00-\x21@:{}"';(),%]+"""
+"""Blanks, control characters, ``!`` and these signs end a word; ``#`` does not."""
+
+_TOKEN: Final = re.compile(
+    rf"""
+      (?P<skip>(?: [ \r\t;,()]+ | (?:\#[^\n]*)? \\? \n )+)
+    | (?P<quoted>"[^"]*" | '[^']*')
+    | (?P<start>start [ \r\t]* (?:program)? [ \r\t]* (?:=[ \r\t]+)? ")
+    | (?P<stop>stop [ \r\t]* (?:program)? [ \r\t]* (?:=[ \r\t]+)? ")
+    | (?P<exec>exec(?:ute)? [ \r\t]* ")
+    | (?P<group>group [ \t]+)
+    | (?P<depends>depends? [ \t]+ (?:on [ \t]*)?)
+    | (?P<check>check [ \t]+ (?:process[ \t]|(?P<type>device|filesystem|file|directory|host|system|fifo|status))?)
+    | (?P<loadavg>loadavg [ ]* \( [ ]* (?P<minutes>1|5|15) [ ]* (?:min|m)? [ ]* \))
+    | (?P<cpu>cpu [ ]* (?:usage)* [ ]* \( [ ]* (?P<part>us|usr|user|sy|sys|system|wa|wait)? [ ]* \))
+    | (?P<mail>(?:from|reply-to): [ \t]* {WORD}@{WORD} | subject:[^}}\n]* | message:[^}}]*)
+    | (?P<url>[a-z0-9]+://)
+    | (?P<word>{WORD} (?:@{WORD})?)
+    | (?P<sign>!= | .)
+    """,
+    re.VERBOSE | re.IGNORECASE | re.ASCII | re.DOTALL,
+)
+
+URL: Final = re.compile(
+    r"""
+    (?P<scheme>[a-zA-Z0-9]+)://
+    (?: [^:@ ]* : [^@ ]+ @ )?
+    (?P<host>[^/?:\#\r\n ]+)
+    (?: :(?P<port>[0-9]+) )?
+    (?P<path> /[^?\#\r\n ]* )? (?P<query> \?[^\#\r\n ]* )? (?: \#[^\r\n ]* )?
+    """,
+    re.VERBOSE,
+)
+"""A URL as monit cuts it: only what stands before a blank or a line break counts."""
+
+_Mode: TypeAlias = tuple[tuple[str, re.Pattern[str]], ...]
+
+
+def _mode(**patterns: str) -> _Mode:
+    return tuple((kind, re.compile(pattern)) for kind, pattern in patterns.items())
+
+
+_NAME: Final = _mode(skip=r"[ \r\t\n]+", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
+"""After ``check``: a name, in quotes still one word."""
+
+_GROUP: Final = _mode(skip=r"\n", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
+"""After ``group``: the same, but no blanks on the next line."""
+
+_DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*", bare=WORD, over=r"[ \r\n\t]+[^,]")
+"""After ``depends on``: names with commas between; what follows a blank or a line break without one is not in it."""
+
+_ARGUMENTS: Final = _mode(skip=r"[ \r\t]+", line=r"\n", over=r"\"", quoted=r"'[^']*'", quote=r"'", bare=r"[^ \t\n\"]+")
+"""Inside the quotes of a program: no shell, and ``'`` counts only where an argument begins."""
+
+_PATTERN: Final = _mode(skip=r"[ \t\r\n]+", quoted=r"\"[^\"\r\n]+\"|'[^'\r\n]+'", bare=r"[^ \t\r\n]+")
+"""After ``include``: a pattern of file names."""
+
+_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
+_ESCAPE: Final = re.compile(r"\\(?:([ntr \\])|0x(?!00)([0-9a-fA-F]{2}))")
+_ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r"}
+
+UNCLOSED: Final = "a quote that is not closed"
+NO_NAME: Final = "a quote that no single word follows"
+
+
+def lex(text: str) -> list[Token]:
+    """Every word of ``text`` but noise; the last is ``END``. What no rule allows becomes ``BAD``, nothing is raised."""
+    tokens: list[Token] = []
+    at = 0
+    while match := _TOKEN.match(text, at):
+        kind = match.lastgroup or ""
+        at = match.end() if kind == "skip" else _TAKE[kind](match, tokens)
+    tokens.append(Token("END", "", len(text), len(text)))
+    return tokens
+
+
+def unescape(text: str) -> str:
+    r"""The text of a quoted string: ``\n \t \r \\ "\ " \0xHH`` are decoded, any other backslash stays.
+
+    ``\0x00`` stays too: monit makes a NUL of it only when it sends the text. A byte above 127 becomes what
+    ``os.fsencode`` turns back into it.
+    """
+    return _ESCAPE.sub(_unescaped, text) if "\\" in text else text
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    if match[1]:
+        return _ESCAPED.get(match[1], match[1])
+    return bytes.fromhex(match[2]).decode("utf-8", "surrogateescape")
+
+
+def _word(match: re.Match[str], tokens: list[Token]) -> int:
+    word = match[0]
+    kind = _KINDS.get(word.lower()) if word.isascii() else None
+    if kind is None:
+        tokens.append(Token(_kind_of(word), word, *match.span()))
+    elif kind == "include":
+        return _one(_PATTERN, "INCLUDE", match, tokens)
+    elif kind:
+        tokens.append(Token(kind, "", *match.span()))
+    return match.end()
+
+
+def _kind_of(word: str) -> str:
+    if number := _NUMBER.fullmatch(word):
+        return "REAL" if number[1] else "NUMBER"
+    if "@" in word:
+        return "MAIL"
+    return "PATH" if word[0] == "/" else "STRING"
+
+
+def _quoted(match: re.Match[str], tokens: list[Token]) -> int:
+    text = match[0]
+    kind = "PATH" if text[1] == "/" and "\n" not in text else "STRING"
+    tokens.append(Token(kind, unescape(text[1:-1]), *match.span()))
+    return match.end()
+
+
+def _program(match: re.Match[str], tokens: list[Token]) -> int:
+    """``start "``, ``stop "`` and ``exec "``; the end of the text closes the quote as well."""
+    text, at = match.string, match.end()
+    tokens.append(Token(match.lastgroup or "", "", match.start(), at - 1))
+    while at < len(text):
+        start, (kind, at) = at, _longest(_ARGUMENTS, text, at)
+        if kind == "over":
+            break
+        if kind == "quote":
+            tokens.append(Token("BAD", UNCLOSED, start, at))
+        elif kind == "quoted":
+            tokens.append(Token("STRING", unescape(text[start + 1 : at - 1]), start, at))
+        elif kind == "bare":
+            tokens.append(Token("STRING", text[start:at], start, at))
+    return at
+
+
+def _check(match: re.Match[str], tokens: list[Token]) -> int:
+    kind = (match["type"] or "process").lower().replace("device", "filesystem")
+    tokens.append(Token(f"check {kind}", "", *match.span()))
+    return _one(_NAME, "NAME", match, tokens)
+
+
+def _group(match: re.Match[str], tokens: list[Token]) -> int:
+    tokens.append(Token("group", "", *match.span()))
+    return _one(_GROUP, "NAME", match, tokens)
+
+
+def _one(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
+    """Append the one value that follows ``match``; without one, whatever stands there goes on as usual."""
+    text, at = match.string, match.end()
+    kind = "skip"
+    while kind == "skip":
+        start, (kind, at) = at, _longest(mode, text, at)
+    if kind == "bare":
+        tokens.append(Token(wanted, text[start:at], start, at))
+    elif kind == "quoted":
+        tokens.append(Token(wanted, unescape(text[start + 1 : at - 1]), start, at))
+    elif at < len(text):
+        tokens.append(Token("BAD", NO_NAME, at, at + 1) if text[at] in "\"'" else Token(text[at], "", at, at + 1))
+        return at + 1
+    return at
+
+
+def _depends(match: re.Match[str], tokens: list[Token]) -> int:
+    text, at = match.string, match.end()
+    tokens.append(Token("depends", "", *match.span()))
+    kind = "skip"
+    while kind and kind != "over":
+        start, (kind, at) = at, _longest(_DEPENDS, text, at)
+        if kind == "bare":
+            tokens.append(Token("NAME", text[start:at], start, at))
+    return at - 1 if kind == "over" else at
+
+
+def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
+    """The kind and end of the longest match at ``at``, the first of equals; "" when there is none."""
+    best = "", at
+    for kind, pattern in mode:
+        match = pattern.match(text, at)
+        if match and match.end() > best[1]:
+            best = kind, match.end()
+    return best
+
+
+def _url(match: re.Match[str], tokens: list[Token]) -> int:
+    text = match.string
+    url = URL.match(text, match.start())
+    if url is None or text[url.end() : url.end() + 1] not in (" ", "\r", "\t", "\n"):
+        tokens.append(Token("BAD", "a URL without an end", *match.span()))
+        return match.end()
+    tokens.append(Token("URL", url[0], *url.span()))
+    return url.end()
+
+
+def _mail(match: re.Match[str], tokens: list[Token]) -> int:
+    """A line of a mail format, a value up to the end of the word, the line or the braces."""
+    kind, _, value = match[0].partition(":")
+    tokens.append(Token(kind.upper(), value.strip(" \t\r\n"), *match.span()))
+    return match.end()
+
+
+def _loadavg(match: re.Match[str], tokens: list[Token]) -> int:
+    tokens.append(Token(f"loadavg{match['minutes']}", "", *match.span()))
+    return match.end()
+
+
+def _cpu(match: re.Match[str], tokens: list[Token]) -> int:
+    part = {"s": "system", "w": "wait"}.get((match["part"] or "user")[0].lower(), "user")
+    tokens.append(Token(f"cpu {part}", "", *match.span()))
+    return match.end()
+
+
+def _sign(match: re.Match[str], tokens: list[Token]) -> int:
+    tokens.append(Token("BAD", UNCLOSED, *match.span()) if match[0] in "\"'" else Token(match[0], "", *match.span()))
+    return match.end()
+
+
+_TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
+    "quoted": _quoted,
+    "start": _program,
+    "stop": _program,
+    "exec": _program,
+    "group": _group,
+    "depends": _depends,
+    "check": _check,
+    "loadavg": _loadavg,
+    "cpu": _cpu,
+    "mail": _mail,
+    "url": _url,
+    "word": _word,
+    "sign": _sign,
+}
+"""What to do with each alternative of ``_TOKEN``: append its tokens, return where the next word may begin."""

@@ -1,0 +1,243 @@
+"""From the monit files of all jobs to the processes to supervise. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from agent_shim.errors import ConfigError
+from agent_shim.supervisor import monit_values as values
+from agent_shim.supervisor import monitrc, posix_regex
+
+VCAP: Final = "vcap"
+"""The group that the Director starts, stops and reports; others are supervised all the same."""
+
+_BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
+_FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
+_BPM_ARGUMENTS: Final = re.compile(
+    rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
+)
+"""Of ``start`` and ``stop``, joined by NUL."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """A monit file of a job: ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
+
+    job: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BpmCall:
+    """``bpm start JOB -p PROCESS`` or its ``stop``."""
+
+    verb: Literal["start", "stop"]
+    job: str
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run. ``user`` and ``group`` are names or numbers, ``timeout`` is in seconds."""
+
+    argv: tuple[str, ...]
+    user: str | None = None
+    group: str | None = None
+    timeout: float = 30.0
+    bpm: BpmCall | None = None
+    """What is done instead when it is bpm that would be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    """What follows; ``exec`` has a program to run."""
+
+    kind: values.ActionKind
+    program: Program | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestartLimit:
+    """What follows when it was restarted ``count`` times within ``cycles`` checks of monit."""
+
+    count: int
+    cycles: int
+    reaction: Reaction
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One supervised unit; ``error`` says why it cannot be used, then nothing else but the names counts.
+
+    ``kind`` is the type word of the check. A process is known by ``pidfile`` or by ``pattern``, a regular expression
+    for its command line; ``path`` is what a check of a file, directory, fifo or filesystem looks at.
+    """
+
+    name: str
+    job: str
+    kind: values.Kind = "process"
+    pidfile: Path | None = None
+    pattern: re.Pattern[str] | None = None
+    path: Path | None = None
+    start: Program | None = None
+    stop: Program | None = None
+    groups: frozenset[str] = frozenset({VCAP})
+    depends: tuple[str, ...] = ()
+    mode: values.Mode = "active"
+    absence: Reaction = Reaction("restart")
+    absence_cycles: int = 1
+    """Checks of monit at which it must be missing before that."""
+    change: Reaction = Reaction("alert")
+    """What follows when another process takes its place."""
+    limits: tuple[RestartLimit, ...] = ()
+    rules: tuple[values.Rule, ...] = ()
+    """All others, to be looked at each ``every`` cycles."""
+    every: int = 1
+    error: str = ""
+
+    @property
+    def label(self) -> str:
+        """What its processes are marked with: those of bpm are the same whoever starts them."""
+        parts = self.pidfile.parts if self.pidfile else ()
+        if self.pidfile is not None and parts[-4:-2] == ("run", "bpm"):
+            return bpm_label(parts[-2], self.pidfile.stem)
+        return self.name
+
+    @property
+    def is_process(self) -> bool:
+        return self.kind == "process"
+
+    @property
+    def is_restartable(self) -> bool:
+        """monit restarts only what it can both stop and start, and nothing that is passive."""
+        if self.mode == "passive" or self.start is None:
+            return False
+        return self.absence.kind == "start" or (self.absence.kind == "restart" and self.stop is not None)
+
+    @property
+    def is_vcap(self) -> bool:
+        """Whether the Director knows of it."""
+        return VCAP in self.groups
+
+
+def bpm_label(job: str, process: str) -> str:
+    """The mark of a process of bpm.yml."""
+    return f"bpm/{job}/{process}"
+
+
+def bpm_call(argv: Sequence[str]) -> BpmCall | None:
+    """What a program asks of bpm, if it is bpm and what it asks is a start or a stop."""
+    if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
+        return None
+    found = _BPM_ARGUMENTS.fullmatch("\0".join(argv[2:]))
+    if found is None:
+        return None
+    job, process = found["job"], found["before"] or found["after"]
+    verb: Literal["start", "stop"] = "start" if argv[1] == "start" else "stop"
+    return BpmCall(verb, job, process or job)
+
+
+def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
+    """The processes of all jobs, in the order of the files.
+
+    A job with a file that cannot be used, alone or beside the others, becomes one process that has an ``error`` and the
+    name of the job. It takes no other job along: who depends on what it would have brought is started without that.
+    """
+    parsed, errors = _parse(files)
+    while found := _problems([file for job, file in parsed if job not in errors], parsed, errors):
+        errors |= found
+    specs: list[ProcessSpec] = []
+    for job in dict.fromkeys(file.job for file in files):
+        if job not in errors:
+            specs += [_spec(job, check) for owner, file in parsed if owner == job for check in file.services]
+    taken = {spec.name.lower() for spec in specs}
+    specs += [_failing(job, error, taken) for job, error in errors.items()]
+    order = list(dict.fromkeys(file.job for file in files))
+    return tuple(sorted(specs, key=lambda spec: order.index(spec.job)))
+
+
+_Parsed: TypeAlias = list[tuple[str, values.MonitFile]]
+
+
+def _parse(files: Sequence[JobFile]) -> tuple[_Parsed, dict[str, str]]:
+    """The files that can be read, each with its job, and why the first of a job cannot."""
+    parsed: _Parsed = []
+    errors: dict[str, str] = {}
+    for file in files:
+        try:
+            parsed.append((file.job, monitrc.parse(file.text, origin=_origin(file))))
+        except ConfigError as exc:
+            errors.setdefault(file.job, str(exc))
+    return parsed, errors
+
+
+def _origin(file: JobFile) -> str:
+    return f"{file.job}/{file.name}.monit" if file.name else f"{file.job}/monit"
+
+
+def _problems(good: Sequence[values.MonitFile], parsed: _Parsed, errors: Mapping[str, str]) -> dict[str, str]:
+    """What the files that seemed good say against each other, by the job at fault."""
+    jobs = {file.origin: job for job, file in parsed}
+    return {
+        jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
+        for problem in monitrc.problems(good)
+        # What is missing may stand in a file that cannot be used.
+        if not (problem.kind == "missing" and errors)
+    }
+
+
+def _failing(job: str, error: str, taken: Container[str]) -> ProcessSpec:
+    name = f"{job}-monit" if job.lower() in taken else job
+    return ProcessSpec(name=name, job=job, error=error)
+
+
+def _spec(job: str, check: values.Check) -> ProcessSpec:
+    absence, cycles = Reaction("restart"), 1
+    change = Reaction("alert")
+    limits: list[RestartLimit] = []
+    rules: list[values.Rule] = []
+    for rule in check.rules:
+        match rule.test:
+            case values.Missing():
+                absence, cycles = _reaction(rule.action), rule.rate.cycles
+            case values.Changed(what="pid"):
+                change = _reaction(rule.action)
+            case values.Restarts(count, within):
+                limits.append(RestartLimit(count, within, _reaction(rule.action)))
+            case _:
+                rules.append(rule)
+    return ProcessSpec(
+        name=check.name,
+        job=job,
+        kind=check.kind,
+        pidfile=Path(check.pidfile) if check.pidfile else None,
+        pattern=posix_regex.compiled(check.matching) if check.matching else None,
+        path=Path(check.path) if check.path else None,
+        start=_program(check.start),
+        stop=_program(check.stop),
+        groups=frozenset(group.lower() for group in check.groups),
+        depends=check.depends,
+        mode=check.mode,
+        absence=absence,
+        absence_cycles=cycles,
+        change=change,
+        limits=tuple(limits),
+        rules=tuple(rules),
+        every=check.every,
+    )
+
+
+def _reaction(action: values.Action) -> Reaction:
+    return Reaction(action.kind, _program(action.program))
+
+
+def _program(program: values.Program | None) -> Program | None:
+    if program is None:
+        return None
+    call = bpm_call(program.argv)
+    return Program(program.argv, program.uid or None, program.gid or None, float(program.timeout), call)

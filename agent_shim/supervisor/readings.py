@@ -1,0 +1,146 @@
+"""What is told of services in numbers: age, memory, processor time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from agent_shim.host import clock, proc
+from agent_shim.supervisor.identity import Identity
+from agent_shim.supervisor.service import Service
+from agent_shim.supervisor.state import MONITORED
+
+MIN_SAMPLE: Final = 1.0
+"""Seconds between two readings of processor time; closer ones would say little."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """What ``get_state`` tells of a process (jobsupervisor/job_supervisor_interface.go).
+
+    ``mem_*`` is the resident memory of the process and all that descend from it, ``cpu_total`` their share in percent
+    of all processors since the last question.
+    """
+
+    name: str
+    state: str
+    uptime_secs: int = 0
+    mem_kb: int = 0
+    mem_percent: float = 0.0
+    cpu_total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceInfo:
+    """What an operator is shown of a service; ``state`` is ours, ``process.state`` the Director's word."""
+
+    process: ProcessInfo
+    job: str
+    kind: str
+    groups: tuple[str, ...]
+    state: str
+    pid: int
+    restarts: int
+    last_exit: str
+    reason: str
+    parent: int = 0
+    children: int = 0
+    """All that descend from it."""
+    own_mem_kb: int = 0
+    own_mem_percent: float = 0.0
+    own_cpu: float = 0.0
+    """``own_*`` is of the process alone, in the units of ``process``."""
+
+
+class _Sample(NamedTuple):
+    """Processor time of a process and its descendants at a moment, and the share that was told then."""
+
+    identity: Identity
+    taken_at: float
+    ticks: int
+    share: float
+
+
+class _Own(NamedTuple):
+    """What ``ServiceInfo`` tells of the process alone."""
+
+    parent: int = 0
+    children: int = 0
+    own_mem_kb: int = 0
+    own_mem_percent: float = 0.0
+    own_cpu: float = 0.0
+
+
+_NOTHING: Final = _Own()
+
+
+class Readings:
+    """Reads ``/proc`` once for each question; ``memory_total`` tells the bytes that percentages are of."""
+
+    def __init__(self, memory_total: Callable[[], int] | None = None) -> None:
+        self._memory_total = memory_total or _machine_memory
+        self._samples: dict[str, _Sample] = {}
+
+    def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
+        """How each of them is now; numbers are 0 where monit shows none: not monitored, or without a process."""
+        processes = proc.table()
+        children = proc.children(processes)
+        total_kb = max(1, self._memory_total() // 1024)
+        found = []
+        for service in services:
+            info = ProcessInfo(service.name, service.reported)
+            own = _NOTHING
+            process = service.process if service.process is not None and service.process.is_alive else None
+            if process is not None and process.pid in processes and service.state in MONITORED:
+                tree = [processes[pid] for pid in proc.descent(children, [process.pid])]
+                kb = sum(stat.resident_kb for stat in tree)
+                uptime = clock.uptime_of(process.start_ticks)
+                cpu = self._cpu_share(service.name, process.identity, sum(stat.cpu_ticks for stat in tree), uptime)
+                alone = processes[process.pid]
+                own = _Own(
+                    alone.parent,
+                    len(tree) - 1,
+                    alone.resident_kb,
+                    100 * alone.resident_kb / total_kb,
+                    self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
+                )
+                info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
+            found.append(
+                ServiceInfo(
+                    process=info,
+                    job=service.spec.job,
+                    kind=service.spec.kind,
+                    groups=tuple(sorted(service.spec.groups)),
+                    state=service.state.value,
+                    pid=process.pid if process is not None else 0,
+                    restarts=service.record.restarts,
+                    last_exit=service.record.last_exit,
+                    reason="; ".join(filter(None, [service.record.reason, *service.complaints.values()])),
+                    **own._asdict(),
+                )
+            )
+        return found
+
+    def _cpu_share(self, name: str, identity: Identity, ticks: int, uptime: int) -> float:
+        """Percent of all processors since the last sample, since its start where there is none."""
+        now = time.monotonic()
+        last = self._samples.get(name)
+        if last is None or last.identity != identity:
+            seconds, used = float(uptime), ticks
+        elif now - last.taken_at < MIN_SAMPLE:
+            return last.share
+        else:
+            seconds, used = now - last.taken_at, ticks - last.ticks
+        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE) / (os.cpu_count() or 1)
+        # Descendants that have ended take their time with them.
+        share = min(100.0, max(0.0, share))
+        self._samples[name] = _Sample(identity, now, ticks, share)
+        return share
+
+
+def _machine_memory() -> int:
+    """Bytes of memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,495 @@
+"""The life of one service: start, watch, restart, stop.
+
+One coroutine is the life. Each state has a step that ends with a move to another; what is asked from outside moves the
+state and cancels the step. Cancelling is not killing: who cancels the life leaves the process alone.
+
+Durations are seconds, ``*_at`` is monotonic time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from agent_shim.errors import ConfigError, HostError
+from agent_shim.host.process import Process
+from agent_shim.supervisor import identity
+from agent_shim.supervisor.bpm_run import Bpm
+from agent_shim.supervisor.identity import Identity, Traces
+from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
+from agent_shim.supervisor.presence import LateError, Presence, Timing
+from agent_shim.supervisor.programs import Bucket, Programs
+from agent_shim.supervisor.state import ACTIVE, UP, State, Trigger, after, reported
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What an operator is told, in monit's words (monit 5.2.5 event.c); ``action`` is what was done about it."""
+
+    service: str
+    event: str
+    action: str
+    description: str
+
+
+class Record(msgspec.Struct):
+    """What of a service outlives the agent."""
+
+    state: State = State.STOPPED
+    traces: Traces = msgspec.field(default_factory=Traces)
+    restarts: int = 0
+    failures: int = 0
+    """In a row; each makes the wait before the next restart longer."""
+    last_exit: str = ""
+    reason: str = ""
+    """Why it is not running, when that is not what was wanted."""
+    was_taken_along: bool = False
+    """Stopped because something it depends on was: started together with that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the services of one supervisor have in common."""
+
+    base: Path
+    programs: Programs
+    bpm: Bpm
+    restarts: Bucket
+    timing: Timing
+    tell: Callable[[Event], None]
+    changed: Callable[[], None]
+    """Something that is saved has changed."""
+    may_start: asyncio.Event
+    """Cleared while no program may be started: what shall run waits, as starting."""
+
+
+class Service:
+    """A process of a job, kept as it is wanted."""
+
+    def __init__(self, spec: ProcessSpec, shared: Shared) -> None:
+        self.spec = spec
+        self.record = Record()
+        self.prerequisites: Sequence[Service] = ()
+        self.dependants: Sequence[Service] = ()
+        self.complaints: dict[str, str] = {}
+        """What checks find wrong with a running process, by rule; it is then reported as failing."""
+        self.is_stuck = False
+        """The last stop could not end everything."""
+        self._shared = shared
+        self._timing = shared.timing
+        self._presence = Presence(shared.base, shared.timing, shared.changed)
+        self._step: asyncio.Task[None] | None = None
+        self._moved = asyncio.Event()
+        self._again = False
+        self._has_lived = False
+        self._stop_by = float("inf")
+        self._patience = 0.0
+        self._restarted_at: deque[float] = deque(maxlen=64)
+        self.take_spec(spec)
+
+    # --- what is known of it ----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def state(self) -> State:
+        return self.record.state
+
+    @property
+    def process(self) -> Process | None:
+        """The process that is watched; it may have ended meanwhile where nobody watches."""
+        return self._presence.process
+
+    @property
+    def reported(self) -> str:
+        """In the words of the Director."""
+        return reported(self.state, fails_a_check=bool(self.complaints))
+
+    @property
+    def is_underway(self) -> bool:
+        """A start or stop goes on, or a restart is due at once."""
+        at_once = self.state is State.DOWN and self.spec.is_restartable and not self._delay()
+        return at_once or self.state in (State.STARTING, State.RESTARTING, State.STOPPING)
+
+    async def reach(self, fact: Callable[[Service], bool]) -> None:
+        """Return once ``fact`` holds of it; asked after each move."""
+        while not fact(self):
+            await self._moved.wait()
+
+    # --- what may be asked of it ------------------------------------------------------------------------------------
+
+    def take_spec(self, spec: ProcessSpec) -> None:
+        """Go by another file from now on."""
+        self.spec = spec
+        before = self.state
+        if spec.error:
+            self.record.state, self.record.reason = State.BROKEN, spec.error
+        elif before is State.BROKEN:
+            self.record.state, self.record.reason = State.STOPPED, ""
+        if self.state is not before and self._step is not None:
+            self._step.cancel()
+
+    def start(self) -> None:
+        """Have it run; after a stop that goes on, if need be."""
+        self.record.was_taken_along = False
+        if self.state is State.STOPPING:
+            self._again = True
+        elif self.state not in UP:
+            self.record.failures = 0
+            self._ask(Trigger.START_ASKED)
+
+    def stop(self, by: float = float("inf")) -> None:
+        """End it and all that belongs to it, with KILL where it is not gone at monotonic time ``by``.
+
+        What depends on it is stopped first.
+        """
+        for dependant in self.dependants:
+            if dependant.state is not State.STOPPED:
+                dependant.stop(by)
+        self._ask_stop(by)
+
+    def bounce(self) -> None:
+        """Stop it, then start it, and with it what depends on it and is up."""
+        for dependant in self.dependants:
+            if dependant.state in ACTIVE:
+                dependant.bounce()
+        self._ask_stop()
+        self._again = True
+
+    def unmonitor(self) -> None:
+        """Leave it to itself, and what depends on it."""
+        for dependant in self.dependants:
+            dependant.unmonitor()
+        self._again = False
+        self._ask(Trigger.UNMONITOR_ASKED)
+
+    def _ask_stop(self, by: float = float("inf")) -> None:
+        self._again = False
+        self._stop_by = by
+        self._ask(Trigger.STOP_ASKED)
+
+    def _ask(self, trigger: Trigger) -> None:
+        before = self.state
+        self._move(trigger)
+        if self.state is not before and self._step is not None:
+            self._step.cancel()
+
+    def _move(self, trigger: Trigger) -> None:
+        state = after(self.state, trigger)
+        if state is self.state:
+            return
+        logger.info("%s: %s, now %s", self.name, trigger.value, state.value)
+        self.record.state = state
+        self._moved.set()
+        self._moved = asyncio.Event()
+        self._shared.changed()
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    def resume(self, record: Record, *, same_world: bool) -> None:
+        """Take up where an agent (this one before an apply, or an earlier one) left it.
+
+        ``same_world`` says that process numbers still mean the same: no reboot, no new container.
+        """
+        self.record = record
+        self._has_lived = record.state is not State.STOPPED
+        self.take_spec(self.spec)
+        if same_world:
+            self._presence.resume(self.spec, record.traces)
+            return
+        record.traces = Traces()
+        if record.state is State.STOPPING:
+            record.state = State.STOPPED
+        elif record.state not in (State.STOPPED, State.UNMONITORED, State.BROKEN):
+            record.state = State.STARTING
+
+    async def live(self) -> None:
+        """The life of the service; cancelled by who lets it go, its process goes on then."""
+        steps = {
+            State.STARTING: self._launch,
+            State.RESTARTING: self._launch,
+            State.RUNNING: self._watch,
+            State.SETTLING: self._settle,
+            State.DOWN: self._wait_and_retry,
+            State.STOPPING: self._end,
+        }
+        while True:
+            step = asyncio.create_task(steps.get(self.state, _rest)(), name=f"{self.name} {self.state.value}")
+            self._step = step
+            try:
+                await asyncio.wait([step])
+            finally:
+                step.cancel()
+                await asyncio.wait([step])
+            if not step.cancelled():
+                step.result()
+
+    def release(self) -> None:
+        """Let its processes go, alive."""
+        self._presence.release()
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    async def _launch(self) -> None:
+        """Have the start program bring the process, unless it is there."""
+        self._has_lived = True
+        if self.state is State.STARTING:
+            for prerequisite in self.prerequisites:
+                await prerequisite.reach(lambda it: not it.is_underway)
+        else:
+            await self._shared.restarts.take()
+        try:
+            await self._bring_up()
+        except LateError as exc:
+            # It may come yet: a start too soon would make two of it.
+            self._patience = self._timing.cycle
+            self._failed(str(exc))
+        except HostError as exc:
+            self._failed(str(exc))
+        else:
+            self._appeared()
+
+    async def _bring_up(self) -> None:
+        spec, presence = self.spec, self._presence
+        if presence.program is None or not presence.program.is_alive:
+            if not spec.is_process:
+                await presence.look_at_path(spec)
+            # monit starts what is no process whether it is there or not, and stops it before it starts it again.
+            if (spec.is_process or spec.start is None) and self._look():
+                return
+            if spec.start is None:
+                raise HostError("it has no start program")
+            await self._shared.may_start.wait()
+            if not spec.is_process and self.state is State.RESTARTING:
+                await self._run_stop()
+            before = identity.read(spec.pidfile) if spec.pidfile else None
+            presence.program = await self._run_start(spec.start)
+            self.record.traces.begin(presence.program.identity, before)
+            self._shared.changed()
+        await presence.arrival(spec, self.record.traces)
+
+    async def _run_start(self, start: Program) -> Process:
+        if start.bpm is None:
+            return await self._run(start, "Started")
+        try:
+            async with asyncio.timeout(start.timeout):
+                return await self._shared.bpm.start(start.bpm)
+        except TimeoutError:
+            raise HostError(f"no process after {start.timeout:g} seconds") from None
+        except (ConfigError, OSError) as exc:
+            raise HostError(str(exc)) from exc
+
+    def _look(self) -> bool:
+        return self._presence.look(self.spec, self.record.traces)
+
+    def _appeared(self) -> None:
+        self._presence.let_program_go()
+        if self.state is State.STARTING:
+            self.record.reason = ""
+        self._move(Trigger.APPEARED)
+
+    def _failed(self, why: str) -> None:
+        self.record.failures = max(self.record.failures + 1, 2)
+        self.record.reason = self._with_last_words(f"cannot start: {why}")
+        self._tell("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
+        self._move(Trigger.FAILED)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Wait for the end of the process; another one that took its place is followed."""
+        how = await self._presence.gone(self.spec)
+        if self._look():
+            self._tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
+            await self._react(self.spec.change)
+        else:
+            self._lost(how)
+
+    async def _settle(self) -> None:
+        """After a restart: as ``_watch``, trusted when it has stayed up."""
+        try:
+            async with asyncio.timeout(self._timing.settle):
+                how = await self._presence.gone(self.spec)
+        except TimeoutError:
+            self.record.reason = ""
+            self._tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
+            self._move(Trigger.SETTLED)
+        else:
+            if not self._look():
+                self._lost(how)
+
+    def _lost(self, how: str) -> None:
+        """It ended and nobody asked for it."""
+        record = self.record
+        if time.monotonic() - self._presence.up_at > self._timing.backoff_limit:
+            record.failures = 0
+        record.failures += 1
+        record.last_exit = how
+        record.reason = self._with_last_words(f"the process ended by itself: {how}")
+        self.complaints.clear()
+        self._tell("Does not exist", self.spec.absence.kind, "process is not running")
+        self._move(Trigger.DIED)
+        if self.spec.is_restartable:
+            for dependant in self.dependants:
+                if dependant.state in ACTIVE:
+                    dependant.bounce()
+
+    async def _wait_and_retry(self) -> None:
+        """Restart, at once or after a wait that grows; meanwhile it may come by itself."""
+        if not self.spec.is_restartable:
+            await self._wait_for_others()
+            return
+        try_at = time.monotonic() + self._delay()
+        while (left := try_at - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, self._timing.look))
+            if self._look():
+                self._appeared()
+                return
+        self._patience = 0.0
+        await self._heed_limits()
+        self.record.restarts += 1
+        self._move(Trigger.RETRIED)
+
+    async def _wait_for_others(self) -> None:
+        """It is not ours to restart: do what the file says instead, each cycle as monit does, until it is there."""
+        while True:
+            await self._react(self.spec.absence)
+            again_at = time.monotonic() + self._timing.cycle
+            while time.monotonic() < again_at:
+                await asyncio.sleep(self._timing.look)
+                if self._look():
+                    self._appeared()
+                    return
+
+    async def _heed_limits(self) -> None:
+        """``if N restarts within M cycles then …``; called before each restart."""
+        now = time.monotonic()
+        self._restarted_at.append(now)
+        for limit in self.spec.limits:
+            recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
+            if len(recent) >= limit.count:
+                self._tell("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
+                await self._react(limit.reaction)
+
+    def _delay(self) -> float:
+        """Before the next restart: none after the first death in a row, then doubled each time."""
+        patience = max(self._patience, (self.spec.absence_cycles - 1) * self._timing.cycle)
+        if self.record.failures <= 1:
+            return patience
+        backoff = self._timing.backoff_first * 2.0 ** min(self.record.failures - 2, 32)
+        return max(patience, min(backoff, self._timing.backoff_limit))
+
+    async def _react(self, reaction: Reaction) -> None:
+        """Do what a rule says beyond telling; does not return when that ends the present step."""
+        if reaction.kind == "exec" and reaction.program is not None:
+            try:
+                await self._run(reaction.program, "Action done", is_aside=True)
+            except HostError as exc:
+                self._tell("Execution failed", "alert", str(exc))
+        elif reaction.kind == "stop":
+            self.stop()
+        elif reaction.kind == "unmonitor":
+            self.unmonitor()
+        elif reaction.kind in ("start", "restart") and self.state in UP:
+            self.bounce()
+        await asyncio.sleep(0)
+
+    # --- stopping ---------------------------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """Dependants first, then the stop program, then TERM and KILL for what is left; then look that nothing is."""
+        for dependant in self.dependants:
+            await dependant.reach(lambda it: it.state not in UP and it.state is not State.STOPPING)
+        programs, traces = self._shared.programs, self.record.traces
+        left: list[Identity] = []
+        if self._look() or self._has_lived:
+            if self.spec.start is not None:
+                # Now, while descent still shows what has left its session and wiped its environment.
+                left = await programs.members(self.spec.label, traces)
+            await self._run_stop()
+        if self.spec.start is not None:
+            left = await programs.sweep(self.spec.label, traces, left, self._within(self._timing.grace))
+        self.is_stuck = bool(left)
+        self.complaints.clear()
+        self.record.failures = 0
+        self.record.reason = f"cannot end {', '.join(str(pid) for pid, _ in left)}" if left else ""
+        if left:
+            self._tell("Execution failed", "alert", "failed to stop")
+            self._move(Trigger.STUCK)
+            return
+        self.release()
+        self._has_lived = False
+        self.record.traces = Traces()
+        self._move(Trigger.EMPTIED)
+        if self._again:
+            self._again = False
+            self._move(Trigger.START_ASKED)
+
+    async def _run_stop(self) -> None:
+        """Run the stop program, or send TERM without one, and wait until both it and the process are gone."""
+        stop, stopper = self.spec.stop, None
+        running, program = self._presence.process, self._presence.program
+        if program is not None and running is None:
+            await program.terminate(self._within(self._timing.grace))
+        if stop is not None and stop.bpm is not None:
+            try:
+                await self._shared.bpm.stop(stop.bpm, min(self._stop_by, time.monotonic() + stop.timeout))
+            except OSError as exc:
+                self._tell("Execution failed", "alert", str(exc))
+            return
+        if stop is not None:
+            try:
+                stopper = await self._run(stop, "Stopped")
+            except HostError as exc:
+                self._tell("Execution failed", "alert", str(exc))
+                return
+        elif running is not None and self.spec.start is not None:
+            running.send(signal.SIGTERM)
+        else:
+            return
+        try:
+            async with asyncio.timeout(self._within(stop.timeout if stop else self._timing.stop)):
+                if stopper is not None:
+                    await stopper.wait()
+                if running is not None:
+                    await running.wait()
+        except TimeoutError:
+            self._tell("Execution failed", "alert", "failed to stop")
+            if stopper is not None:
+                await stopper.terminate(self._within(self._timing.grace))
+
+    def _within(self, wanted: float) -> float:
+        return max(0.0, min(wanted, self._stop_by - time.monotonic()))
+
+    # --- small things -----------------------------------------------------------------------------------------------
+
+    async def _run(self, program: Program, event: str, *, is_aside: bool = False) -> Process:
+        return await self._shared.programs.run(
+            self.name, program, event, label=self.spec.label, pid=self._presence.pid, is_aside=is_aside
+        )
+
+    def _with_last_words(self, why: str) -> str:
+        start = self.spec.start
+        call = start.bpm if start else None
+        words = self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.name)
+        return f"{why} ({words})" if words else why
+
+    def _tell(self, event: str, action: str, description: str) -> None:
+        self._shared.tell(Event(self.name, event, action, description))
+
+
+async def _rest() -> None:
+    """Nothing to do until something is asked."""
+    await asyncio.Event().wait()

@@ -1,0 +1,437 @@
+"""All services of this instance: what the Director and operators ask of them, and what is told of them.
+
+The whole is saved after each change, so that the next agent goes on where this one ended, however it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from agent_shim.errors import ActionError, HostError
+from agent_shim.host import files, proc
+from agent_shim.paths import Paths
+from agent_shim.supervisor import plan
+from agent_shim.supervisor.bpm_run import Bpm, Hog
+from agent_shim.supervisor.plan import JobFile
+from agent_shim.supervisor.presence import Timing
+from agent_shim.supervisor.programs import Bucket, Programs
+from agent_shim.supervisor.readings import ProcessInfo, Readings, ServiceInfo
+from agent_shim.supervisor.service import Event, Record, Service, Shared
+from agent_shim.supervisor.state import MONITORED, State, job_state
+
+__all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
+
+logger = logging.getLogger(__name__)
+
+SCHEMA: Final = 1
+"""Of the saved state; another one is not read."""
+SAVE_DELAY: Final = 0.02
+"""Seconds in which changes are gathered into one write."""
+STOP_BUDGET: Final = 300.0
+"""Seconds that the Go agent gives a stop (jobsupervisor/monit_job_supervisor.go); the Director waits no longer."""
+KILL_SHARE: Final = 0.9
+"""The part of it after which what has not ended is killed."""
+BURST: Final = 500
+RESTARTS_PER_SECOND: Final = 20.0
+TRIM_PERIOD: Final = 30.0
+MEMORY_PERIOD: Final = 1.0
+"""Seconds between looks at processes whose memory bpm.yml limits."""
+
+
+class Saved(msgspec.Struct):
+    """The file ``supervisor.json``."""
+
+    schema: int
+    incarnation: str
+    is_wanted: bool
+    files: list[JobFile]
+    services: dict[str, Record]
+
+
+class Supervisor:
+    """Keeps the processes of all jobs as they are wanted. Leaving its ``async with`` block leaves them alone."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        on_event: Callable[[Event], None],
+        memory_total: Callable[[], int] | None = None,
+        timing: Timing = Timing(),  # noqa: B008 - frozen
+        is_strict: bool = False,
+    ) -> None:
+        """``memory_total`` tells the bytes that percentages are of, the machine's without it.
+
+        With ``is_strict`` a process of bpm.yml that asks for what the container cannot give is not started.
+        """
+        self._paths = paths
+        self._readings = Readings(memory_total)
+        self._programs = Programs(paths.base, paths.shim_run / "output")
+        user = "vcap" if paths.is_system else None
+        self.bpm = Bpm(paths, self._programs, user=user, is_strict=is_strict)
+        restarts = Bucket(BURST, RESTARTS_PER_SECOND)
+        may_start = asyncio.Event()
+        may_start.set()
+        self._shared = Shared(
+            paths.base, self._programs, self.bpm, restarts, timing, on_event, self._changed, may_start
+        )
+        self._obstacle = ""
+        self._services: dict[str, Service] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._has_bug = asyncio.Event()
+        self._files: Sequence[JobFile] = ()
+        self._memory: dict[str, Record] = {}
+        """Of services that are in no plan now: an apply forgets and configures anew."""
+        self._is_wanted = False
+        self._is_dirty = False
+        self._is_sealed = False
+        self._saving: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def run(self) -> None:
+        """Endless work beside the services; a service that a bug has ended ends it too, with the same error.
+
+        The daemon then ends, and the next agent takes the processes over.
+        """
+        watching = asyncio.create_task(self._watch_memory(), name="memory of bpm processes")
+        watching.add_done_callback(self._life_ended)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TRIM_PERIOD):
+                        await self._has_bug.wait()
+                for life in (watching, *self._lives.values()):
+                    if life.done() and not life.cancelled():
+                        life.result()
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(self._programs.trim)
+        finally:
+            watching.cancel()
+
+    async def _watch_memory(self) -> None:
+        """Kill processes that use more memory than their bpm.yml allows; they are restarted as after any death."""
+        while True:
+            await asyncio.sleep(MEMORY_PERIOD)
+            for hog in await asyncio.to_thread(self.bpm.kill_hogs):
+                self._shared.tell(self._event_of(hog))
+
+    def _event_of(self, hog: Hog) -> Event:
+        label = plan.bpm_label(hog.job, hog.process)
+        names = [service.name for service in self._services.values() if service.spec.label == label]
+        used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (hog.used, hog.limit))
+        what = f"process {hog.process} of job {hog.job}"
+        text = f"out of memory: {what} used {used}, its limit is {limit}: it was killed"
+        return Event(names[0] if names else hog.process, "Resource limit matched", "restart", text)
+
+    async def close(self) -> None:
+        """Let everything go, alive, and leave for the next agent what it needs to know."""
+        lives = list(self._lives.values())
+        for life in lives:
+            life.cancel()
+        if lives:
+            await asyncio.wait(lives)
+        self._lives.clear()
+        for service in self._services.values():
+            service.release()
+        if self._saving is not None:
+            await self._saving
+        await self._save()
+
+    # --- what is supervised -----------------------------------------------------------------------------------------
+
+    async def recover(self, *, root_is_new: bool = False) -> bool:
+        """Go on where the last agent ended: what runs is watched again, what has ended is started again.
+
+        False when nothing is known of an agent before this one. ``root_is_new`` says that the container is another
+        one, even where it has the process numbers of its predecessor.
+        """
+        saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
+        if saved is None:
+            return False
+        same_world = saved.incarnation == proc.incarnation() != "" and not root_is_new
+        self._is_wanted = saved.is_wanted
+        self._memory = saved.services
+        if root_is_new:
+            await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
+        self._take_plan(saved.files, same_world=same_world)
+        return True
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether jobs shall run, and there are any."""
+        return self._is_wanted and bool(self._services)
+
+    @property
+    def is_held(self) -> bool:
+        return not self._shared.may_start.is_set()
+
+    def hold(self, obstacle: str = "") -> None:
+        """Start no program until ``go_on``. With an ``obstacle`` the jobs are failing, not starting, until then."""
+        self._shared.may_start.clear()
+        self._obstacle = obstacle
+
+    def go_on(self) -> None:
+        """Start what waits."""
+        self._obstacle = ""
+        self._shared.may_start.set()
+
+    async def configure(self, job_files: Sequence[JobFile]) -> None:
+        """Supervise what these files say; a service that was there before goes on under its name.
+
+        A job whose files cannot be used becomes one failing service named after it.
+        """
+        await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
+        self._take_plan(job_files, same_world=True)
+
+    async def forget(self) -> None:
+        """Supervise nothing; processes go on and are known again when ``configure`` names them again."""
+        await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
+        self._take_plan((), same_world=True)
+
+    def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
+        specs = {spec.name.lower(): spec for spec in plan.plan(job_files)}
+        self._files = job_files
+        before, self._services = self._services, {}
+        for key, old in before.items():
+            if key not in specs:
+                self._let_go(key, old)
+        for key, spec in specs.items():
+            if key in self._lives:
+                service = before[key]
+                service.take_spec(spec)
+            else:
+                service = Service(spec, self._shared)
+                if record := self._memory.pop(key, None):
+                    service.resume(record, same_world=same_world)
+            self._services[key] = service
+        for service in self._services.values():
+            needed = [name.lower() for name in service.spec.depends]
+            service.prerequisites = [self._services[name] for name in needed if name in self._services]
+            service.dependants = [
+                other
+                for other in self._services.values()
+                if service.name.lower() in (name.lower() for name in other.spec.depends)
+            ]
+        for key, service in self._services.items():
+            if key not in self._lives:
+                self._lives[key] = asyncio.create_task(service.live(), name=f"service {service.name}")
+                self._lives[key].add_done_callback(self._life_ended)
+        self._changed()
+
+    def _let_go(self, key: str, service: Service) -> None:
+        self._lives.pop(key).cancel()
+        self._memory[key] = service.record
+        service.release()
+
+    # --- what may be asked of all -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Have all jobs run; returns at once. Services of other groups go along as monit starts them at a reload."""
+        self._is_wanted = True
+        wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
+        await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
+        # Before anything is started: an agent that ends on the way leaves no process that the next one does not know.
+        await self._save(starting=wanted)
+        for service in wanted:
+            service.start()
+
+    async def seal(self) -> None:
+        """Leave to the next agent what is wanted now: the container ends, and its jobs come back with it."""
+        await self._save()
+        self._is_sealed = True
+
+    def disown(self) -> None:
+        """Write nothing any more: another agent goes on with what was saved."""
+        self._is_sealed = True
+
+    async def stop(self, *, wait: bool, timeout: float = STOP_BUDGET) -> None:
+        """Stop all jobs and, unless sealed, leave the marker; with ``wait``, return when nothing of them is left.
+
+        Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go), of which the
+        Director knows "Timed out waiting for service".
+        """
+        self._is_wanted = self._is_sealed and self._is_wanted
+        vcap = [service for service in self._services.values() if service.spec.is_vcap]
+        for service in vcap:
+            service.stop(time.monotonic() + timeout * KILL_SHARE)
+        await self._save()
+        if not (self._is_sealed or self._is_wanted):  # a start may have come meanwhile
+            await files.save(self._paths.stopped_marker, b"")
+        if wait:
+            await _stopped(vcap, timeout)
+
+    async def unmonitor(self) -> None:
+        """Leave all jobs to themselves, as the Director asks before it drains them."""
+        for service in self._services.values():
+            if service.spec.is_vcap:
+                service.unmonitor()
+
+    # --- what may be asked of one -----------------------------------------------------------------------------------
+
+    async def start_one(self, name: str) -> None:
+        """Have a service run, and what it depends on before it, and what was stopped along with it after it."""
+        service = self._named(name)
+        for each in _closure([service], lambda it: it.prerequisites):
+            each.start()
+        for each in _closure([service], lambda it: it.dependants):
+            if each.record.was_taken_along:
+                each.start()
+
+    async def stop_one(self, name: str) -> None:
+        """Stop a service, and what depends on it before it."""
+        service = self._named(name)
+        for each in _closure([service], lambda it: it.dependants):
+            each.record.was_taken_along = each is not service and each.state in MONITORED
+        service.stop()
+
+    async def restart_one(self, name: str) -> None:
+        """Stop a service, start it again; likewise what depends on it and runs."""
+        self._named(name).bounce()
+
+    async def monitor_one(self, name: str) -> None:
+        """Watch a service, which starts it when it does not run; what it depends on as well."""
+        service = self._named(name)
+        for each in _closure([service], lambda it: it.prerequisites):
+            each.start()
+
+    async def unmonitor_one(self, name: str) -> None:
+        """Leave a service, and what depends on it, to themselves."""
+        self._named(name).unmonitor()
+
+    async def finished(self, name: str) -> ServiceInfo:
+        """Wait until no start or stop of a service goes on; how it is then."""
+        service = self._named(name)
+        await service.reach(lambda it: not it.is_underway)
+        return self._readings.describe([service])[0]
+
+    def _named(self, name: str) -> Service:
+        service = self._services.get(name.lower())
+        if service is None:
+            raise ActionError(f"There is no service by that name: {name}")
+        return service
+
+    # --- what is told -----------------------------------------------------------------------------------------------
+
+    def job_state(self) -> str:
+        """The state of the instance (jobsupervisor/monit_job_supervisor.go)."""
+        states = [service.reported for service in self._services.values() if service.spec.is_vcap]
+        is_stopped = self._paths.stopped_marker.exists()
+        return "failing" if self._obstacle and not is_stopped else job_state(states, is_stopped=is_stopped)
+
+    def processes(self) -> list[ProcessInfo]:
+        """What the Director is told, in the order of the files."""
+        vcap = [service for service in self._services.values() if service.spec.is_vcap]
+        return [info.process for info in self._readings.describe(vcap)]
+
+    def count(self) -> int:
+        """Processes that the Director knows of."""
+        return sum(service.spec.is_vcap for service in self._services.values())
+
+    def services(self) -> list[ServiceInfo]:
+        """All services, in the order of the files."""
+        return self._readings.describe(self._services.values())
+
+    # --- what outlives the agent ------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._is_dirty = True
+        if self._saving is None:
+            self._saving = asyncio.create_task(self._save_changes(), name="save the supervisor's state")
+
+    async def _save_changes(self) -> None:
+        while self._is_dirty:
+            await asyncio.sleep(SAVE_DELAY)
+            self._is_dirty = False
+            await self._save()
+        self._saving = None
+
+    async def _save(self, *, starting: Sequence[Service] = ()) -> None:
+        """``starting`` are said to be so already."""
+        if self._is_sealed:
+            return
+        async with self._writing:
+            services = self._memory | {key: service.record for key, service in self._services.items()}
+            for service in starting:
+                if service.state not in MONITORED:
+                    services[service.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
+            saved = Saved(SCHEMA, proc.incarnation(), self._is_wanted, list(self._files), services)
+            try:
+                await files.save(self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600)
+            except HostError as exc:
+                logger.warning("an agent that starts now would not know the jobs: %s", exc)
+
+    def _life_ended(self, life: asyncio.Task[None]) -> None:
+        if not life.cancelled() and (bug := life.exception()):
+            logger.critical("%s is not supervised any more", life.get_name(), exc_info=bug)
+            self._has_bug.set()
+
+
+def read_saved(path: Path) -> Saved | None:
+    """What the last supervisor has saved; None if that cannot be used."""
+    try:
+        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        logger.warning("cannot read %s: %s: jobs that still run are known by their marks alone", path, exc)
+        return None
+    return saved if saved.schema == SCHEMA else None
+
+
+async def _stopped(services: Sequence[Service], timeout: float) -> None:
+    """Wait until none of them is stopping; raises ``ActionError`` for those that could not be stopped."""
+    try:
+        async with asyncio.timeout(timeout):
+            for service in services:
+                await service.reach(lambda it: it.state is not State.STOPPING)
+    except TimeoutError:
+        names = ", ".join(service.name for service in services if service.state is State.STOPPING)
+        raise ActionError(f"Timed out waiting for services '{names}' to stop after {timeout / 60:g} minutes") from None
+    stuck = [service.name for service in services if service.is_stuck]
+    if stuck:
+        raise ActionError(f"Stopping services '[{' '.join(stuck)}]' errored")
+
+
+def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[Service]]) -> list[Service]:
+    """The services and all that ``beyond`` leads to, each once, nearest first."""
+    found: dict[str, Service] = {}
+    ahead = list(services)
+    for service in ahead:
+        if service.name not in found:
+            found[service.name] = service
+            ahead.extend(beyond(service))
+    return list(found.values())
+
+
+def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
+    """Leave the files where people and scripts look for them, under the names of the Go agent.
+
+    It counts from the last job to the first (applier/jobs/rendered_job_applier.go). Nothing here reads them.
+    """
+    jobs = list(dict.fromkeys(job_file.job for job_file in job_files))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for job_file in job_files:
+            number = len(jobs) - 1 - jobs.index(job_file.job)
+            label = f"_{job_file.name}" if job_file.name else ""
+            path = directory / f"{number:04}_{job_file.job}{label}.monitrc"
+            files.write_atomic(path, job_file.text.encode("utf-8", "surrogateescape"))
+    except OSError as exc:
+        logger.warning("cannot write monit files for others to read: %s", exc)

@@ -1,0 +1,52 @@
+"""Monit files of public BOSH releases: read, judged as monit 5.2.5 does, and written back."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_shim.errors import ConfigError
+from agent_shim.supervisor import monitrc
+from tests.support import corpus
+
+ENTRIES = corpus.entries("monit")
+ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
+
+pytestmark = corpus.needs_corpus
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_verdict_is_that_of_monit(entry: corpus.Entry) -> None:
+    """What monit loads is read; what it refuses is refused with the place."""
+    try:
+        monitrc.parse(entry.text, origin=entry.file)
+    except ConfigError as exc:
+        assert not entry.is_accepted, exc
+        assert str(exc).startswith(f"cannot read {entry.file}: line ")
+    else:
+        assert entry.is_accepted
+
+
+@pytest.mark.parametrize("entry", ACCEPTED, ids=str)
+def test_written_file_says_the_same(entry: corpus.Entry) -> None:
+    """A file, and what is rendered from it, have the same values."""
+    file = monitrc.parse(entry.text, origin=entry.file)
+
+    assert monitrc.parse(monitrc.render(file), origin="rendered") == file
+
+
+@pytest.mark.parametrize("entry", ACCEPTED, ids=str)
+def test_only_other_jobs_can_be_missing(entry: corpus.Entry) -> None:
+    """Alone, a file that monit accepts has no duplicates and no circles, and lacks what the index says it lacks."""
+    problems = monitrc.problems([monitrc.parse(entry.text, origin=entry.file)])
+
+    assert {problem.kind for problem in problems} == ({"missing"} if "stub-dep" in entry.verdict else set())
+
+
+def test_every_process_can_be_kept_running() -> None:
+    """Each process of a real file has what a supervisor needs."""
+    files = [monitrc.parse(entry.text, origin=entry.file) for entry in ACCEPTED]
+    processes = [check for file in files for check in file.services if check.kind == "process"]
+
+    assert len(processes) > 100
+    assert all(check.pidfile or check.matching for check in processes)
+    assert all(check.start and check.start.argv[0].startswith("/") for check in processes)

@@ -1,0 +1,543 @@
+"""A supervisor of real processes: what starts, what is told of it, what stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import ActionError
+from agent_shim.host import clock, proc, process
+from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.presence import Presence
+from agent_shim.supervisor.supervisor import JobFile
+from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs.jobs import World, info, program, until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    yield world
+    world.end()
+
+
+# --- starting -------------------------------------------------------------------------------------------------------
+
+
+async def test_start_program_may_be_the_daemon(world: World) -> None:
+    """It writes its own number, executes the daemon and never returns."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+
+        assert found.pid == number_in(world.pidfile("web"))
+        assert supervisor.job_state() == "running"
+        assert world.events == []
+
+
+async def test_daemon_may_fork_twice(world: World) -> None:
+    """The start program returns, the process is nobody's child, the pidfile names it."""
+    start = program("fork_twice.py", world.pidfile("web"))
+    async with world.supervising(world.job("web", start)) as supervisor:
+        found = await until(supervisor, "web", "running")
+
+        assert found.pid == number_in(world.pidfile("web"))
+
+
+async def test_start_program_may_stay_beside_the_daemon(world: World) -> None:
+    """A script that waits for its daemon is neither ended nor waited for."""
+    start = "sleep 600 & echo $! >$pidfile; wait"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        found = await until(supervisor, "web", "running")
+
+        assert found.pid == number_in(world.pidfile("web"))
+
+
+async def test_process_is_starting_until_it_is_there(world: World) -> None:
+    """The Director asks at once, and believes the first "running"."""
+    start = program("fork_twice.py", world.pidfile("web"), 0.2)
+    async with world.supervising(world.job("web", start)) as supervisor:
+        states = set()
+        while (state := supervisor.job_state()) != "running":
+            states.add(state)
+            await asyncio.sleep(0.01)
+
+        assert states == {"starting"}
+        assert number_in(world.pidfile("web"))
+
+
+async def test_environment_is_that_of_monit(world: World) -> None:
+    """Nothing but PATH, what begins with MONIT_, and our mark; new session, empty input, umask 022, / to be in."""
+    start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
+    start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
+    async with world.supervising(world.job("web", start)):
+        lines = await eventually(world.lines)
+        variables = dict(line.split("=", 1) for line in lines[:-5])
+        umask, directory, size, session, pid = lines[-5:]
+
+        assert variables["PATH"] == "/bin:/usr/bin:/sbin:/usr/sbin"
+        assert variables["MONIT_SERVICE"] == "web"
+        assert variables["AGENT_SHIM_SERVICE"] == f"web@{world.base}"
+        # PWD and its like are the shell's own.
+        others = {name for name in variables if not name.startswith("MONIT_")}
+        assert others - {"PWD", "SHLVL", "_", "OLDPWD"} == {"PATH", "AGENT_SHIM_SERVICE"}
+        assert (umask, directory, size.strip(), session.strip()) == ("0022", "/", "0", pid)
+
+
+async def test_failed_start_says_why(world: World) -> None:
+    """With the last line that was printed; it is tried again."""
+    async with world.supervising(world.job("web", "echo no such table >&2; exit 3")) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert found.reason == "cannot start: the start program ended: exit 3 (no such table)"
+        assert supervisor.job_state() == "failing"
+        assert [(e.service, e.event, e.action) for e in world.events] == [("web", "Execution failed", "restart")]
+        await eventually(lambda: info(supervisor, "web").restarts >= 2)
+
+
+async def test_program_that_cannot_run_is_named(world: World) -> None:
+    """No such file is a failed start like any other."""
+    job = world.job("web")
+    world.script("web", "start", "").unlink()
+    async with world.supervising(job) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert found.reason == f"cannot start: cannot run {world.base}/jobs/web/bin/start: No such file or directory"
+
+
+async def test_start_that_takes_too_long_is_ended(world: World) -> None:
+    """Together with what it has started."""
+    world.timing = type(world.timing)(linger=0.1, grace=0.1, cycle=600)
+    start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
+    async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert found.reason == "cannot start: no process after 1 seconds"
+        assert not is_alive(await eventually(lambda: number_in(world.base / "child")))
+
+
+async def test_late_pidfile_heals(world: World) -> None:
+    """A daemon that takes longer than its start may is taken up when it comes, not started twice."""
+    world.timing = type(world.timing)(settle=0.1, backoff_first=0.05, linger=0.1, look=0.02, cycle=600)
+    start = f"echo once >>$log; {program('fork_twice.py', world.pidfile('web'), 1.5)}"
+    async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
+        await until(supervisor, "web", "down")
+        found = await until(supervisor, "web", "running")
+
+        assert found.pid == number_in(world.pidfile("web"))
+        assert world.lines() == ["once"]
+
+
+async def test_dead_process_in_a_new_pidfile_is_a_failed_start(world: World) -> None:
+    """The script has done its part, the daemon has crashed: no need to wait for the whole timeout."""
+    start = "sh -c 'exit 1' & echo $! >$pidfile; wait"
+    async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert found.reason == f"cannot start: process {number_in(world.pidfile('web'))} of the pidfile ended at once"
+
+
+async def test_stale_pidfile_is_not_believed(world: World) -> None:
+    """Its number is another's by now: that one is not the service, and no signal meets it."""
+    stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
+    world.pidfile("web").write_text(f"{stranger.pid}\n")
+    job = world.job("web", "sleep 0.2; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
+    async with world.supervising(job) as supervisor:
+        while (found := info(supervisor, "web")).state != "running":
+            assert found.pid == 0
+            await asyncio.sleep(0.01)
+        assert found.pid not in (0, stranger.pid)
+        world.pidfile("web").write_text(f"{stranger.pid}\n")
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(found.pid)
+        assert stranger.is_alive
+
+
+async def test_foreign_pidfile_is_not_believed_though_new(world: World) -> None:
+    """A script that writes the number of a process it has not started makes no running service."""
+    stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
+    await eventually(lambda: clock.boot_ticks() > stranger.start_ticks)
+    job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
+    async with world.supervising(job) as supervisor:
+        await until(supervisor, "web", "down")
+        assert supervisor.job_state() == "failing"
+        await supervisor.stop(wait=True)
+
+        assert stranger.is_alive
+
+
+async def test_process_started_by_hand_is_taken_up(world: World) -> None:
+    """An operator ran the script himself: it is not started twice."""
+    job = world.job("web", "echo once >>$log")
+    away = world.base / "packages" / "web"
+    away.parent.mkdir()
+    shutil.copy("/bin/sleep", away)
+    byhand = process.spawn([str(away), "600"], env={"TEST_OF": str(world.base)})
+    world.pidfile("web").write_text(f"{byhand.pid}\n")
+    async with world.supervising(job) as supervisor:
+        found = await until(supervisor, "web", "running")
+
+        assert found.pid == byhand.pid
+        assert world.lines() == []
+
+
+async def test_process_that_monit_started_is_taken_up(world: World) -> None:
+    """On a machine that the Go agent and monit ran until now."""
+    monits = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base), "MONIT_SERVICE": "web"})
+    world.pidfile("web").write_text(f"{monits.pid}\n")
+    async with world.supervising(world.job("web", "exit 1")) as supervisor:
+        assert (await until(supervisor, "web", "running")).pid == monits.pid
+
+
+async def test_pattern_finds_a_process(world: World) -> None:
+    """No pidfile: the command line tells."""
+    name = f"marker_{os.getpid()}"
+    script = world.script("web", "start", f"sh -c 'while :; do sleep 600; done' {name} &")
+    stop = world.script("web", "stop", "exit 0")
+    text = f"""
+    check process web matching "{name}"
+      start program "{script}"
+      stop program "{stop}" with timeout 1 seconds
+      group vcap
+    """
+    async with world.supervising(JobFile("web", "", text)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(found.pid)
+
+
+async def test_dependencies_start_first_and_stop_last(world: World) -> None:
+    """Whatever the order of the files."""
+    start = "echo start $name >>$log; sleep 0.05; echo $$ >$pidfile; exec sleep 600"
+    stop = "echo stop $name >>$log; kill $(cat $pidfile)"
+    files = [
+        world.job("c", start, stop, "depends on b"),
+        world.job("b", start, stop, "depends on A"),
+        world.job("a", start, stop),
+    ]
+    async with world.supervising(*files) as supervisor:
+        await until(supervisor, "c", "running")
+        await supervisor.stop(wait=True)
+
+        assert world.lines() == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
+
+
+async def test_independent_processes_start_side_by_side(world: World) -> None:
+    """Each waits here for the other to have begun."""
+    start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
+    async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
+        await until(supervisor, "a", "running")
+        await until(supervisor, "b", "running")
+
+
+async def test_dependant_of_what_cannot_start_is_tried(world: World) -> None:
+    """As with monit, a dependency is an order, not a condition."""
+    files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
+    async with world.supervising(*files) as supervisor:
+        await until(supervisor, "b", "running")
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+async def test_bad_file_is_one_failing_process(world: World) -> None:
+    """The others run; the instance is failing."""
+    files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
+    async with world.supervising(*files) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "worker", "running")
+
+        assert [(p.name, p.state) for p in supervisor.processes()] == [
+            ("web", "running"),
+            ("bad", "failing"),
+            ("worker", "running"),
+        ]
+        assert supervisor.job_state() == "failing"
+        assert info(supervisor, "bad").reason.startswith("cannot read bad/monit: line 1")
+        await supervisor.stop(wait=True)
+        assert supervisor.job_state() == "stopped"
+
+
+async def test_other_groups_are_not_the_directors(world: World) -> None:
+    """They run, but are neither told, counted nor stopped."""
+    files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
+    async with world.supervising(*files) as supervisor:
+        own = await until(supervisor, "own", "running")
+        await until(supervisor, "web", "running")
+        await until(supervisor, "ill", "down")
+
+        assert supervisor.job_state() == "running"
+        assert [told.name for told in supervisor.processes()] == ["web"]
+        assert supervisor.count() == 1
+        await supervisor.stop(wait=True)
+        assert is_alive(own.pid)
+
+
+async def test_no_jobs_are_running(world: World) -> None:
+    """As on a fresh machine, unless it was stopped."""
+    async with world.supervising() as supervisor:
+        assert supervisor.job_state() == "running"
+        assert supervisor.processes() == []
+        assert supervisor.count() == 0
+        await supervisor.stop(wait=True)
+        assert supervisor.job_state() == "stopped"
+
+
+# --- stopping -------------------------------------------------------------------------------------------------------
+
+
+async def test_stop_runs_the_stop_program(world: World) -> None:
+    """And waits for it and the process; the marker outlives the agent until the next start."""
+    stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
+    async with world.supervising(world.job("web", None, stop)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+        assert world.lines() == ["done"]
+        assert not is_alive(found.pid)
+        assert supervisor.job_state() == "stopped"
+        assert [(p.name, p.state, p.uptime_secs) for p in supervisor.processes()] == [("web", "unknown", 0)]
+        assert world.paths.stopped_marker.read_bytes() == b""
+        assert world.events == []
+        await supervisor.start()
+        assert not world.paths.stopped_marker.exists()
+        await until(supervisor, "web", "running")
+
+
+async def test_stop_without_waiting_returns_at_once(world: World) -> None:
+    """As callers with protocol 2 expect it."""
+    async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=False)
+
+        assert info(supervisor, "web").state == "stopping"
+        assert world.paths.stopped_marker.exists()
+        await until(supervisor, "web", "stopped")
+
+
+async def test_stop_runs_the_stop_program_though_the_process_is_gone(world: World) -> None:
+    """A drain script may have ended it; the stop program has more to do."""
+    async with world.supervising(world.job("web", None, "echo stopped >>$log")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.unmonitor()
+        process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
+        await eventually(lambda: not is_alive(found.pid))
+        await supervisor.stop(wait=True)
+
+        assert world.lines() == ["stopped"]
+
+
+def _ticks(pid: int) -> int:
+    found = proc.stat(pid)
+    assert found is not None
+    return found.start_ticks
+
+
+async def test_what_does_not_listen_to_the_stop_program_is_killed(world: World) -> None:
+    """TERM, then KILL, once the stop program has had its time."""
+    start = f"exec {program('ignore_term.sh', '$pidfile')}"
+    async with world.supervising(world.job("web", start, "exit 0", timeout=1)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(found.pid)
+        assert [(e.event, e.description) for e in world.events] == [("Execution failed", "failed to stop")]
+
+
+async def test_hanging_stop_program_is_ended(world: World) -> None:
+    """It has a timeout as well."""
+    stop = "echo $$ >$log; kill $(cat $pidfile); exec sleep 600"
+    async with world.supervising(world.job("web", None, stop, timeout=1)) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(int(world.lines()[0]))
+
+
+async def test_process_without_stop_program_is_ended(world: World) -> None:
+    """monit would leave it running."""
+    async with world.supervising(world.job("web", None, None)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(found.pid)
+
+
+async def test_what_is_not_started_here_is_not_signalled(world: World) -> None:
+    """A check of what the system runs: its stop program is run and ended, the process is left."""
+    stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
+    world.pidfile("sys").write_text(f"{stranger.pid}\n")
+    stop = world.script("sys", "stop", "echo $$ >>$log; exec sleep 600")
+    text = f"""
+    check process sys with pidfile {world.pidfile("sys")}
+      stop program "{stop}" with timeout 1 seconds
+      group vcap
+    """
+    async with world.supervising(JobFile("sys", "", text)) as supervisor:
+        assert (await until(supervisor, "sys", "running")).pid == stranger.pid
+        await supervisor.stop(wait=True)
+
+        assert stranger.is_alive
+        assert not is_alive(int(world.lines()[0]))
+
+
+@pytest.mark.parametrize("how", ["", "wipe"])
+async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> None:
+    """Not even what left the session and threw its environment away."""
+    child = world.base / "child"
+    start = f"exec {program('new_session.py', '$pidfile', child, how)}"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await until(supervisor, "web", "running")
+        pid = await eventually(lambda: number_in(child))
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(pid)
+
+
+async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
+    """Before the stop program runs; nothing comes up after it."""
+    stop = "kill -0 $(cat $log) && echo beside >>$log"
+    async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
+        pid = int((await eventually(world.lines))[0])
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(pid)
+        assert len(world.lines()) == 1
+        assert info(supervisor, "web").state == "stopped"
+
+
+async def test_stop_keeps_its_budget(world: World) -> None:
+    """What the files allow each may be more than the Director waits: KILL comes before that."""
+    start = f"exec {program('ignore_term.sh', '$pidfile')}"
+    async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True, timeout=1)
+
+        assert not is_alive(found.pid)
+
+
+async def test_stop_that_takes_too_long_is_told_in_words_the_director_knows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It swallows errors that contain "Timed out waiting for service"."""
+    monkeypatch.setattr(process, "send", _lose)
+    job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
+    async with world.supervising(job, world.job("fine")) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "fine", "running")
+        with pytest.raises(ActionError) as caught:
+            await supervisor.stop(wait=True, timeout=0.6)
+
+        assert str(caught.value) == "Timed out waiting for services 'web' to stop after 0.01 minutes"
+        monkeypatch.undo()
+
+
+def _lose(identity: tuple[int, int], sig: int) -> bool:
+    """Signals that have no effect, as for a process that hangs in the kernel."""
+    return True
+
+
+async def test_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the Go agent."""
+    monkeypatch.setattr(process, "send", _lose)
+    monkeypatch.setattr(process, "KILL_PATIENCE", 0.1)
+    job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
+    async with world.supervising(job) as supervisor:
+        found = await until(supervisor, "web", "running")
+        with pytest.raises(ActionError) as caught:
+            await supervisor.stop(wait=True)
+
+        assert str(caught.value) == "Stopping services '[web]' errored"
+        assert info(supervisor, "web").reason == f"cannot end {found.pid}"
+        monkeypatch.undo()
+
+
+async def test_start_asked_during_a_stop_follows_it(world: World) -> None:
+    """No start program runs beside the stop program."""
+    job = world.job(
+        "web",
+        "echo start >>$log; echo $$ >$pidfile; exec sleep 600",
+        "kill $(cat $pidfile); sleep 0.1; echo stop >>$log",
+    )
+    async with world.supervising(job) as supervisor:
+        first = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=False)
+        await supervisor.start()
+        await until(supervisor, "web", "running")
+
+        assert world.lines() == ["start", "stop", "start"]
+        assert info(supervisor, "web").pid != first.pid
+
+
+# --- leaving alone --------------------------------------------------------------------------------------------------
+
+
+async def test_unmonitored_process_goes_on(world: World) -> None:
+    """As before a drain: the instance is failing until it is stopped, and nothing is restarted."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.unmonitor()
+
+        assert is_alive(found.pid)
+        assert [(told.name, told.state) for told in supervisor.processes()] == [("web", "unknown")]
+        assert supervisor.job_state() == "failing"
+        await supervisor.start()
+        assert (await until(supervisor, "web", "running")).pid == found.pid
+
+
+async def test_apply_between_leaves_processes_alone(world: World) -> None:
+    """The plan is wiped and made again, as apply and start do; the monit files with it."""
+    job, more = world.job("web"), world.job("more", file="x")
+    async with world.supervising(job) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.forget()
+        assert supervisor.processes() == []
+        assert not world.paths.monit_job.exists()
+        await supervisor.configure([job, more])
+
+        assert info(supervisor, "web").pid == found.pid
+        assert info(supervisor, "web").state == "running"
+        assert sorted(path.name for path in world.paths.monit_job.iterdir()) == [
+            "0000_more_x.monitrc",
+            "0001_web.monitrc",
+        ]
+        assert (world.paths.monit_job / "0001_web.monitrc").read_text() == job.text
+
+
+async def test_reconfigured_process_goes_on_under_its_new_file(world: World) -> None:
+    """Only the next start and stop differ."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.configure([world.job("web", None, "echo new >>$log; kill $(cat $pidfile)")])
+        assert info(supervisor, "web").pid == found.pid
+        await supervisor.stop(wait=True)
+
+        assert world.lines() == ["new"]
+
+
+async def test_closed_supervisor_leaves_processes_alone(world: World) -> None:
+    """The agent ends, the jobs do not."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+
+    assert is_alive(found.pid)
+
+
+async def test_bug_in_a_life_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that nobody watches any more is worse than an agent that starts anew."""
+
+    async def fail(self: Presence, spec: ProcessSpec) -> str:
+        raise RuntimeError(f"a bug about {spec.name}")
+
+    monkeypatch.setattr(Presence, "gone", fail)
+    with pytest.raises(RuntimeError, match="a bug about web"):
+        async with asyncio.timeout(10), world.supervising(world.job("web")) as supervisor:
+            await supervisor.run()

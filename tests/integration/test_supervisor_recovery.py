@@ -1,0 +1,302 @@
+"""The agent ends, however it does, and the next one goes on: no job is restarted for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.supervisor import Supervisor
+from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs.jobs import World, info, program, until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    yield world
+    world.end()
+
+
+def kill(pid: int) -> None:
+    found = proc.stat(pid)
+    assert found is not None
+    assert process.send(found.identity, signal.SIGKILL)
+
+
+async def kill_all(*pids: int) -> None:
+    """Kill what nobody supervises any more, and wait for the end of it."""
+    for pid in pids:
+        kill(pid)
+    await eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def pids(supervisor: Supervisor) -> dict[str, int]:
+    return {each.process.name: each.pid for each in supervisor.services()}
+
+
+async def test_processes_are_adopted(world: World) -> None:
+    """Whatever way they came; their restarts are remembered, their state is at once what it was."""
+    files = [
+        world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
+        world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
+    ]
+    async with world.supervising(*files) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "worker", "running")
+        before = pids(supervisor)
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+
+        assert supervisor.job_state() == "running"
+        assert pids(supervisor) == before
+        await asyncio.sleep(0.1)
+        assert sorted(world.lines()) == ["web", "worker"]
+        assert world.events == []
+
+
+async def test_killed_agent_costs_no_job(world: World) -> None:
+    """No handler has run; the next agent finds all of them, is told how they end and restarts them."""
+    (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("a"), world.job("b"), world.job("c")]))
+    with reaper.reaping():
+        agent = process.spawn(
+            [sys.executable, "-m", "tests.support.programs.agent", str(world.base)],
+            env={"TEST_OF": str(world.base)},
+            cwd=Path.cwd(),
+            stdout=world.base / "agent.log",
+            stderr=world.base / "agent.log",
+        )
+        before = {name: await eventually(lambda name=name: number_in(world.pidfile(name))) for name in "abc"}  # type: ignore[misc]
+        agent.send(signal.SIGKILL)
+        await agent.wait()
+        assert all(is_alive(pid) for pid in before.values())
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+            for name in "abc":
+                await until(supervisor, name, "running")
+            assert pids(supervisor) == before
+            kill(before["a"])
+            await eventually(lambda: pids(supervisor)["a"] not in (0, before["a"]))
+
+            assert info(supervisor, "a").last_exit == "SIGKILL"
+
+
+async def test_what_died_meanwhile_is_started_again(world: World) -> None:
+    """And has to settle like any other that died."""
+    async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "worker", "running")
+        before = pids(supervisor)
+    await kill_all(before["web"])
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        await until(supervisor, "web", "settling")
+
+        assert pids(supervisor)["worker"] == before["worker"]
+        assert info(supervisor, "web").restarts == 1
+        assert world.events[0].event == "Does not exist"
+
+
+async def test_start_that_goes_on_is_not_begun_again(world: World) -> None:
+    """The start program outlives the agent, and is waited for by the next one."""
+    start = f"echo once >>$log; while [ ! -e $log.go ]; do sleep 0.01; done; {program('fork_twice.py', '$pidfile')}"
+    async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
+        await eventually(world.lines)
+        await asyncio.sleep(0.1)
+        assert info(supervisor, "web").state == "starting"
+    with reaper.reaping():
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+            assert info(supervisor, "web").state == "starting"
+            Path(f"{world.log}.go").touch()
+            await until(supervisor, "web", "running")
+
+            assert world.lines() == ["once"]
+
+
+async def test_stopped_jobs_stay_stopped(world: World) -> None:
+    """What was wanted last holds."""
+    async with world.supervising(world.job("web")) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        await asyncio.sleep(0.05)
+
+        assert supervisor.job_state() == "stopped"
+        assert info(supervisor, "web").state == "stopped"
+
+
+async def test_stop_that_goes_on_is_finished(world: World) -> None:
+    """The agent ended in the middle of it."""
+    async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.stop(wait=False)
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        await until(supervisor, "web", "stopped")
+
+        assert not is_alive(found.pid)
+
+
+async def test_unmonitored_process_stays_so(world: World) -> None:
+    """A drain goes on over the end of the agent."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.unmonitor()
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+
+        assert info(supervisor, "web").state == "unmonitored"
+        await supervisor.stop(wait=True)
+        assert not is_alive(found.pid)
+
+
+async def test_probation_goes_on(world: World) -> None:
+    """An agent that ends while a process settles does not make it trusted."""
+    world.timing = replace(world.timing, settle=600)
+    async with world.supervising(world.job("web")) as supervisor:
+        kill((await until(supervisor, "web", "running")).pid)
+        found = await until(supervisor, "web", "settling")
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+
+        assert info(supervisor, "web").state == "settling"
+        assert pids(supervisor) == {"web": found.pid}
+
+
+async def test_new_container_starts_the_jobs_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers mean nothing any more: who has them now is neither believed nor signalled."""
+    world.timing = replace(world.timing, settle=600)
+    async with world.supervising(world.job("web")) as supervisor:
+        before = (await until(supervisor, "web", "running")).pid
+    await kill_all(before)
+    stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
+    raw = msgspec.json.decode((world.paths.supervisor_state).read_bytes())
+    record = raw["services"]["web"]
+    record["state"] = "running"
+    record["traces"] |= {"known": stranger.identity, "sessions": [[os.getsid(0), 0]]}
+    (world.paths.supervisor_state).write_bytes(msgspec.json.encode(raw))
+    world.pidfile("web").write_text(f"{stranger.pid}\n")
+    monkeypatch.setattr(proc, "incarnation", lambda: "another")
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        found = await until(supervisor, "web", "running")
+        assert found.pid not in (0, stranger.pid)
+        assert found.restarts == 0
+        await supervisor.stop(wait=True)
+
+        assert stranger.is_alive
+
+
+async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting until there is an obstacle, which makes them failing; then all go on."""
+    async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "worker", "running")
+        before = pids(supervisor)
+    await kill_all(*before.values())
+    for name in before:
+        world.pidfile(name).unlink()
+    monkeypatch.setattr(proc, "incarnation", lambda: "another")
+    async with world.supervisor() as supervisor:
+        supervisor.hold()
+        assert await supervisor.recover()
+        await asyncio.sleep(0.1)
+        assert (supervisor.job_state(), supervisor.is_held, supervisor.is_wanted) == ("starting", True, True)
+        supervisor.hold("the disk is not there")
+        assert supervisor.job_state() == "failing"
+        assert not world.pidfile("web").exists()
+
+        supervisor.go_on()
+
+        await until(supervisor, "web", "running")
+        await until(supervisor, "worker", "running")
+        assert supervisor.job_state() == "running"
+
+
+async def test_what_is_held_can_be_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Director is obeyed meanwhile."""
+    async with world.supervising(world.job("web")) as supervisor:
+        before = (await until(supervisor, "web", "running")).pid
+    await kill_all(before)
+    world.pidfile("web").unlink()
+    monkeypatch.setattr(proc, "incarnation", lambda: "another")
+    async with world.supervisor() as supervisor:
+        supervisor.hold("the disk is not there")
+        await supervisor.recover()
+        await supervisor.stop(wait=True)
+        supervisor.go_on()
+        await asyncio.sleep(0.1)
+
+        assert supervisor.job_state() == "stopped"
+        assert not world.pidfile("web").exists()
+
+
+async def test_processes_that_live_are_adopted_while_it_is_held(world: World) -> None:
+    """Only what would have to be started waits."""
+    async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
+        before = (await until(supervisor, "web", "running")).pid
+        worker = (await until(supervisor, "worker", "running")).pid
+    await kill_all(worker)
+    async with world.supervisor() as supervisor:
+        supervisor.hold()
+        await supervisor.recover()
+        await asyncio.sleep(0.1)
+
+        assert info(supervisor, "web").state == "running"
+        assert pids(supervisor) == {"web": before, "worker": 0}
+
+
+async def test_container_with_the_numbers_of_its_predecessor_is_another_one(world: World) -> None:
+    """Where containers of a pod share process numbers, the root file system alone tells; files for people are back."""
+    world.timing = replace(world.timing, settle=600)
+    async with world.supervising(world.job("web")) as supervisor:
+        before = (await until(supervisor, "web", "running")).pid
+    await kill_all(before)
+    for path in world.paths.monit_job.iterdir():
+        path.unlink()
+    async with world.supervisor() as supervisor:
+        await supervisor.recover(root_is_new=True)
+
+        await until(supervisor, "web", "running")
+        assert info(supervisor, "web").restarts == 0
+        assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
+
+
+async def test_unreadable_state_is_no_obstacle(world: World) -> None:
+    """The marks of the processes tell whose they are."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+    (world.paths.supervisor_state).write_text("{ half")
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        await supervisor.configure([world.job("web", "exit 1")])
+        await supervisor.start()
+
+        assert (await until(supervisor, "web", "running")).pid == found.pid
+
+
+async def test_state_is_private(world: World) -> None:
+    """It holds the monit files of the jobs."""
+    async with world.supervising(world.job("web")) as supervisor:
+        await until(supervisor, "web", "running")
+
+    assert (world.paths.supervisor_state).stat().st_mode & 0o777 == 0o600
+
+
+async def test_fresh_machine_has_nothing_to_recover(world: World) -> None:
+    """No state, no jobs."""
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+
+        assert supervisor.services() == []

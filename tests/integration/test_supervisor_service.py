@@ -1,0 +1,362 @@
+"""The life of a service: deaths, restarts, what depends on it, what rules say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import proc, process
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs.jobs import LASTING, World, info, program, until
+
+COUNTED = f"echo start $name >>$log; echo $$ >$pidfile; {LASTING}"
+STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    yield world
+    world.end()
+
+
+def kill(pid: int) -> None:
+    found = proc.stat(pid)
+    assert found is not None
+    assert process.send(found.identity, signal.SIGKILL)
+
+
+async def killed(supervisor: Supervisor, name: str) -> int:
+    """Kill the process of a service; the pid of the next."""
+    before = (await until(supervisor, name, "running")).pid
+    kill(before)
+    await eventually(lambda: info(supervisor, name).pid not in (0, before))
+    return info(supervisor, name).pid
+
+
+# --- death and restart ----------------------------------------------------------------------------------------------
+
+
+async def test_killed_process_is_back_at_once(world: World) -> None:
+    """Well before monit would have looked; another process, the same service."""
+    world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
+    async with world.supervising(world.job("web")) as supervisor:
+        killed_at = time.monotonic()
+        pid = await killed(supervisor, "web")
+
+        assert time.monotonic() - killed_at < 5
+        assert is_alive(pid)
+        assert info(supervisor, "web").restarts == 1
+        assert info(supervisor, "web").last_exit == "SIGKILL"
+        assert [(e.event, e.action, e.description) for e in world.events] == [
+            ("Does not exist", "restart", "process is not running")
+        ]
+
+
+async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
+    """The Director believes the first "running": a restart in milliseconds must not hide a crash loop."""
+    async with world.supervising(world.job("web")) as supervisor:
+        await until(supervisor, "web", "running")
+        died_at = time.monotonic()
+        kill(info(supervisor, "web").pid)
+        await until(supervisor, "web", "down", "restarting", "settling")
+        told = set()
+        while (state := supervisor.job_state()) != "running":
+            told.add(state)
+            await asyncio.sleep(0.005)
+
+        assert time.monotonic() - died_at >= world.timing.settle
+        assert told <= {"failing", "starting"}
+        assert info(supervisor, "web").reason == ""
+        assert [e.event for e in world.events] == ["Does not exist", "Exists"]
+
+
+async def test_crash_loop_slows_down_and_never_ends(world: World) -> None:
+    """The first restart comes at once, each later one after twice the time, up to the limit."""
+    start = "date +%s.%N >>$log; echo $$ >$pidfile; exec sleep 0.01"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await eventually(lambda: len(world.lines()) >= 8)
+        at = [float(line) for line in world.lines()[:8]]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
+        timing = world.timing
+
+        for number, gap in enumerate(gaps[1:]):
+            assert gap >= min(timing.backoff_first * 2**number, timing.backoff_limit)
+        assert supervisor.job_state() != "running"
+        assert info(supervisor, "web").reason.startswith(("the process ended by itself: exit 0", "cannot start: "))
+
+
+async def test_who_stays_up_begins_anew(world: World) -> None:
+    """After a long life the next death is the first again: restarted at once."""
+    world.timing = replace(world.timing, settle=0.02, backoff_first=5, backoff_limit=0.5)
+    async with world.supervising(world.job("web")) as supervisor:
+        for _ in range(2):
+            await until(supervisor, "web", "running")
+            await asyncio.sleep(0.6)
+            killed_at = time.monotonic()
+            await killed(supervisor, "web")
+
+            assert time.monotonic() - killed_at < 0.4
+
+
+async def test_zombie_is_dead(world: World) -> None:
+    """A parent that does not reap its child hides no death."""
+    start = 'python3 -c \'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
+    start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
+    async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        kill(found.pid)
+        await until(supervisor, "web", "down", "restarting", "settling")
+        left = proc.stat(found.pid)
+
+        assert left is None or left.state == "Z"
+        assert world.events[0].event == "Does not exist"
+
+
+async def test_exit_status_of_a_double_fork_is_known(world: World) -> None:
+    """It is our child by then."""
+    job = world.job("web", program("fork_twice.py", world.pidfile("web")))
+    async with world.supervising(job) as supervisor:
+        await killed(supervisor, "web")
+
+        assert info(supervisor, "web").last_exit == "SIGKILL"
+
+
+async def test_successor_is_followed(world: World) -> None:
+    """A daemon that replaces itself and writes its pidfile anew is not restarted."""
+    world.timing = replace(world.timing, backoff_first=600)
+    start = "echo once >>$log; sh -c 'sleep 600 & echo $! >'$pidfile'; trap \"sleep 600 & echo \\$! >'$pidfile'.next; "
+    start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
+    start += " echo $! >$log.parent"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        before = await until(supervisor, "web", "running")
+        parent = await eventually(lambda: number_in(Path(f"{world.log}.parent")))
+        found = proc.stat(parent)
+        assert found is not None
+        process.send(found.identity, signal.SIGUSR1)
+        await eventually(Path(f"{world.log}.new").exists)
+        kill(before.pid)
+        await eventually(lambda: info(supervisor, "web").pid not in (0, before.pid))
+
+        assert info(supervisor, "web").state == "running"
+        assert world.lines() == ["once"]
+        assert [(e.event, e.action) for e in world.events] == [("PID changed", "alert")]
+
+
+async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None:
+    """As with monit; when somebody else brings it back it is taken up."""
+    async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        kill(found.pid)
+        await until(supervisor, "web", "down")
+        await asyncio.sleep(world.timing.cycle * 3)
+
+        assert supervisor.job_state() == "failing"
+        assert world.lines() == ["start web"]
+        again = process.spawn([str(world.base / "jobs/web/bin/start")], env={"MONIT_SERVICE": "web", "PATH": "/bin"})
+        await eventually(lambda: info(supervisor, "web").pid == again.pid)
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+
+@pytest.mark.parametrize("statement", ["mode passive", "if does not exist then alert"])
+async def test_process_that_is_only_watched(world: World, statement: str) -> None:
+    """It is started when asked, and not restarted."""
+    async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        kill(found.pid)
+        await until(supervisor, "web", "down")
+        await asyncio.sleep(world.timing.cycle * 2)
+
+        assert world.lines() == ["start web"]
+        await supervisor.start()
+        await until(supervisor, "web", "running")
+
+
+async def test_absence_may_run_a_program(world: World) -> None:
+    """At each look of monit while it is gone, and not as a part of the service."""
+    script = world.script("web", "tell", "echo told $MONIT_SERVICE ${AGENT_SHIM_SERVICE-} >>$log")
+    job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
+    async with world.supervising(job) as supervisor:
+        kill((await until(supervisor, "web", "running")).pid)
+
+        await eventually(lambda: world.lines().count("told web") >= 2)
+        assert world.events[0].action == "exec"
+
+
+async def test_absence_may_need_several_looks(world: World) -> None:
+    """``for 5 cycles``: the process gets that long to come back by itself."""
+    job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
+    async with world.supervising(job) as supervisor:
+        kill((await until(supervisor, "web", "running")).pid)
+        died_at = time.monotonic()
+        await eventually(lambda: len(world.lines()) == 2)
+
+        assert time.monotonic() - died_at >= 4 * world.timing.cycle
+
+
+async def test_restart_limit_is_heeded(world: World) -> None:
+    """A file may say when to give up; we never do by ourselves."""
+    start = "echo start >>$log; echo $$ >$pidfile; exec sleep 0.01"
+    job = world.job("web", start, STOP, "if 3 restarts within 64 cycles then unmonitor")
+    async with world.supervising(job) as supervisor:
+        await until(supervisor, "web", "unmonitored")
+        await asyncio.sleep(world.timing.backoff_limit)
+
+        assert len(world.lines()) == 3
+        assert world.events[-1].event == "Timeout"
+        assert world.events[-1].action == "unmonitor"
+
+
+async def test_manual_process_waits_for_its_start(world: World) -> None:
+    """One that no Director asks for stays down; the Director's are started."""
+    files = [
+        world.job("web", None, None, "mode manual"),
+        world.job("own", None, None, "mode manual", group="group own"),
+    ]
+    async with world.supervising(*files) as supervisor:
+        await until(supervisor, "web", "running")
+        assert info(supervisor, "own").state == "stopped"
+        await supervisor.start_one("own")
+        await until(supervisor, "own", "running")
+
+
+# --- one at a time --------------------------------------------------------------------------------------------------
+
+
+async def chain(world: World) -> list[JobFile]:
+    """c depends on b, b on a; d on nobody."""
+    return [
+        world.job("a", COUNTED, STOP),
+        world.job("b", COUNTED, STOP, "depends on a"),
+        world.job("c", COUNTED, STOP, "depends on b"),
+        world.job("d", COUNTED, STOP),
+    ]
+
+
+async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
+    for name in names:
+        await until(supervisor, name, state)
+
+
+async def test_one_stops_with_its_dependants_and_they_come_back_with_it(world: World) -> None:
+    """Scripts stop one and start it again around a backup."""
+    async with world.supervising(*await chain(world)) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+        world.log.unlink()
+        await supervisor.stop_one("B")
+        await supervisor.finished("b")
+        assert world.lines() == ["stop c", "stop b"]
+        assert [told.state for told in supervisor.processes()] == ["running", "unknown", "unknown", "running"]
+        await supervisor.start_one("b")
+        await all_in(supervisor, "running", "b", "c")
+
+        assert world.lines() == ["stop c", "stop b", "start b", "start c"]
+
+
+async def test_one_starts_with_what_it_needs(world: World) -> None:
+    """Prerequisites come first."""
+    async with world.supervising(*await chain(world)) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+        await supervisor.stop(wait=True)
+        world.log.unlink()
+        await supervisor.start_one("b")
+        await until(supervisor, "b", "running")
+
+        assert world.lines() == ["start a", "start b"]
+
+
+async def test_one_restarts_with_its_dependants(world: World) -> None:
+    """Others go on."""
+    async with world.supervising(*await chain(world)) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+        world.log.unlink()
+        await supervisor.restart_one("b")
+        await eventually(lambda: len(world.lines()) == 4)
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+
+        assert world.lines() == ["stop c", "stop b", "start b", "start c"]
+        assert world.events == []
+
+
+async def test_death_restarts_the_dependants(world: World) -> None:
+    """As monit does, all the way: they may have held on to what died."""
+    files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
+    async with world.supervising(*files) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d", "e")
+        untouched = info(supervisor, "d").pid
+        world.log.unlink()
+        kill(info(supervisor, "a").pid)
+        await eventually(lambda: "start e" in world.lines())
+        await all_in(supervisor, "running", "b", "c", "e")
+        lines = [line for line in world.lines() if line != "start a"]
+
+        assert lines == ["stop e", "stop c", "stop b", "start b", "start c", "start e"]
+        assert info(supervisor, "d").pid == untouched
+
+
+async def test_rule_that_stops_takes_the_dependants_along(world: World) -> None:
+    """Nobody waits for one that nobody has asked."""
+    job = world.job("a", COUNTED, STOP, "if does not exist then stop")
+    async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c")
+        kill(info(supervisor, "a").pid)
+        await all_in(supervisor, "stopped", "a", "b", "c")
+
+        assert info(supervisor, "d").state == "running"
+
+
+async def test_one_is_left_alone_and_watched_again(world: World) -> None:
+    """With its dependants, and with its prerequisites."""
+    async with world.supervising(*await chain(world)) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+        await supervisor.unmonitor_one("b")
+        assert [info(supervisor, name).state for name in "abcd"] == ["running", "unmonitored", "unmonitored", "running"]
+        kill(info(supervisor, "c").pid)
+        await eventually(lambda: not is_alive(info(supervisor, "c").pid))
+        await supervisor.monitor_one("c")
+        await all_in(supervisor, "running", "b", "c")
+
+        assert world.lines().count("start c") == 2
+        assert world.lines().count("start b") == 1
+
+
+# --- what is no process ---------------------------------------------------------------------------------------------
+
+
+async def test_file_must_be_there(world: World) -> None:
+    """A check of a file has programs and a state like a process; monit restarts it by both."""
+    flag = world.base / "flag"
+    text = f"""
+    check file rules with path {flag}
+      start program "{world.script("rules", "start", f"echo start >>$log; touch {flag}")}"
+      stop program "{world.script("rules", "stop", f"echo stop >>$log; rm -f {flag}")}"
+      group vcap
+    """
+    async with world.supervising(JobFile("rules", "", text)) as supervisor:
+        await until(supervisor, "rules", "running")
+        assert [(told.name, told.state, told.mem_kb) for told in supervisor.processes()] == [("rules", "running", 0)]
+        flag.unlink()
+        await eventually(lambda: world.lines() == ["start", "stop", "start"])
+        await until(supervisor, "rules", "running")
+        await supervisor.stop(wait=True)
+
+        assert not flag.exists()
+        assert supervisor.job_state() == "stopped"
+
+
+async def test_host_and_system_are_taken_to_be_there(world: World) -> None:
+    """What is wrong with them is the business of their rules."""
+    text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
+    async with world.supervising(JobFile("there", "", text)) as supervisor:
+        await until(supervisor, "there", "running")
+        await supervisor.stop(wait=True)

@@ -1,0 +1,218 @@
+"""Whose a process is, from what is read of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import clock, proc
+from agent_shim.supervisor import identity
+from agent_shim.supervisor.identity import MARK, MONIT_MARK, Pidfile, Traces, mark, read
+
+BASE = Path("/var/vcap")
+OLD = Pidfile(50, 1.0, 7)
+NEW = Pidfile(50, 2.0, 7)
+
+
+def stat(pid: int, parent: int = 1, session: int = 0, start: int = 1000, state: str = "S") -> proc.Stat:
+    return proc.Stat(pid, state, parent, pid, session, 0, start, 0)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mapping[str, str], str]]:
+    """Processes as we say they are: what they are, their environment, their command line."""
+    processes: dict[int, tuple[proc.Stat, Mapping[str, str], str]] = {}
+    monkeypatch.setattr(proc, "stat", lambda pid: processes[pid][0] if pid in processes else None)
+    monkeypatch.setattr(proc, "variable", lambda pid, name: processes[pid][1].get(name) if pid in processes else None)
+    monkeypatch.setattr(proc, "command_line", lambda pid: processes[pid][2] if pid in processes else "")
+    monkeypatch.setattr(proc, "table", lambda: {pid: entry[0] for pid, entry in processes.items()})
+    monkeypatch.setattr(clock, "wall_time_of", lambda ticks: ticks / 100)
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("text", "pid"),
+    [
+        ("50", 50),
+        ("50\n", 50),
+        (" \n 50 and more", 50),
+        ("", None),
+        ("0", None),
+        ("-5", None),
+        ("x50", None),
+        ("99999999999999", None),
+    ],
+)
+def test_pidfile_begins_with_a_number(tmp_path: Path, text: str, pid: int | None) -> None:
+    """Blanks before it and anything after it do no harm, as with monit."""
+    (tmp_path / "pid").write_text(text)
+    found = read(tmp_path / "pid")
+
+    assert (found.pid if found else None) == pid
+
+
+def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
+    """Nothing there, a directory, a fifo that would block: no pidfile."""
+    os.mkfifo(tmp_path / "fifo")
+
+    assert read(tmp_path / "none") is None
+    assert read(tmp_path) is None
+    assert read(tmp_path / "fifo") is None
+
+
+def test_pidfile_written_again_is_fresh(tmp_path: Path) -> None:
+    """With another number, or the same at another time."""
+    path = tmp_path / "pid"
+    path.write_text("50\n")
+    os.utime(path, ns=(1, 1))
+    traces = Traces()
+    traces.begin((40, 900), read(path))
+    before = read(path)
+    path.write_text("50\n")
+    after = read(path)
+    assert before is not None
+    assert after is not None
+
+    assert not traces.is_fresh(before)
+    assert traces.is_fresh(after)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_ours"),
+    [
+        ({MARK: mark("web", BASE)}, True),
+        ({MARK: mark("other", BASE)}, False),
+        ({MARK: mark("web", Path("/tmp/world"))}, False),
+        ({MONIT_MARK: "web"}, True),
+        ({MONIT_MARK: "other"}, False),
+        ({MARK: mark("other", BASE), MONIT_MARK: "web"}, False),
+        ({}, False),
+    ],
+)
+def test_mark_decides(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], environment: Mapping[str, str], is_ours: bool
+) -> None:
+    """An old process that the pidfile names is believed by its mark alone."""
+    kernel[50] = stat(50), environment, "sleep 600"
+
+    assert Traces().own(kernel[50][0], "web", BASE, OLD) is is_ours
+
+
+@pytest.mark.parametrize(
+    ("process", "is_ours"),
+    [
+        (stat(50, start=1000), True),
+        (stat(50, start=999), False),
+        (stat(50, start=1000, state="Z"), False),
+        (stat(1, start=1000), False),
+        (stat(os.getpid(), start=1000), False),
+    ],
+)
+def test_process_in_a_new_pidfile_must_have_started_since(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], process: proc.Stat, is_ours: bool
+) -> None:
+    """Without any mark; never a zombie, ourselves or the first process."""
+    traces = Traces()
+    traces.begin((40, 1000), OLD)
+
+    assert traces.own(process, "web", BASE, NEW) is is_ours
+    assert not traces.own(process, "web", BASE, OLD)
+
+
+def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+    """By number and start time, both."""
+    traces = Traces(known=(50, 1000))
+
+    assert traces.own(stat(50, start=1000), "web", BASE, OLD)
+    assert not traces.own(stat(50, start=1001), "web", BASE, OLD)
+
+
+def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+    """A process that wiped its environment is known by where it comes from, though nothing else speaks for it."""
+    traces = Traces()
+    traces.begin((40, 1000), NEW)
+    kernel[40] = stat(40, session=40), {}, ""
+    kernel[41] = stat(41, parent=40, session=99), {}, ""
+
+    assert traces.own(stat(50, parent=41, session=99), "web", BASE, NEW)
+    assert traces.own(stat(50, session=40), "web", BASE, NEW)
+    assert not traces.own(stat(50, session=39), "web", BASE, NEW)
+    kernel[40] = stat(40, session=40, start=5000), {}, ""
+    assert not traces.own(stat(50, session=40, start=6000), "web", BASE, NEW)
+
+
+@pytest.mark.parametrize(
+    ("start", "line", "is_ours"),
+    [
+        (90, "/var/vcap/packages/web/bin/web -d", True),
+        (150, "/var/vcap/packages/web/bin/web -d", False),
+        (90, "/usr/sbin/sshd -D", False),
+        (90, "/var/vcapx/bin/web", False),
+    ],
+)
+def test_process_started_by_hand(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], start: int, line: str, is_ours: bool
+) -> None:
+    """It was there when the pidfile was written, and is a program of a job."""
+    kernel[50] = stat(50, start=start), {}, line
+
+    assert Traces().own(kernel[50][0], "web", BASE, OLD) is is_ours
+
+
+def test_members_are_all_that_belong() -> None:
+    """By mark, session, descent and what was known; nobody else's, no zombie, not us."""
+    processes = [
+        stat(10, session=10, start=100),
+        stat(11, session=10, start=101),
+        stat(12, parent=11, session=12, start=102),
+        stat(13, session=13, start=103),
+        stat(14, parent=13, session=13, start=104),
+        stat(15, session=10, start=105),
+        stat(16, session=10, start=99),
+        stat(17, state="Z", session=10, start=106),
+        stat(18, session=18, start=107),
+        stat(19, session=19, start=108),
+        stat(os.getpid(), session=10, start=109),
+    ]
+    table = {process.pid: process for process in processes}
+    marked = {mark("web", BASE): {13}, mark("other", BASE): {15}}
+    traces = Traces(known=(18, 107), sessions=[(10, 100)])
+    found = traces.members(proc.Census(table, proc.children(table), marked), "web", BASE, [(19, 999)])
+
+    assert {pid for pid, _ in found} == {10, 11, 12, 13, 14, 18}
+
+
+def test_number_of_a_session_used_again_is_another_session() -> None:
+    """Its leader started at another time."""
+    table = {10: stat(10, session=10, start=5000), 11: stat(11, session=10, start=5001)}
+    traces = Traces(sessions=[(10, 100)])
+
+    assert traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, []) == []
+
+
+def test_pattern_prefers_the_known_then_the_oldest(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+) -> None:
+    """The start program only where nothing else fits; never what carries the mark of another."""
+    kernel[40] = stat(40, start=100), {MARK: mark("web", BASE)}, "sh web start"
+    kernel[41] = stat(41, start=101), {}, "web --serve"
+    kernel[42] = stat(42, start=102), {}, "web --serve"
+    kernel[43] = stat(43, start=90), {MARK: mark("other", BASE)}, "web --serve"
+    traces = Traces(program=(40, 100))
+    pattern = re.compile("web")
+
+    def matched() -> int | None:
+        found = identity.match(pattern, traces, "web", BASE)
+        return found.pid if found else None
+
+    assert matched() == 41
+    traces.known = (42, 102)
+    assert matched() == 42
+    del kernel[41], kernel[42]
+    assert matched() == 40
+    del kernel[40]
+    assert matched() is None

@@ -1,0 +1,175 @@
+"""From monit files to processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_shim.supervisor.plan import JobFile, ProcessSpec, Program, Reaction, RestartLimit, plan
+
+WEB = """
+check process web
+  with pidfile /var/vcap/sys/run/web/web.pid
+  start program "/var/vcap/jobs/web/bin/ctl start" as uid vcap and gid vcap with timeout 60 seconds
+  stop program "/var/vcap/jobs/web/bin/ctl stop"
+  group vcap
+"""
+
+
+def check(name: str, *statements: str) -> str:
+    return f"check process {name} with pidfile /run/{name}.pid\n" + "\n".join(statements) + "\n"
+
+
+def names(*files: JobFile) -> list[str]:
+    return [spec.name for spec in plan(files)]
+
+
+def errors(*files: JobFile) -> dict[str, str]:
+    return {spec.name: spec.error for spec in plan(files) if spec.error}
+
+
+def test_process_is_read_whole() -> None:
+    """Programs with their users and times, the pidfile, the group."""
+    (spec,) = plan([JobFile("web", "", WEB)])
+
+    assert spec == ProcessSpec(
+        name="web",
+        job="web",
+        pidfile=Path("/var/vcap/sys/run/web/web.pid"),
+        start=Program(("/var/vcap/jobs/web/bin/ctl", "start"), "vcap", "vcap", 60.0),
+        stop=Program(("/var/vcap/jobs/web/bin/ctl", "stop")),
+    )
+    assert spec.is_vcap
+    assert spec.is_restartable
+
+
+def test_order_is_that_of_the_files() -> None:
+    """As the Director lists the jobs, and each file its checks; an empty file adds nothing."""
+    files = [
+        JobFile("b", "", check("b1") + check("b2")),
+        JobFile("none", "", "\n\n"),
+        JobFile("a", "", check("a1")),
+        JobFile("a", "more", check("a2")),
+    ]
+
+    assert names(*files) == ["b1", "b2", "a1", "a2"]
+    assert [spec.job for spec in plan(files)] == ["b", "b", "a", "a"]
+
+
+def test_pattern_takes_the_place_of_a_pidfile() -> None:
+    """monit's extended regular expressions become Python's."""
+    (spec,) = plan([JobFile("j", "", 'check process s matching "[[:alpha:]]+ --serve"\n')])
+
+    assert spec.pidfile is None
+    assert spec.pattern is not None
+    assert spec.pattern.search("server --serve")
+    assert not spec.pattern.search("7 --serve")
+
+
+@pytest.mark.parametrize(
+    ("statement", "member", "value"),
+    [
+        ("if does not exist then alert", "absence", Reaction("alert")),
+        ('if not exist then exec "/bin/tell me"', "absence", Reaction("exec", Program(("/bin/tell", "me")))),
+        ("if does not exist for 3 cycles then restart", "absence_cycles", 3),
+        ("if changed pid then restart", "change", Reaction("restart")),
+        ("if 3 restarts within 5 cycles then unmonitor", "limits", (RestartLimit(3, 5, Reaction("unmonitor")),)),
+        ("mode manual", "mode", "manual"),
+        ("every 3 cycles", "every", 3),
+        ("group VCAP group other", "groups", frozenset({"vcap", "other"})),
+    ],
+)
+def test_what_a_statement_becomes(statement: str, member: str, value: object) -> None:
+    """The rules that the life of a service heeds have members of their own."""
+    (spec,) = plan([JobFile("j", "", check("s", statement))])
+
+    assert getattr(spec, member) == value
+
+
+def test_other_rules_are_kept_for_the_checks() -> None:
+    """A connection test is no business of the life of a service."""
+    (spec,) = plan([JobFile("j", "", check("s", "if failed port 80 then restart", "if changed pid then alert"))])
+
+    assert len(spec.rules) == 1
+
+
+BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
+
+
+@pytest.mark.parametrize(
+    ("statements", "is_restartable"),
+    [
+        (BOTH, True),
+        (BOTH[:1], False),
+        (BOTH[1:], False),
+        ((*BOTH, "mode passive"), False),
+        ((*BOTH, "mode manual"), True),
+        ((*BOTH, "if not exist then alert"), False),
+        ((BOTH[0], "if not exist then start"), True),
+    ],
+)
+def test_what_is_restarted(statements: tuple[str, ...], is_restartable: bool) -> None:
+    """monit restarts only what it can stop and start, and only where the file lets it."""
+    (spec,) = plan([JobFile("j", "", check("s", *statements))])
+
+    assert spec.is_restartable is is_restartable
+
+
+def test_bad_file_makes_one_failing_process() -> None:
+    """It has the name of the job and says what is wrong; other jobs are what they were."""
+    files = [
+        JobFile("good", "", check("good")),
+        JobFile("bad", "", check("bad1") + check("bad2")),
+        JobFile("bad", "more", "check process\n"),
+        JobFile("fine", "", check("fine")),
+    ]
+
+    assert names(*files) == ["good", "bad", "fine"]
+    assert list(errors(*files)) == ["bad"]
+    assert errors(*files)["bad"].startswith("cannot read bad/more.monit: line ")
+
+
+def test_duplicate_fails_the_later_job() -> None:
+    """monit would load none of them; names are compared without case."""
+    files = [JobFile("one", "", check("web")), JobFile("two", "", check("WEB") + check("own"))]
+
+    assert names(*files) == ["web", "two"]
+    assert "two/monit: line 1" in errors(*files)["two"]
+    assert "'WEB' is defined already in one/monit" in errors(*files)["two"]
+
+
+def test_missing_dependency_fails_its_job() -> None:
+    """And says which one is missing."""
+    files = [JobFile("one", "", check("a", "depends on nosuch")), JobFile("two", "", check("b"))]
+
+    assert names(*files) == ["one", "b"]
+    assert "'a' depends on 'nosuch', which is not defined" in errors(*files)["one"]
+
+
+def test_dependency_on_a_bad_job_fails_nobody_else() -> None:
+    """What is missing may stand in the file that cannot be read."""
+    files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
+
+    assert list(errors(*files)) == ["bad"]
+    assert names(*files) == ["bad", "b"]
+
+
+def test_circle_fails_one_job() -> None:
+    """Across jobs and within one."""
+    within = [JobFile("one", "", check("a", "depends on b") + check("b", "depends on a")), JobFile("t", "", check("c"))]
+    across = [JobFile("one", "", check("a", "depends on b")), JobFile("two", "", check("b", "depends on a"))]
+
+    assert names(*within) == ["one", "c"]
+    assert "depends on itself: a -> b -> a" in errors(*within)["one"]
+    assert names(*across) == ["one", "b"]
+
+
+def test_failing_process_takes_no_name_that_is_in_use() -> None:
+    """A process of another job may have the name of the job that fails."""
+    assert names(JobFile("one", "", check("two")), JobFile("two", "", "nonsense")) == ["two", "two-monit"]
+
+
+def test_nothing_is_nothing() -> None:
+    """No jobs, no processes."""
+    assert plan([]) == ()
