@@ -1,0 +1,177 @@
+"""Which volume is which disk, and which disk belongs where: a marker on the volume says, never the mount table.
+
+The marker, ``.agent_shim/disk.json`` at the top of the volume, is written when the Director has a disk mounted and
+outlives containers. The decision (:func:`plan`) is pure and loses nothing: where two disks claim the store and nothing
+tells which is right, neither is mounted and the reason is said.
+
+| what is found | what becomes of it |
+|---|---|
+| one marked for the store | belongs on the store |
+| one marked as migration target | belongs on the migration target |
+| two marked for the store, one a finished copy of the other | the copy; the other is released |
+| two marked for the store | the one that managed_disk_settings.json names; else neither |
+| marked with another cid, or of another instance | nothing without a ``mount_disk`` of the Director |
+| not marked, named by managed_disk_settings.json (an older agent's) | belongs on the store |
+| not marked, or taken down by ``unmount_disk`` | nothing |
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from agent_shim.host import files
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY: Final = ".agent_shim"
+NAME: Final = "disk.json"
+OURS: Final = frozenset({DIRECTORY, "lost+found"})
+"""Names at the top of a volume that are no data of jobs."""
+_LONGEST: Final = 65536
+
+Role = Literal["store", "target", ""]
+"""Where a disk belongs; "" was mounted once and then taken down."""
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """What a volume says of itself.
+
+    ``source`` is the cid of the disk whose files were copied here: with the role ``store`` all of them, with another
+    role perhaps only some. ``generation`` counts the migrations behind it: after one there and one back each disk is
+    the source of the other. ``instance`` is the id in the apply spec, "" as long as there is none.
+    """
+
+    cid: str
+    role: Role = ""
+    source: str = ""
+    generation: int = 0
+    instance: str = ""
+    version: int = 1
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.role != "store" and self.source != ""
+
+
+def read(volume: Path) -> Marker | None:
+    """The marker of a volume; None when it has none that can be read."""
+    try:
+        raw = _content(volume)
+        return msgspec.json.decode(raw, type=Marker)
+    except OSError as exc:
+        if exc.errno != errno.ENOENT:
+            logger.warning("cannot read the marker of the volume %s: %s", volume, exc)
+    except ValueError as exc:
+        logger.warning("cannot use the marker of the volume %s: %s", volume, exc)
+    return None
+
+
+def _content(volume: Path) -> bytes:
+    """Jobs may write to the volume: no link is followed, no pipe waited for."""
+    top = os.open(volume, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = files.open_beneath(top, f"{DIRECTORY}/{NAME}", os.O_RDONLY | os.O_NONBLOCK)
+    finally:
+        os.close(top)
+    try:
+        return os.read(fd, _LONGEST)
+    finally:
+        os.close(fd)
+
+
+def write(volume: Path, marker: Marker) -> None:
+    """Put the marker on a volume, whole or not at all; raises ``HostError``."""
+    try:
+        files.make_dir(volume / DIRECTORY, 0o700)
+        fd = os.open(volume / DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # By descriptor: what somebody puts in the place of the directory meanwhile is not written to.
+            files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise files.failed(f"mark the volume {volume} as disk {marker.cid}", exc) from exc
+
+
+# --- the decision ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A disk that the settings or a hint name, as it was found: ``volume`` is None while nothing is at ``place``."""
+
+    cid: str
+    place: Path | None
+    volume: Path | None = None
+    marker: Marker | None = None
+
+    @property
+    def there(self) -> Path:
+        """Its volume, where it is known to be there."""
+        assert self.volume is not None, f"the volume of disk {self.cid} is there"
+        return self.volume
+
+    @property
+    def is_another(self) -> bool:
+        """True if what is at its place says that it is another disk."""
+        return self.marker is not None and self.marker.cid != self.cid
+
+    @property
+    def role(self) -> Role | None:
+        """What its marker says; None without one of its own."""
+        return None if self.marker is None or self.is_another else self.marker.role
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which disks (cids, or "") belong on the store and on the migration target.
+
+    ``replaced`` still claim the store, but a finished copy of them does too; ``problem`` is why jobs must not start.
+    """
+
+    store: str = ""
+    target: str = ""
+    replaced: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Plan:
+    """Decide by the markers, then by what was mounted last (``managed``), then by what is there (``on_store``)."""
+    strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
+    ours = [disk for disk in disks if disk.cid not in strangers]
+    claims = {disk.cid: disk.marker for disk in ours if disk.role == "store" and disk.marker}
+    copies = [marker for marker in claims.values() if marker.source]
+    replaced = frozenset(
+        copy.source for copy in copies if copy.source in claims and copy.generation > claims[copy.source].generation
+    )
+    rivals = claims.keys() - replaced
+    target = next((disk.cid for disk in ours if disk.role == "target"), "")
+    absent = next((disk for disk in disks if disk.cid == managed and disk.volume is None), None)
+    store = problem = ""
+    if any(managed == copy.source for copy in copies):  # the swap was cut off before it was written down
+        absent = None
+    if absent is not None:
+        problem = f"disk {managed} was mounted and is not there: no volume at {absent.place}"
+    elif len(rivals) > 1:
+        store = next((cid for cid in (managed, on_store) if cid in rivals), "")
+        problem = "" if store else f"the disks {' and '.join(sorted(rivals))} both claim the store"
+    elif rivals:
+        store = next(iter(rivals))
+    elif any(disk.cid == managed and disk.volume and disk.marker is None for disk in ours):
+        store = on_store or managed
+    elif strangers:
+        problem = f"disk {min(strangers)} belongs to another instance and the Director has not had it mounted here"
+    return Plan(store, target, replaced, problem)
+
+
+def _is_strange(disk: Disk, instance: str) -> bool:
+    owner = disk.marker.instance if disk.marker else ""
+    return disk.role in ("store", "target") and "" not in (owner, instance) and owner != instance

@@ -1,0 +1,75 @@
+"""A real Director's disk requests, replayed: a machine made anew, and a resize; every reply as the Go agent gave it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.actions import disks  # noqa: F401 - importing registers the actions
+from agent_shim.dispatch import ACTIONS
+from agent_shim.host import mounts
+from tests.support.corpus import CORPUS
+from tests.support.replay import Step, steps
+from tests.support.volumes import Asked, Instance, alone, fill, fingerprint, mount_ext4
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of recorded requests is not here"),
+]
+
+FIRST = "disk-eb459bf16855"
+SECOND = "disk-eff69e932e70"
+
+
+def disk_steps() -> list[Step]:
+    recorded = [step for name in ("recreate-disk", "resize-disk") for step in steps(CORPUS / f"director/{name}.jsonl")]
+    return [step for step in recorded if step.method.endswith("_disk")]
+
+
+def attach(point: Path) -> None:
+    if not mounts.is_mount_point(point):
+        mount_ext4(point, point.with_suffix(".image"), size=32 << 20)
+
+
+async def ask(instance: Instance, step: Step) -> Any:
+    """Through the binding of the dispatcher; hints name the volumes that exist here."""
+    volumes = instance.scratch / "volumes of others"
+    arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
+    action = ACTIONS[step.method]
+    return await action.run(agent=Asked(instance), **action.bind(arguments))
+
+
+@alone
+async def test_a_director_finds_its_disks_where_the_go_agent_had_them(tmp_path: Path) -> None:
+    recorded = disk_steps()
+    machines = {agent_id: number for number, agent_id in enumerate(dict.fromkeys(step.agent_id for step in recorded))}
+    assert len(machines) == 2
+    instance = Instance(tmp_path, bind=True)
+    instance.attach(FIRST, attach)
+    instance.attach(SECOND, attach)
+    instance.persistent.clear()
+    first = {"path": str(instance.volume(FIRST))}
+    await instance.disks.add(FIRST, first)
+    await instance.disks.mount(FIRST)
+    fill(instance.paths.store / "data", as_root=True)
+    wanted = fingerprint(instance.paths.store)
+    at = 0
+
+    for step in recorded:
+        if machines[step.agent_id] != at:
+            at = machines[step.agent_id]
+            instance.remake_container()
+        value = await ask(instance, step)
+
+        assert step.reply is not None
+        expected = step.reply["value"]
+        if step.method == "unmount_disk":
+            assert value["message"].startswith(expected["message"].partition(":")[0])
+        else:
+            assert value == expected, step
+        if step.method == "list_disk":
+            assert fingerprint(instance.paths.store) == wanted
+    assert await instance.disks.list() == [SECOND]

@@ -1,0 +1,294 @@
+"""Volumes shown at a second place, with real mounts that nobody else sees."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import mounts, volumes
+from tests.support.volumes import alone, drop_capabilities, holding, mount_ext4, mount_overlay, mount_tmpfs
+
+pytestmark = pytest.mark.root
+
+Maker = Callable[[Path], Path]
+
+
+def tmpfs(scratch: Path) -> Path:
+    return mount_tmpfs(scratch / "volume")
+
+
+def ext4(scratch: Path) -> Path:
+    return mount_ext4(scratch / "volume", scratch / "image")
+
+
+def overlay(scratch: Path) -> Path:
+    return mount_overlay(scratch / "volume", mount_tmpfs(scratch / "layers"))
+
+
+def subpath(scratch: Path) -> Path:
+    """A directory of a volume, bound on a place of its own, as subPath of a pod does."""
+    inside = mount_tmpfs(scratch / "whole") / "instance-0"
+    inside.mkdir()
+    (scratch / "volume").mkdir()
+    mounts.bind(inside, scratch / "volume")
+    return scratch / "volume"
+
+
+def with_blanks(scratch: Path) -> Path:
+    return mount_tmpfs(scratch / "a volume\twith\\all #kinds")
+
+
+EVERY_VOLUME = pytest.mark.parametrize("make", [tmpfs, ext4, overlay, subpath, with_blanks])
+
+
+@EVERY_VOLUME
+@pytest.mark.parametrize("bind", [True, False])
+@alone
+def test_a_volume_is_shown_and_taken_away(tmp_path: Path, make: Maker, bind: bool) -> None:
+    volume, place = make(tmp_path), tmp_path / "my store"
+    (volume / "data").write_text("x")
+    place.mkdir()
+
+    volumes.show(volume, place, bind=bind)
+    assert (place / "data").read_text() == "x"
+    assert volumes.shows(place, volume)
+    assert mounts.is_mount_point(place)
+    assert place.is_symlink() is not bind
+
+    volumes.take_away(place)
+    assert not volumes.shows(place, volume)
+    assert (volume / "data").read_text() == "x"
+    assert volumes.is_mounted(volume)
+
+
+@EVERY_VOLUME
+@alone
+def test_showing_twice_changes_nothing(tmp_path: Path, make: Maker) -> None:
+    volume, place = make(tmp_path), tmp_path / "store"
+    volumes.show(volume, place, bind=True)
+    before = mounts.MOUNTINFO.read_bytes()
+
+    volumes.show(volume, place, bind=True)
+    volumes.show(volume, place, bind=False)
+
+    assert mounts.MOUNTINFO.read_bytes() == before
+
+
+@alone
+def test_what_is_mounted_there_by_the_manifest_is_left_as_it_is(tmp_path: Path) -> None:
+    store = mount_tmpfs(tmp_path / "store")
+    before = mounts.MOUNTINFO.read_bytes()
+
+    volumes.show(store, store, bind=True)
+    volumes.set_options(store, like=store, more=["ro"])
+
+    assert mounts.MOUNTINFO.read_bytes() == before
+
+
+@alone
+def test_a_plain_directory_is_not_taken_away(tmp_path: Path) -> None:
+    volumes.take_away(tmp_path)
+
+    assert tmp_path.is_dir()
+
+
+@alone
+def test_binding_is_probed_where_nobody_sees_it(tmp_path: Path) -> None:
+    namespaces = [Path("/proc/self/ns/mnt").readlink()]
+    try_bind = mounts.try_bind
+
+    def watched(scratch: Path) -> None:
+        namespaces.append(Path("/proc/thread-self/ns/mnt").readlink())
+        try_bind(scratch)
+
+    mounts.try_bind = watched
+
+    assert volumes.can_bind(tmp_path)
+    assert len(set(namespaces)) == 2
+    assert Path("/proc/self/ns/mnt").readlink() == namespaces[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@alone
+def test_root_without_capabilities_cannot_bind(tmp_path: Path) -> None:
+    drop_capabilities()
+
+    assert os.geteuid() == 0
+    assert not volumes.can_bind(tmp_path)
+
+
+@alone
+def test_the_directory_of_an_image_layer_becomes_a_link(tmp_path: Path) -> None:
+    """It cannot be renamed (EXDEV), only removed."""
+    layers = mount_tmpfs(tmp_path / "layers")
+    (layers / "lower/vcap/store").mkdir(parents=True)
+    root = mount_overlay(tmp_path / "root", layers)
+    volume = mount_tmpfs(tmp_path / "volume")
+    place = root / "vcap/store"
+    with pytest.raises(OSError, match="cross-device"):
+        place.rename(root / "vcap/aside")
+
+    volumes.show(volume, place, bind=False)
+
+    assert place.readlink() == volume
+
+
+@alone
+def test_files_in_the_way_of_a_link_are_kept(tmp_path: Path) -> None:
+    volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    place.mkdir()
+    (place / "precious").write_text("x")
+
+    with pytest.raises(HostError, match="it holds files, and this container may not mount over them"):
+        volumes.show(volume, place, bind=False)
+    assert (place / "precious").read_text() == "x"
+
+
+@alone
+def test_a_mount_in_the_way_of_a_link_is_kept(tmp_path: Path) -> None:
+    volume, place = mount_tmpfs(tmp_path / "volume"), mount_tmpfs(tmp_path / "store")
+
+    with pytest.raises(HostError, match="something else is mounted there"):
+        volumes.show(volume, place, bind=False)
+    assert mounts.is_mount_point(place)
+
+
+@alone
+def test_a_link_of_a_container_with_fewer_rights_becomes_a_mount(tmp_path: Path) -> None:
+    volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    place.symlink_to(tmp_path / "gone")
+
+    volumes.show(volume, place, bind=True)
+
+    assert volumes.shows(place, volume)
+    assert not place.is_symlink()
+
+
+def options_of(place: Path) -> set[str]:
+    mount = mounts.mount_of(place)
+    assert mount is not None
+    return set(mount.options)
+
+
+@alone
+def test_options_of_a_volume_are_kept_and_others_added(tmp_path: Path) -> None:
+    volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    subprocess.run(["mount", "-o", "remount,bind,nosuid,nodev", str(volume)], check=True)
+    volumes.show(volume, place, bind=True)
+
+    volumes.set_options(place, like=volume, more=["noatime", "data=writeback", "ro"])
+    assert {"ro", "nosuid", "nodev", "noatime"} <= options_of(place)
+    assert "rw" in options_of(volume)
+
+    volumes.set_options(place, like=volume)
+    assert options_of(place) == options_of(volume)
+
+
+@alone
+def test_options_that_are_right_are_not_set_again(tmp_path: Path) -> None:
+    """Without the right to remount nothing has to be done for a volume that is as it should be."""
+    volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    volumes.show(volume, place, bind=True)
+    drop_capabilities()
+
+    volumes.set_options(place, like=volume)
+
+    with pytest.raises(HostError, match="change the mount options of") as caught:
+        volumes.set_options(place, like=volume, more=["ro"])
+    assert caught.value.errno == errno.EPERM
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("cwd", "works in {store}"),
+        ("open", "has {store}/file open"),
+        ("deleted", "has {store}/file (deleted) open"),
+        ("map", "has {store}/file mapped"),
+    ],
+)
+@alone
+def test_whoever_keeps_a_mount_busy_is_named(tmp_path: Path, how: str, text: str) -> None:
+    volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "the store"
+    (volume / "file").write_text("x")
+    volumes.show(volume, store, bind=True)
+    assert volumes.holders([store, volume]) == []
+
+    with holding(store, how) as program:
+        with pytest.raises(HostError) as caught:
+            volumes.take_away(store)
+        found = volumes.holders([store, volume])
+
+    assert caught.value.errno == errno.EBUSY
+    assert [holder.pid for holder in found] == [program.pid]
+    assert str(found[0]).startswith(f"pid {program.pid} ({sys.executable} -c import ctypes, os, sys ")
+    assert str(found[0]).endswith(") " + text.format(store=store))
+
+
+@alone
+def test_this_process_keeps_nothing_busy(tmp_path: Path) -> None:
+    """Its own descriptors are those of the copy that waits for the others."""
+    volume = mount_tmpfs(tmp_path / "volume")
+    with (volume / "file").open("w"):
+        assert volumes.holders([volume]) == []
+
+
+@alone
+def test_a_file_opened_through_a_link_is_found(tmp_path: Path) -> None:
+    volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    (volume / "file").write_text("x")
+    volumes.show(volume, store, bind=False)
+
+    with holding(store) as program:
+        found = volumes.holders([store, volume])
+
+    assert [holder.pid for holder in found] == [program.pid]
+
+
+@alone
+def test_the_same_path_on_another_device_is_nobody_of_ours(tmp_path: Path) -> None:
+    """With the processes of the node in sight, another pod's store has the same name."""
+    volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    other = mount_tmpfs(tmp_path / "other")
+    (other / "file").write_text("x")
+    store.mkdir()
+    pod = ["unshare", "-m", "sh", "-c", f'mount --bind {other} {store} && exec "$@"', "sh"]
+
+    with holding(store, within=pod):
+        volumes.show(volume, store, bind=True)
+        found = volumes.holders([store, volume])
+
+    assert found == []
+
+
+@alone
+def test_a_mount_below_is_named(tmp_path: Path) -> None:
+    volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
+    volumes.show(volume, store, bind=True)
+    mount_tmpfs(store / "nested")
+
+    assert [str(holder) for holder in volumes.holders([store])] == [f"tmpfs is mounted on {store}/nested"]
+
+
+@alone
+def test_a_loop_device_is_named(tmp_path: Path) -> None:
+    volume = mount_tmpfs(tmp_path / "volume")
+    image = volume / "image"
+    image.write_bytes(bytes(1 << 20))
+    made = subprocess.run(["losetup", "-f", "--show", str(image)], capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip("no loop device")
+    device = made.stdout.strip()
+    try:
+        found = [str(holder) for holder in volumes.holders([volume])]
+    finally:
+        subprocess.run(["losetup", "-d", device], check=True)
+
+    assert found == [f"loop device {Path(device).name} shows {image}"]

@@ -1,0 +1,90 @@
+"""The copy that a worker makes: the same as the engine's, watched, and ended with whoever asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_shim.disks import copying
+from agent_shim.errors import ActionError
+from agent_shim.host import proc
+from agent_shim.host.copytree import Progress
+from agent_shim.paths import Paths
+from tests.support.volumes import fill, fingerprint
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    found = Paths(tmp_path / "vcap")
+    found.shim_run.mkdir(parents=True)
+    return found
+
+
+def many(directory: Path, number: int) -> None:
+    directory.mkdir()
+    for name in range(number):
+        (directory / str(name)).write_bytes(b"x" * 3000)
+
+
+def ignore(_: Progress) -> None:
+    """Nobody wants to know."""
+
+
+async def test_a_worker_copies_all_but_what_is_ours(paths: Paths, tmp_path: Path) -> None:
+    source, target = tmp_path / "from", tmp_path / "to"
+    fill(source, as_root=os.geteuid() == 0)
+    target.mkdir()
+    for directory in (source, target):
+        (directory / ".agent_shim").mkdir()
+        (directory / ".agent_shim" / directory.name).touch()
+
+    await copying.in_worker(paths)(source, target, ignore)
+
+    assert fingerprint(target) == fingerprint(source)
+    assert [path.name for path in (target / ".agent_shim").iterdir()] == ["to"]
+    assert list(paths.shim_run.iterdir()) == []
+
+
+async def test_what_fails_is_told(paths: Paths, tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+
+    with pytest.raises(ActionError, match=f"cannot copy {tmp_path}/from to {tmp_path}/to: No such file or directory"):
+        await copying.in_worker(paths)(tmp_path / "from", tmp_path / "to", ignore)
+
+
+async def test_progress_is_seen(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "LOOK", 0.005)
+    source, target = tmp_path / "from", tmp_path / "to"
+    many(source, 3000)
+    target.mkdir()
+    seen: list[Progress] = []
+
+    await copying.in_worker(paths)(source, target, seen.append)
+
+    assert seen
+    assert {progress.files_total for progress in seen} <= {0, 3000}
+
+
+async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at once: a copy of hours must not hold up the end of the agent."""
+    monkeypatch.setattr(copying, "LOOK", 0.005)
+    source, target = tmp_path / "from", tmp_path / "to"
+    many(source, 3000)
+    target.mkdir()
+    begun = asyncio.Event()
+    copy = asyncio.ensure_future(copying.in_worker(paths)(source, target, lambda _: begun.set()))
+    await begun.wait()
+    workers = [pid for pid in proc.table() if "agent_shim.worker" in proc.command_line(pid)]
+    mine = [pid for pid in workers if proc.command_line(pid).endswith(f" {os.getpid()}")]
+    assert len(mine) == 1
+
+    copy.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copy
+
+    assert proc.command_line(mine[0]) == ""
+    await copying.in_worker(paths)(source, target, ignore)
+    assert fingerprint(target) == fingerprint(source)

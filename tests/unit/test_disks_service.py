@@ -1,0 +1,834 @@
+"""What the Director asks of disks, by links: the way of a container that may not mount."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from agent_shim.disks import identity
+from agent_shim.disks.identity import Marker
+from agent_shim.errors import ActionError, HostError
+from agent_shim.host import copytree, files, volumes
+from agent_shim.settings import DiskAssociation, UpdateSettings
+from tests.support.volumes import MORE_THAN_ALL, Instance, fingerprint, holding, migrate_until
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Instance:
+    return Instance(tmp_path, bind=False)
+
+
+# --- mount and list -------------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
+    volume = instance.attach("a")
+    assert await instance.disks.list() == []
+
+    await instance.disks.mount("a")
+
+    assert instance.paths.store.readlink() == volume
+    assert await instance.disks.list() == ["a"]
+    assert instance.disks.is_mounted()
+    assert instance.marker("a") == Marker("a", "store")
+    assert instance.paths.managed_disk.read_text() == "a"
+
+
+async def test_mounting_twice_changes_nothing(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    touched = [instance.paths.store, instance.paths.managed_disk, instance.volume("a") / ".agent_shim/disk.json"]
+    before = [path.lstat().st_mtime_ns for path in touched]
+
+    await instance.disks.mount("a")
+
+    assert [path.lstat().st_mtime_ns for path in touched] == before
+    assert not instance.paths.store_migration_target.exists()
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_a_second_disk_comes_to_the_migration_target(instance: Instance) -> None:
+    for cid in "ab":
+        instance.attach(cid)
+        await instance.disks.mount(cid)
+
+    await instance.disks.mount("b")
+
+    assert instance.paths.store_migration_target.readlink() == instance.volume("b")
+    assert await instance.disks.list() == ["a", "b"]
+    assert instance.marker("b") == Marker("b", "target")
+    assert instance.paths.managed_disk.read_text() == "a"
+
+
+async def test_a_third_disk_takes_the_migration_target_over(instance: Instance) -> None:
+    """A resize failed and was tried again with another new disk, without an unmount in between."""
+    for cid in "abc":
+        instance.attach(cid)
+        await instance.disks.mount(cid)
+
+    assert await instance.disks.list() == ["a", "c"]
+    assert instance.marker("b") == Marker("b", "")
+
+
+async def test_an_unknown_disk_is_refused_in_the_go_agents_words(instance: Instance) -> None:
+    with pytest.raises(ActionError, match=r"^Persistent disk with volume id 'x' could not be found$"):
+        await instance.disks.find("x")
+
+
+async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
+    instance.persistent["a"] = {"path": str(instance.volume("a"))}
+    mounting = asyncio.ensure_future(instance.disks.mount("a"))
+    await asyncio.sleep(0.1)
+    assert not mounting.done()
+
+    instance.attach("a")
+    await mounting
+
+    assert await instance.disks.list() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "why"),
+    [
+        (Path.exists, "there is no {}"),
+        (Path.touch, "{} is no directory"),
+    ],
+)
+async def test_a_volume_that_does_not_come_is_an_error(
+    instance: Instance, prepare: Callable[[Path], object], why: str
+) -> None:
+    place = instance.scratch / "late"
+    instance.persistent["a"] = str(place)
+    prepare(place)
+
+    with pytest.raises(ActionError, match=r"the volume of disk a is not there: " + why.format(place)):
+        await instance.disks.mount("a")
+
+
+async def test_a_hint_that_names_nothing_is_an_error(instance: Instance) -> None:
+    instance.persistent["a"] = None
+
+    with pytest.raises(ActionError, match="the volume of disk a is not there: the CPI has named no path"):
+        await instance.disks.mount("a")
+
+
+async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    await instance.disks.unmount("a")
+    instance.persistent = {"b": str(instance.volume("a"))}
+
+    with pytest.raises(ActionError, match="is marked as disk a, not b"):
+        await instance.disks.mount("b")
+    assert await instance.disks.list() == []
+    assert instance.marker("a") == Marker("a")
+
+
+async def test_files_where_no_disk_was_are_not_hidden_by_a_link(instance: Instance) -> None:
+    instance.attach("a")
+    instance.write("precious", "x")
+
+    with pytest.raises(HostError, match="it holds files, and this container may not mount over them"):
+        await instance.disks.mount("a")
+    assert instance.read("precious") == "x"
+    assert await instance.disks.list() == []
+
+
+async def test_a_link_to_a_place_nobody_knows_is_kept(instance: Instance) -> None:
+    instance.attach("a")
+    instance.paths.store.rmdir()
+    instance.paths.store.symlink_to(instance.scratch)
+
+    with pytest.raises(ActionError, match="leads to a place that is no known disk"):
+        await instance.disks.mount("a")
+    assert instance.paths.store.readlink() == instance.scratch
+
+
+async def test_a_full_disk_is_mounted_without_a_marker(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance.attach("a")
+
+    def full(*_: object) -> None:
+        raise HostError("cannot mark: No space left on device")
+
+    monkeypatch.setattr(identity, "write", full)
+
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+    instance.start_agent()
+    assert await instance.disks.list() == ["a"]
+
+    await instance.disks.unmount("a")
+    assert await instance.disks.list() == []
+
+
+async def test_a_full_disk_is_taken_down_by_removing_its_marker(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+
+    def full(*_: object) -> None:
+        raise HostError("cannot mark: No space left on device")
+
+    monkeypatch.setattr(identity, "write", full)
+    await instance.disks.unmount("a")
+
+    assert instance.marker("a") is None
+    assert await instance.disks.list() == []
+
+
+async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its marker goes on to claim the store: this agent knows better, the next one is told by the Director."""
+    instance.attach("a")
+    await instance.disks.mount("a")
+
+    def read_only(path: Path, *_: object, real: Callable[..., None] = Path.unlink, **options: bool) -> None:
+        if path.is_relative_to(instance.volume("a")):
+            raise HostError("cannot write: Read-only file system")
+        real(path, **options)
+
+    monkeypatch.setattr(identity, "write", read_only)
+    monkeypatch.setattr(files, "sync_filesystem", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert "Unmounted" in await instance.disks.unmount("a")
+    monkeypatch.undo()
+
+    assert instance.marker("a") == Marker("a", "store")
+    assert await instance.disks.list() == []
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+
+
+# --- a volume that is at the store already --------------------------------------------------------------------------
+
+
+async def test_a_volume_that_is_at_the_store_already_is_taken_as_it_is(instance: Instance) -> None:
+    """The manifest of a pod mounts it there, and its hint says so."""
+    instance.persistent["a"] = str(instance.paths.store)
+    instance.write("data", "precious")
+    assert await instance.disks.list() == [], "the Director has not had it mounted"
+
+    await instance.disks.mount("a")
+
+    assert await instance.disks.list() == ["a"]
+    assert instance.read("data") == "precious"
+    instance.start_agent()
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_a_volume_that_stays_at_the_store_counts_as_unmounted(instance: Instance) -> None:
+    instance.persistent["a"] = str(instance.paths.store)
+    await instance.disks.mount("a")
+
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+    assert await instance.disks.list() == []
+    instance.start_agent()
+    assert await instance.disks.list() == []
+    assert not instance.disks.is_mounted()
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(instance: Instance) -> None:
+    """Said before anything is copied."""
+    instance.persistent["a"] = str(instance.paths.store)
+    await instance.disks.mount("a")
+    instance.attach("b")
+    await instance.disks.mount("b")
+
+    with pytest.raises(ActionError, match="for good: this container may not mount"):
+        await instance.disks.migrate("a", "b")
+    assert instance.marker("b") == Marker("b", "target")
+    assert await instance.disks.list() == ["a", "b"]
+
+
+# --- hints ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_in_a_hint_alone_is_mounted_and_its_hint_forgotten(instance: Instance) -> None:
+    volume = instance.attach("a")
+    del instance.persistent["a"]
+    await instance.disks.remove("a")
+    assert not instance.paths.disk_hints.exists()
+
+    await instance.disks.add("a", {"path": str(volume)})
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+
+    await instance.disks.remove("a")
+    await instance.disks.remove("a")
+    assert await instance.disks.list() == ["a"], "it is still mounted"
+    assert "Unmounted" in await instance.disks.unmount("a")
+    assert await instance.disks.list() == []
+
+
+# --- unmount --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None:
+    volume = instance.attach("a")
+    await instance.disks.mount("a")
+
+    text = await instance.disks.unmount("a")
+
+    assert text == f"Unmounted partition of {{ID:a DeviceID: VolumeID:{volume} Path:{volume}}}"
+    assert not instance.paths.store.is_symlink()
+    assert not instance.paths.managed_disk.exists()
+    assert not instance.disks.is_mounted()
+    for _ in range(2):
+        assert await instance.disks.list() == []
+        assert await instance.disks.problem() == ""
+        instance.remake_container()
+        await instance.disks.recover()
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_unmounting_what_is_not_mounted_is_fine(instance: Instance) -> None:
+    instance.attach("a")
+
+    assert (await instance.disks.unmount("a")).startswith("Partition of {ID:a ")
+    assert (await instance.disks.unmount("a")).endswith(" is not mounted")
+
+
+async def test_a_volume_that_is_gone_counts_as_not_mounted(instance: Instance) -> None:
+    instance.persistent["a"] = "/does/not/exist"
+
+    assert (await instance.disks.unmount("a")).endswith(" is not mounted")
+
+
+async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) -> None:
+    volume = instance.attach("a")
+    await instance.disks.mount("a")
+    instance.write("file", "x")
+
+    with holding(instance.paths.store) as program:
+        with pytest.raises(ActionError, match=f"{instance.paths.store} is in use: pid {program.pid} .* has {volume}"):
+            await instance.disks.unmount("a")
+        assert program.poll() is None
+
+    assert await instance.disks.list() == ["a"]
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+
+async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.write("file", "x")
+    with holding(instance.paths.store) as program:
+        unmounting = asyncio.ensure_future(instance.disks.unmount("a"))
+        await asyncio.sleep(0.1)
+        assert not unmounting.done()
+        program.kill()
+
+        assert "Unmounted" in await unmounting
+
+
+async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.write("file", "x")
+    with holding(instance.paths.store) as program:
+        instance.of_jobs.add(program.pid)
+
+        assert "Unmounted" in await instance.disks.unmount("a")
+
+
+# --- after a restart ------------------------------------------------------------------------------------------------
+
+
+async def test_disks_come_back_when_the_container_is_made_anew(instance: Instance) -> None:
+    for cid in "ab":
+        instance.attach(cid)
+        await instance.disks.mount(cid)
+    instance.write("data", "precious")
+    instance.remake_container()
+
+    await instance.disks.recover()
+
+    assert instance.read("data") == "precious"
+    assert await instance.disks.list() == ["a", "b"]
+    assert instance.disks.is_mounted()
+
+
+async def test_list_disk_mounts_what_belongs_there(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.remake_container()
+    assert "disk a is not on" in await instance.disks.problem()
+
+    assert await instance.disks.list() == ["a"]
+
+    assert await instance.disks.problem() == ""
+
+
+async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.remake_container()
+    instance.write("in the way", "x")
+
+    await instance.disks.recover()
+
+    assert await instance.disks.list() == []
+    assert "it holds files, and this container may not mount over them" in await instance.disks.problem()
+
+
+async def test_what_nobody_foresaw_keeps_no_list_from_being_answered(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(volumes, "show", broken)
+
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.volume("a").rename(instance.scratch / "elsewhere")
+
+    assert await instance.disks.list() == []
+    assert "disk a was mounted and is not there" in await instance.disks.problem()
+
+
+async def test_without_disks_there_is_no_problem(instance: Instance) -> None:
+    assert await instance.disks.problem() == ""
+    assert await instance.disks.list() == []
+
+
+async def test_the_instance_is_marked_when_it_is_known(instance: Instance) -> None:
+    """At mount_disk of a new machine the Director has not yet told its id."""
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.id = "i-1"
+
+    await instance.disks.list()
+
+    assert instance.marker("a") == Marker("a", "store", instance="i-1")
+
+
+async def test_a_disk_of_another_instance_waits_for_the_director(instance: Instance) -> None:
+    instance.attach("a")
+    instance.id = "i-1"
+    identity.write(instance.volume("a"), Marker("a", "store", instance="i-2"))
+
+    await instance.disks.recover()
+    assert await instance.disks.list() == []
+    assert "belongs to another instance" in await instance.disks.problem()
+
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+    assert instance.marker("a") == Marker("a", "store", instance="i-1")
+
+
+async def test_of_two_claims_the_director_decides(instance: Instance) -> None:
+    for cid in "ab":
+        identity.write(instance.attach(cid), Marker(cid, "store"))
+
+    await instance.disks.recover()
+    assert await instance.disks.list() == []
+    assert await instance.disks.problem() == "the disks a and b both claim the store"
+
+    await instance.disks.mount("b")
+    assert await instance.disks.list() == ["b"]
+    assert await instance.disks.problem() == ""
+
+
+async def test_a_disk_of_an_older_agent_is_taken_over(instance: Instance) -> None:
+    """It wrote managed_disk_settings.json and no marker; its link or mount may be there or not."""
+    instance.attach("a")
+    instance.paths.managed_disk.write_text("a")
+
+    assert await instance.disks.list() == ["a"]
+    assert instance.marker("a") == Marker("a", "store")
+
+
+async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> None:
+    """It names the new disk as the managed one before anything is copied (platform/linux_platform.go)."""
+    instance.attach("a")
+    instance.attach("b")
+    instance.paths.store.rmdir()
+    instance.paths.store.symlink_to(instance.volume("a"))
+    instance.paths.store_migration_target.symlink_to(instance.volume("b"))
+    instance.paths.managed_disk.write_text("b")
+
+    assert await instance.disks.list() == ["a", "b"]
+    await instance.disks.migrate("a", "b")
+    assert await instance.disks.list() == ["b"]
+
+
+async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(instance: Instance) -> None:
+    """A CPI made the container anew to attach the second disk, under an agent that knew no markers."""
+    (instance.attach("a") / "data").write_text("precious")
+    (instance.attach("b") / "lost+found").mkdir()
+
+    await instance.disks.mount("b")
+
+    assert await instance.disks.list() == ["a", "b"]
+    assert instance.read("data") == "precious"
+
+
+async def test_nothing_is_guessed_from_two_full_disks(instance: Instance) -> None:
+    for cid in "ab":
+        (instance.attach(cid) / "data").write_text(cid)
+
+    await instance.disks.mount("b")
+
+    assert await instance.disks.list() == ["b"]
+    with pytest.raises(ActionError, match="disk a is not on .*: disk b is"):
+        await instance.disks.migrate("a", "b")
+
+
+async def test_an_associated_disk_is_not_taken_for_the_former_one(instance: Instance) -> None:
+    (instance.attach("a") / "data").write_text("x")
+    instance.attach("b")
+    instance.update = UpdateSettings(disk_associations=[DiskAssociation("data", "a")])
+
+    await instance.disks.mount("b")
+
+    assert await instance.disks.list() == ["b"]
+
+
+# --- migrate --------------------------------------------------------------------------------------------------------
+
+
+async def resizing(instance: Instance) -> dict[str, object]:
+    """Two disks mounted as for a migration, the first with files; what has to be on the second at the end."""
+    (instance.attach("a") / "db").mkdir()
+    (instance.volume("a") / "db/data").write_bytes(os.urandom(5000))
+    instance.attach("b")
+    (instance.volume("b") / "lost+found").mkdir()
+    await instance.disks.mount("a")
+    await instance.disks.mount("b")
+    return fingerprint(instance.volume("a"))
+
+
+@pytest.mark.parametrize("cids", [("a", "b"), ()])
+async def test_a_migration_moves_everything(instance: Instance, cids: tuple[str, ...]) -> None:
+    wanted = await resizing(instance)
+
+    await instance.disks.migrate(*cids)
+
+    assert fingerprint(instance.paths.store) == wanted
+    assert fingerprint(instance.volume("a")) == wanted
+    assert instance.paths.store.readlink() == instance.volume("b")
+    assert await instance.disks.list() == ["b"]
+    assert instance.marker("a") == Marker("a", "")
+    assert instance.marker("b") == Marker("b", "store", source="a", generation=1)
+    assert instance.paths.managed_disk.read_text() == "b"
+    assert not instance.paths.store_migration_target.is_symlink()
+
+
+@pytest.mark.parametrize("cids", [("a", "b"), ()])
+async def test_a_finished_migration_is_not_done_again(instance: Instance, cids: tuple[str, ...]) -> None:
+    await resizing(instance)
+    await instance.disks.migrate("a", "b")
+    instance.write("new data", "of jobs that run again")
+
+    await instance.disks.migrate(*cids)
+
+    assert instance.read("new data") == "of jobs that run again"
+
+
+@pytest.mark.parametrize("cids", [("a", "c"), ("c", "b"), ("b", "a")])
+async def test_a_finished_migration_is_not_taken_for_another(instance: Instance, cids: tuple[str, str]) -> None:
+    await resizing(instance)
+    await instance.disks.migrate("a", "b")
+
+    with pytest.raises(ActionError, match="is not on"):
+        await instance.disks.migrate(*cids)
+
+
+async def test_a_disk_that_was_migrated_can_be_migrated_again(instance: Instance) -> None:
+    """By a CLI that names no disk."""
+    wanted = await resizing(instance)
+    await instance.disks.migrate()
+    instance.attach("c")
+    await instance.disks.mount("c")
+
+    await instance.disks.migrate()
+
+    assert await instance.disks.list() == ["c"]
+    assert fingerprint(instance.paths.store) == wanted
+
+
+async def test_what_is_asked_for_must_be_what_is_mounted(instance: Instance) -> None:
+    instance.attach("a")
+    instance.attach("b")
+    with pytest.raises(ActionError, match=f"^no disk is on {instance.paths.store}$"):
+        await instance.disks.migrate()
+    await instance.disks.mount("a")
+    with pytest.raises(ActionError, match=f"^disk b is not on {instance.paths.store_migration_target}$"):
+        await instance.disks.migrate("a", "b")
+    await instance.disks.mount("b")
+    with pytest.raises(ActionError, match=f"^disk b is not on {instance.paths.store}: disk a is$"):
+        await instance.disks.migrate("b", "a")
+
+
+async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    (instance.attach("b") / "data").write_text("precious")
+    await instance.disks.mount("b")
+
+    with pytest.raises(ActionError, match="disk b holds files that are no copy of disk a"):
+        await instance.disks.migrate("a", "b")
+    identity.write(instance.volume("b"), Marker("b", "target", "a"))
+    with pytest.raises(ActionError, match="disk a is empty and disk b is not"):
+        await instance.disks.migrate("a", "b")
+    assert (instance.volume("b") / "data").read_text() == "precious"
+    assert await instance.disks.list() == ["a", "b"]
+
+
+async def test_two_empty_disks_are_swapped(instance: Instance) -> None:
+    for cid in "ab":
+        instance.attach(cid)
+        await instance.disks.mount(cid)
+
+    await instance.disks.migrate("a", "b")
+
+    assert await instance.disks.list() == ["b"]
+
+
+async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(instance: Instance) -> None:
+    wanted = await resizing(instance)
+
+    async def cut_off(source: Path, target: Path, report: Callable[[copytree.Progress], None]) -> None:
+        report(copytree.Progress("copying"))
+        (target / "half").write_text("copied")
+        raise HostError("cannot copy half: No space left on device")
+
+    instance.disks._copy, whole = cut_off, instance.disks._copy
+    with pytest.raises(HostError, match="No space left"):
+        await instance.disks.migrate("a", "b")
+    assert await instance.disks.list() == ["a", "b"]
+    assert instance.marker("b") == Marker("b", "target", source="a", generation=1)
+    assert instance.disks.progress() is None
+
+    instance.disks._copy = whole
+    await instance.disks.migrate("a", "b")
+    assert fingerprint(instance.paths.store) == wanted
+
+
+async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = await resizing(instance)
+    write = identity.write
+
+    def broken(volume: Path, marker: Marker) -> None:
+        if marker.cid == "b" and marker.role == "store":
+            raise HostError("cannot mark: Input/output error")
+        write(volume, marker)
+
+    monkeypatch.setattr(identity, "write", broken)
+    with pytest.raises(HostError, match="Input/output error"):
+        await instance.disks.migrate("a", "b")
+
+    assert await instance.disks.list() == ["a", "b"]
+    assert instance.paths.store.readlink() == instance.volume("a")
+    assert fingerprint(instance.paths.store) == wanted
+
+
+async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> None:
+    """The resize failed; the Director took the new disk down and somebody attaches it elsewhere."""
+    instance.attach("b")
+    identity.write(instance.volume("b"), Marker("b", "", source="a", generation=1))
+
+    with pytest.raises(ActionError, match="disk b holds an unfinished copy of disk a"):
+        await instance.disks.mount("b")
+
+
+async def test_a_taken_down_copy_goes_on_where_it_was(instance: Instance) -> None:
+    wanted = await resizing(instance)
+    identity.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
+    (instance.volume("b") / "tw").write_text("half")
+    await instance.disks.unmount("b")
+    assert instance.marker("b") == Marker("b", "", source="a", generation=1)
+
+    await instance.disks.mount("b")
+    await instance.disks.migrate("a", "b")
+
+    assert fingerprint(instance.paths.store) == wanted
+
+
+async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> None:
+    await resizing(instance)
+    instance.write("file", "x")
+    with holding(instance.paths.store), pytest.raises(ActionError, match="is in use: pid"):
+        await instance.disks.migrate("a", "b")
+    assert instance.marker("b") == Marker("b", "target"), "nothing was begun"
+
+    with ExitStack() as later:
+
+        async def interrupted(source: Path, target: Path, report: object) -> None:
+            later.enter_context(holding(instance.paths.store))
+
+        instance.disks._copy = interrupted
+        with pytest.raises(ActionError, match="is in use: pid"):
+            await instance.disks.migrate("a", "b")
+    assert await instance.disks.list() == ["a", "b"]
+
+
+async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instance) -> None:
+    await resizing(instance)
+    going, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(source: Path, target: Path, report: object) -> None:
+        assert callable(report)
+        report(copytree.Progress("copying", 1, 2, 3, 4))
+        going.set()
+        await go.wait()
+
+    instance.disks._copy = slow
+    migrating = asyncio.ensure_future(instance.disks.migrate("a", "b"))
+    await going.wait()
+
+    assert instance.disks.progress() == copytree.Progress("copying", 1, 2, 3, 4)
+    instance.disks._places.settle = None  # type: ignore[method-assign,assignment]
+    assert await instance.disks.problem() == "migrate_disk a b is under way"
+    assert await instance.disks.list() == ["a", "b"]
+    with pytest.raises(ActionError, match="cannot unmount_disk a: migrate_disk a b is under way"):
+        await instance.disks.unmount("a")
+    del instance.disks._places.settle
+    go.set()
+    await migrating
+
+
+@pytest.mark.parametrize("step", range(MORE_THAN_ALL))
+async def test_a_migration_killed_at_any_step_goes_on(instance: Instance, step: int) -> None:
+    """Afterwards one of the two is on the store, whole; and migrated again the new one is."""
+    wanted = await resizing(instance)
+    assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
+    instance.remake_container()
+
+    await instance.disks.recover()
+    assert await instance.disks.problem() == ""
+    assert await instance.disks.list() in (["a", "b"], ["b"])
+    assert fingerprint(instance.paths.store) == wanted
+
+    await instance.disks.migrate("a", "b")
+    assert await instance.disks.list() == ["b"]
+    assert fingerprint(instance.paths.store) == wanted
+    assert instance.marker("a") == Marker("a", "")
+    assert instance.marker("b") == Marker("b", "store", source="a", generation=1)
+
+
+@pytest.mark.parametrize("step", range(MORE_THAN_ALL))
+async def test_a_migration_back_killed_at_any_step_goes_on(instance: Instance, step: int) -> None:
+    """Then each disk is marked as a copy of the other."""
+    await resizing(instance)
+    await instance.disks.migrate("a", "b")
+    instance.write("newer", "than the copy was")
+    wanted = fingerprint(instance.volume("b"))
+    files.remove_tree(instance.volume("a") / "db")
+    await instance.disks.mount("a")
+    await migrate_until(step, instance, "b", "a")
+    instance.remake_container()
+
+    await instance.disks.recover()
+    assert await instance.disks.problem() == ""
+    assert await instance.disks.list() in (["b", "a"], ["a"])
+    assert fingerprint(instance.paths.store) == wanted
+
+    await instance.disks.migrate("b", "a")
+    assert await instance.disks.list() == ["a"]
+    assert fingerprint(instance.paths.store) == wanted
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+async def test_associated_disks_are_linked_and_listed(instance: Instance) -> None:
+    wanted = [DiskAssociation("data", "b"), DiskAssociation("backup", "a")]
+    for cid in "ab":
+        instance.attach(cid)
+
+    await instance.disks.associate(wanted)
+    instance.update = UpdateSettings(disk_associations=wanted)
+
+    assert (instance.paths.instance_disks / "data").readlink() == instance.volume("b")
+    assert await instance.disks.list() == ["b", "a"]
+    assert not instance.paths.store.is_symlink()
+    assert not instance.disks.is_mounted()
+
+
+async def test_association_links_come_back(instance: Instance) -> None:
+    instance.attach("a")
+    instance.update = UpdateSettings(disk_associations=[DiskAssociation("x", "gone"), DiskAssociation("data", "a")])
+
+    await instance.disks.recover()
+
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_an_associated_disk_is_unmounted_by_removing_its_link(instance: Instance) -> None:
+    instance.attach("a")
+    instance.update = UpdateSettings(disk_associations=[DiskAssociation("data", "a")])
+    await instance.disks.recover()
+
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+    assert await instance.disks.list() == []
+
+
+async def test_an_association_may_name_a_device(instance: Instance) -> None:
+    instance.persistent["a"] = {"path": "/dev/null"}
+
+    await instance.disks.associate([DiskAssociation("raw", "a")])
+
+    assert (instance.paths.instance_disks / "raw").readlink() == Path("/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (
+            DiskAssociation("x", "no"),
+            "^Fetching disk settings: Persistent disk with volume id 'no' could not be found$",
+        ),
+        (DiskAssociation("../x", "a"), "^Associating disk with name ../x: cannot use '../x' as the name of a link$"),
+        (DiskAssociation("x", "late"), "^Associating disk with name x: there is no /does/not/exist$"),
+    ],
+)
+async def test_what_cannot_be_associated_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
+    instance.attach("a")
+    instance.persistent["late"] = "/does/not/exist"
+
+    with pytest.raises(ActionError, match=text):
+        await instance.disks.associate([wanted])
+
+
+async def test_dynamic_disks_are_linked_and_unlinked(instance: Instance) -> None:
+    volume = instance.attach("a")
+    instance.paths.dynamic_disks.mkdir()
+    link = instance.paths.dynamic_disks / "a"
+
+    for _ in range(2):
+        await instance.disks.add_dynamic("a", str(volume))
+        assert link.readlink() == volume
+    for _ in range(2):
+        await instance.disks.remove_dynamic("a")
+        assert not link.is_symlink()
+
+
+@pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])
+async def test_a_dynamic_disk_that_does_not_come_is_an_error(instance: Instance, hint: str | None, why: str) -> None:
+    with pytest.raises(ActionError, match=f"^Timed out resolving device path for d: {why}"):
+        await instance.disks.add_dynamic("d", hint)
+    with pytest.raises(ActionError, match="cannot use"):
+        await instance.disks.remove_dynamic("../d")
