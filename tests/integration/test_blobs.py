@@ -1,0 +1,230 @@
+"""Where a blob is looked for, how often, and what is said when it is not there or not what it should be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.blobstore import BlobRef, Timing
+from agent_shim.blobstore.blobs import Blobs
+from agent_shim.errors import BlobError, DigestError
+from agent_shim.paths import Paths
+from agent_shim.settings import Blobstore
+from tests.support import http
+from tests.support.http import Server, http_server
+
+FAST = Timing(stall=0.4, least=1024, pause=0.01)
+ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
+SHARD = "d7"
+BLOB = os.urandom(200_000)
+SHA1 = hashlib.sha1(BLOB, usedforsecurity=False).hexdigest()
+SHA256 = "sha256:" + hashlib.sha256(BLOB).hexdigest()
+MISMATCH = f"Expected stream to have digest '{'0' * 40}' but was '{SHA1}'"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path / "vcap")
+    for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs):
+        directory.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """Has the blob at ``/signed`` and, as a DAV store, under its id."""
+    async with http_server() as server:
+        server.blobs = {"/signed": BLOB, f"/{SHARD}/{ID}": BLOB}
+        yield server
+
+
+@pytest.fixture
+async def blobs(paths: Paths, server: Server) -> AsyncIterator[Blobs]:
+    async with Blobs(Blobstore("dav", {"endpoint": server.url}), paths, FAST) as blobs:
+        yield blobs
+
+
+async def content(blobs: Blobs, **ref: str) -> bytes:
+    async with blobs.fetched(BlobRef(**ref)) as file:  # type: ignore[arg-type]
+        return file.read()
+
+
+async def failure(blobs: Blobs, **ref: str) -> str:
+    with pytest.raises(BlobError) as caught:
+        await content(blobs, **ref)
+    return str(caught.value)
+
+
+def left_open() -> list[str]:
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(fd.readlink()))
+        except OSError:
+            continue
+    return [name for name in found if "vcap" in name]
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_signed_url_comes_first(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """The id beside it does not matter."""
+    (paths.blobs / ID).write_bytes(b"another")
+    url = f"{server.url}/signed?sig=x"
+
+    assert await content(blobs, blob_id="../../x", signed_url=url, digest=SHA256) == BLOB
+    assert server.requests[0].target == "/signed?sig=x"
+
+
+async def test_what_came_over_the_bus_comes_next(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """Then what came by HTTPS, then the blobstore."""
+    places = [paths.sensitive_blobs / ID, paths.blobs / ID]
+    for place in places:
+        place.write_bytes(str(place).encode())
+    for place in places:
+        digest = f"sha256:{hashlib.sha256(str(place).encode()).hexdigest()}"
+        assert await content(blobs, blob_id=ID, digest=digest) == str(place).encode()
+        place.unlink()
+
+    assert server.requests == []
+    assert await content(blobs, blob_id=ID, digest=SHA1) == BLOB
+    assert len(server.requests) == 1
+
+
+async def test_no_reference_is_told(blobs: Blobs) -> None:
+    """In the words of the Go agent."""
+    assert await failure(blobs, digest=SHA1) == "Both signedURL and blobID are blank which is invalid"
+
+
+@pytest.mark.parametrize("blob_id", ["a/b", "..", "../x", "a..b", ".hidden", "-option", "a\0b", "a\nb", "x" * 300])
+async def test_an_id_that_is_no_name_is_refused(server: Server, blobs: Blobs, blob_id: str) -> None:
+    """Before anything is looked for anywhere."""
+    assert "it is not a plain name" in await failure(blobs, blob_id=blob_id, digest=SHA1)
+    assert server.requests == []
+
+
+# --- digests --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_wrong_local_blob_is_not_looked_for_elsewhere(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """It was sent here, and it is broken."""
+    (paths.blobs / ID).write_bytes(BLOB)
+
+    assert await failure(blobs, blob_id=ID, digest="0" * 40) == f"Checking blob '{ID}': {MISMATCH}"
+    assert server.requests == []
+
+
+async def test_the_strongest_digest_is_checked(server: Server, blobs: Blobs) -> None:
+    """A good sha1 beside a wrong sha256 is not good enough."""
+    said = await failure(blobs, blob_id=ID, digest=f"{SHA1};sha256:00")
+
+    assert said == (
+        f"Getting blob from inner blobstore: Checking downloaded blob '{ID}': "
+        f"Expected stream to have digest 'sha256:00' but was '{SHA256}'"
+    )
+
+
+@pytest.mark.parametrize("digest", ["", "md5:00", "sha1:a:b"])
+async def test_a_blob_without_a_good_digest_is_not_taken(paths: Paths, blobs: Blobs, digest: str) -> None:
+    """Nothing is unpacked that nobody vouches for."""
+    (paths.blobs / ID).write_bytes(BLOB)
+    with pytest.raises((BlobError, DigestError), match="digest"):
+        await content(blobs, blob_id=ID, digest=digest)
+
+
+# --- tries ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["500", "404", http.HALF, http.STALL, http.WRONG])
+async def test_a_failed_attempt_is_repeated(server: Server, blobs: Blobs, first: str) -> None:
+    """Three in all, with a signed URL and with the blobstore, whatever went wrong."""
+    for ref in ({"blob_id": ID}, {"signed_url": f"{server.url}/signed"}):
+        server.plan = [first, first]
+        server.requests.clear()
+
+        assert await content(blobs, digest=SHA1, **ref) == BLOB
+        assert len(server.requests) == 3
+
+
+async def test_the_last_failure_is_told(server: Server, blobs: Blobs) -> None:
+    """With the words of the Go agent around the host and the status."""
+    server.plan = ["500", "500", "403"] * 2
+    url = f"{server.url}/signed?sig=s3cr3t"
+
+    assert await failure(blobs, signed_url=url, digest=SHA1) == (
+        f"Failed to download blob: Error executing GET, response was 403 from {server.host}"
+    )
+    assert await failure(blobs, blob_id=ID, digest=SHA1) == (
+        f"Getting blob from inner blobstore: Error executing GET, response was 403 from {server.host}"
+    )
+    assert len(server.requests) == 6
+
+
+async def test_a_wrong_blob_from_a_signed_url_is_told(server: Server, blobs: Blobs) -> None:
+    """After three tries, too."""
+    said = await failure(blobs, signed_url=f"{server.url}/signed", digest="0" * 40)
+
+    assert said == f"Failed to download blob: Checking downloaded blob digest: {MISMATCH}"
+    assert len(server.requests) == 3
+
+
+async def test_attempts_leave_nothing_behind(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """Neither files nor descriptors, whether they failed or not."""
+    server.plan = ["500", http.HALF, http.WRONG, http.STALL]
+    await failure(blobs, blob_id=ID, digest=SHA1)
+    await content(blobs, blob_id=ID, digest=SHA1)
+
+    assert [path for path in paths.base.rglob("*") if path.is_file()] == []
+    assert left_open() == []
+
+
+# --- storing --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_new_blob_gets_a_new_id(server: Server, blobs: Blobs, tmp_path: Path) -> None:
+    """The Director insists on a UUID."""
+    (tmp_path / "file").write_bytes(b"result")
+    server.plan = ["500", "503"]
+    blob_id = await blobs.put(tmp_path / "file", "", {})
+
+    assert str(uuid.UUID(blob_id)) == blob_id
+    assert b"result" in server.blobs.values()
+    assert len(server.requests) == 3
+
+
+async def test_a_signed_url_is_put_to_once(server: Server, blobs: Blobs, tmp_path: Path) -> None:
+    """As the Go agent does; the id is known to the sender alone."""
+    (tmp_path / "file").write_bytes(b"result")
+    assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
+    server.plan = ["500"]
+    with pytest.raises(BlobError, match=f"^Error executing PUT, response was 500 from {server.host}$"):
+        await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {})
+
+    assert server.blobs["/new"] == b"result"
+    assert server.requests[0].headers["x-ms-blob-type"] == "blockblob"
+    assert len(server.requests) == 2
+
+
+async def test_a_store_that_takes_nothing_is_told(server: Server, blobs: Blobs, tmp_path: Path) -> None:
+    """After three tries."""
+    (tmp_path / "file").write_bytes(b"result")
+    server.plan = ["507"] * 3
+    with pytest.raises(
+        BlobError, match="^Creating blob in inner blobstore: Error executing PUT, response was 507 from "
+    ):
+        await blobs.put(tmp_path / "file", "", {})
+
+
+def test_http_is_imported_only_when_it_is_needed() -> None:
+    """It takes longer than everything else a worker does for a blob that is here already."""
+    import subprocess
+    import sys
+
+    program = "import sys, agent_shim.worker, agent_shim.blobstore.blobs; sys.exit('aiohttp' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

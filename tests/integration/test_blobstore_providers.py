@@ -1,0 +1,274 @@
+"""Each kind of blobstore against a real directory, server or program."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.blobstore import Timing
+from agent_shim.blobstore.providers import Provider, harmless, provider, trusted_ca
+from agent_shim.blobstore.transfer import Transfer
+from agent_shim.errors import BlobError
+from agent_shim.paths import Paths
+from agent_shim.settings import Blobstore
+from tests.support.http import http_server
+
+ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
+SHARD = "d7"
+"""The first byte of the sha1 of ID."""
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path / "vcap")
+    for directory in (paths.tmp, paths.blobs, paths.bosh_etc, paths.bosh_bin):
+        directory.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+async def transfer(paths: Paths) -> AsyncIterator[Transfer]:
+    async with Transfer("", Timing(), paths.tmp) as transfer:
+        yield transfer
+
+
+def made(paths: Paths, kind: str, transfer: Transfer | None = None, **options: Any) -> Provider:
+    def client() -> Transfer:
+        assert transfer is not None
+        return transfer
+
+    return provider(Blobstore(kind, options), paths, client)
+
+
+async def content(store: Provider, blob_id: str = ID) -> bytes:
+    with await store.get(blob_id) as file:
+        file.seek(0)
+        return file.read()
+
+
+# --- local ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path) -> None:
+    """It is made when the first comes."""
+    (tmp_path / "file").write_bytes(b"data")
+    store = made(paths, "local", blobstore_path=str(tmp_path / "store"))
+    await store.put(ID, tmp_path / "file")
+
+    assert await content(store) == b"data"
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o770
+    assert [entry.name for entry in (tmp_path / "store").iterdir()] == [ID]
+
+
+async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths) -> None:
+    """What the CLI puts there by HTTPS is what the agent installs from."""
+    (paths.blobs / ID).write_bytes(b"data")
+
+    assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, "missing blobstore_path"), ({"blobstore_path": 7}, "blobstore_path must be a string")],
+)
+def test_a_directory_must_be_named(paths: Paths, options: dict[str, Any], text: str) -> None:
+    """In the words of the Go agent."""
+    with pytest.raises(BlobError, match=f"^Validating blobstore: {text}$"):
+        made(paths, "local", **options)
+
+
+@pytest.mark.parametrize("what", ["nothing", "directory", "link"])
+async def test_what_is_no_file_is_no_blob(paths: Paths, tmp_path: Path, what: str) -> None:
+    """The text names the path."""
+    if what == "directory":
+        (tmp_path / ID).mkdir()
+    elif what == "link":
+        (tmp_path / ID).symlink_to("/etc/passwd")
+    with pytest.raises(BlobError, match=f"cannot open {tmp_path}/{ID}: "):
+        await content(made(paths, "local", blobstore_path=str(tmp_path)))
+
+
+# --- dav ------------------------------------------------------------------------------------------------------------
+
+
+async def test_dav_spreads_blobs_by_their_ids(paths: Paths, tmp_path: Path, transfer: Transfer) -> None:
+    """Below the first byte of the id's sha1, with a password."""
+    (tmp_path / "file").write_bytes(b"data")
+    async with http_server() as server:
+        server.user = "agent:päss:word"
+        options = {"endpoint": f"{server.url}/store/", "user": "agent", "password": "päss:word", "secret": None}
+        store = made(paths, "dav", transfer, **options)
+        await store.put(ID, tmp_path / "file")
+
+        assert server.blobs == {f"/store/{SHARD}/{ID}": b"data"}
+        assert await content(store) == b"data"
+
+
+async def test_an_id_is_one_step_of_a_path(paths: Paths, transfer: Transfer) -> None:
+    """Whatever characters it has."""
+    async with http_server() as server:
+        with pytest.raises(BlobError):
+            await content(made(paths, "dav", transfer, endpoint=server.url), "a ?b#%c")
+
+        assert server.requests[0].target == "/c0/a%20%3Fb%23%25c"
+
+
+async def test_dav_without_user_sends_none(paths: Paths, transfer: Transfer) -> None:
+    """Nulls count as absent."""
+    async with http_server() as server:
+        server.blobs[f"/{SHARD}/{ID}"] = b"data"
+        await content(made(paths, "dav", transfer, endpoint=server.url, user=None, password=None))
+
+        assert "authorization" not in server.requests[0].headers
+
+
+async def test_a_wrong_password_is_told_without_it(paths: Paths, transfer: Transfer) -> None:
+    """Only the status and the host."""
+    async with http_server() as server:
+        server.user = "agent:other"
+        with pytest.raises(BlobError) as caught:
+            await content(made(paths, "dav", transfer, endpoint=server.url, user="agent", password="s3cr3t"))
+
+        assert str(caught.value) == f"Error executing GET, response was 401 from {server.host}"
+
+
+@pytest.mark.parametrize("options", [{}, {"endpoint": None}, {"endpoint": 7}])
+def test_dav_needs_an_endpoint(paths: Paths, options: dict[str, Any]) -> None:
+    """The text says which option."""
+    with pytest.raises(BlobError, match="cannot use the blobstore dav: .*endpoint"):
+        made(paths, "dav", **options)
+
+
+# --- external programs ----------------------------------------------------------------------------------------------
+
+
+def program(paths: Paths, body: str) -> None:
+    """``bosh-blobstore-x``, called ``-c CONFIG get|put FROM TO``."""
+    path = paths.bosh_bin / "bosh-blobstore-x"
+    path.write_text(f"#!/bin/sh\nset -e\nconfig=$2 what=$3 from=$4 to=$5\n{body}\n")
+    path.chmod(0o755)
+
+
+async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path) -> None:
+    """It finds its options in a file that only root may read, and nothing temporary is left."""
+    program(paths, f'[ $what = get ] && cp "{tmp_path}/$from" "$to" || cp "$from" "{tmp_path}/$to"')
+    (tmp_path / "file").write_bytes(b"data")
+    store = made(paths, "x", bucket="b", nested={"key": "k"})
+    await store.put(ID, tmp_path / "file")
+
+    assert await content(store) == b"data"
+    config = paths.bosh_etc / "blobstore-x.json"
+    assert json.loads(config.read_bytes()) == {"bucket": "b", "nested": {"key": "k"}}
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> None:
+    """Some write beside it and rename."""
+    program(paths, 'echo new >"$to.part"; mv "$to.part" "$to"')
+
+    assert await content(made(paths, "x")) == b"new\n"
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:
+    """Neither options nor signed queries nor users of URLs; hosts may be told."""
+    program(
+        paths,
+        'echo "Error: GET https://me:word@blobs.example/b?sig=s3cr3t said 403" >&2; cat "$config"; '
+        'echo "and: https://x/y?token=t0k3n"; exit 3',
+    )
+    store = made(paths, "x", host="blobs.example", secret_access_key="p4ssphrase", json_key='{"private": "k3y"}')
+    with pytest.raises(BlobError) as caught:
+        await content(store)
+
+    said = str(caught.value)
+    assert said.startswith(
+        "Shelling out to bosh-blobstore-x cli: it ended with code 3: Error: GET https://blobs.example/b"
+    )
+    assert "said 403" in said
+    assert not any(secret in said for secret in ("s3cr3t", "word", "p4ssphrase", "k3y", "t0k3n"))
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_a_missing_program_is_told(paths: Paths) -> None:
+    """In the words of the Go agent, which died of it."""
+    with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
+        await content(made(paths, "x"))
+
+
+async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> None:
+    """With all it started, and its file is gone."""
+    program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
+    getting = asyncio.create_task(content(made(paths, "x")))
+    while not (tmp_path / "pid").exists():
+        await asyncio.sleep(0.01)
+    begun_at = time.monotonic()
+    getting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+
+    assert time.monotonic() - begun_at < 5
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that waits for it goes on."""
+    monkeypatch.setattr("agent_shim.blobstore.providers.LONGEST", 0.1)
+    program(paths, "sleep 1000")
+    with pytest.raises(BlobError, match="it took longer than"):
+        await content(made(paths, "x"))
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "x y", "-x"])
+def test_a_strange_name_is_no_provider(paths: Paths, name: str) -> None:
+    """It becomes part of a path and of a command."""
+    with pytest.raises(BlobError, match="that is no name of a provider"):
+        made(paths, name)
+
+
+# --- others ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_dummy_takes_all_and_has_nothing(paths: Paths, tmp_path: Path) -> None:
+    """For agents that never see a blob."""
+    store = made(paths, "dummy")
+    await store.put(ID, tmp_path / "file")
+    with pytest.raises(BlobError, match=f"cannot get {ID}: the blobstore is a dummy"):
+        await store.get(ID)
+
+
+@pytest.mark.parametrize(
+    ("options", "ca"),
+    [
+        ({"tls": {"cert": {"ca": "PEM"}}}, "PEM"),
+        ({"tls": {"cert": {"ca": None}}}, ""),
+        ({"tls": {"cert": "PEM"}}, ""),
+        ({"tls": None}, ""),
+        ({"tls": True}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_ca_is_where_the_director_puts_it(options: dict[str, Any], ca: str) -> None:
+    """Other shapes are other options of other providers."""
+    assert trusted_ca(Blobstore("x", options)) == ca
+
+
+def test_only_the_end_of_what_was_said_is_told() -> None:
+    """On one line."""
+    assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"
+
+
+def test_a_key_of_many_lines_is_hidden_line_by_line() -> None:
+    """Programs quote them so."""
+    options = {"json_key": "-----BEGIN KEY-----\nAAAABBBB\n-----END KEY-----\n", "short": "no"}
+
+    assert harmless("bad line AAAABBBB, no", options) == "bad line …, no"

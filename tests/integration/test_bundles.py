@@ -1,0 +1,465 @@
+"""Bundles on a real disk, unpacked by real workers: what is there, what is in use, what is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import hashlib
+import io
+import stat
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from agent_shim.bundles import Bundle, Bundles
+from agent_shim.errors import ActionError, BlobError, DigestError
+from agent_shim.host import files, helper
+from agent_shim.host.helper import BlobRef, Done, Outcome
+from agent_shim.paths import Paths
+from agent_shim.settings import Blobstore
+
+DUMMY = Blobstore()
+
+
+def tgz(members: Mapping[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return gzip.compress(out.getvalue(), mtime=0)
+
+
+def sha1(text: str | bytes) -> str:
+    data = text.encode() if isinstance(text, str) else text
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path / "vcap")
+    for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs, paths.data_jobs, paths.data_packages):
+        directory.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+def bundles(paths: Paths) -> Bundles:
+    return Bundles(paths)
+
+
+def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:
+    """One whose archive lies on this machine."""
+    data = tgz({f"./{path}": content for path, content in (members or {"file": name.encode()}).items()})
+    (paths.blobs / f"blob-{name}-{version}").write_bytes(data)
+    return Bundle("package", name, version, BlobRef(f"blob-{name}-{version}", digest=sha1(data)))
+
+
+def jobs(paths: Paths, *names: str, version: str = "1", blob_id: str = "templates") -> list[Bundle]:
+    """All from one archive of rendered templates, as it comes over the bus."""
+    data = tgz({f"./{name}/monit": f"{name} {version}".encode() for name in names})
+    (paths.sensitive_blobs / blob_id).write_bytes(data)
+    return [Bundle("job", name, version, BlobRef(blob_id, digest=sha1(data))) for name in names]
+
+
+async def installed(bundles: Bundles, *wanted: Bundle) -> None:
+    await bundles.install(wanted, DUMMY, 5)
+
+
+def in_use(links: Path) -> dict[str, Path]:
+    return {link.name: link.readlink() for link in sorted(links.iterdir()) if link.is_symlink()}
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bundle", "hashed"),
+    [
+        (Bundle("job", "web", "1.2", BlobRef("x", digest="abc")), "1.2-abc"),
+        (Bundle("job", "web", "1.2", BlobRef("x", digest="sha1:abc")), "1.2-abc"),
+        (Bundle("package", "p", "v.1", BlobRef("x", digest="abc;sha256:def")), "v.1-abc;sha256:def"),
+        (Bundle("package", "p", "v.1"), "v.1"),
+    ],
+)
+def test_a_bundle_lies_where_the_go_agent_puts_it(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
+    """The sha1 of version and digest, as the digest is told."""
+    kind = paths.data_jobs if bundle.kind == "job" else paths.data_packages
+
+    assert bundles.path(bundle) == kind / bundle.name / sha1(hashed)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
+async def test_a_name_that_leads_elsewhere_is_refused(paths: Paths, bundles: Bundles, name: str) -> None:
+    """Wherever names come from the wire."""
+    with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
+        bundles.path(Bundle("package", name, "1"))
+    with pytest.raises(ActionError, match="cannot use .* as the name of a job"):
+        await bundles.make_job_dirs([name])
+
+
+async def test_a_missing_version_is_an_error(bundles: Bundles) -> None:
+    """The Go agent dies of it."""
+    with pytest.raises(ActionError, match="^cannot install the job web: it has no version$"):
+        await installed(bundles, Bundle("job", "web", "", BlobRef("x", digest="00")))
+
+
+# --- install --------------------------------------------------------------------------------------------------------
+
+
+async def test_everything_is_installed_by_one_worker(
+    paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is in use by that, and what is there already is not fetched again."""
+    asked: list[helper.Request] = []
+
+    async def work(request: helper.Request) -> Done:
+        asked.append(request)
+        return await helper.work(request)
+
+    bundles = Bundles(paths, work)
+    wanted = [*jobs(paths, "web", "db"), package(paths, "ruby"), package(paths, "nginx")]
+    await bundles.install(wanted, DUMMY, 5)
+    await bundles.install(wanted, DUMMY, 5)
+
+    assert len(asked) == 1
+    assert all(bundles.path(bundle).is_dir() for bundle in wanted)
+    assert (bundles.path(wanted[0]) / "monit").read_bytes() == b"web 1"
+    assert not paths.jobs.exists()
+    assert not paths.packages.exists()
+
+
+async def test_a_directory_of_the_go_agent_is_trusted(paths: Paths, bundles: Bundles) -> None:
+    """It has the same name, and there is no other mark."""
+    bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
+    bundles.path(bundle).mkdir(parents=True)
+    await installed(bundles, bundle)
+
+    assert bundles.path(bundle).is_dir()
+
+
+async def test_the_first_failure_is_told_and_successes_stay(paths: Paths, bundles: Bundles) -> None:
+    """The next try has less to do."""
+    good = package(paths, "good")
+    bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
+    [job] = jobs(paths, "web")
+    with pytest.raises(ActionError, match="^Preparing package bad: Fetching package blob: Getting blob from inner"):
+        await installed(bundles, bad, good, Bundle("job", "other", "1", job.source))
+
+    assert bundles.path(good).is_dir()
+    assert not bundles.path(bad).exists()
+
+
+@pytest.mark.parametrize("how", ["killed", "cancelled"])
+async def test_what_a_killed_worker_left_is_removed(paths: Paths, how: str) -> None:
+    """At once, not at the next boot."""
+    bundle = package(paths, "p")
+    begun = asyncio.Event()
+
+    async def work(_: helper.Request) -> Done:
+        half = files.sibling(Bundles(paths).path(bundle))
+        (half / "below").mkdir(parents=True)
+        begun.set()
+        if how == "killed":
+            raise ActionError("killed")
+        await asyncio.Event().wait()
+        return Done()
+
+    task = asyncio.create_task(Bundles(paths, work).install([bundle], DUMMY, 5))
+    await begun.wait()
+    if how == "cancelled":
+        task.cancel()
+    with pytest.raises(ActionError if how == "killed" else asyncio.CancelledError):
+        await task
+
+    assert list((paths.data_packages / "p").iterdir()) == []
+
+
+async def test_leftovers_are_swept(paths: Paths, bundles: Bundles) -> None:
+    """And nothing else."""
+    bundle = package(paths, "p")
+    await installed(bundles, bundle)
+    await bundles.activate([], [bundle])
+    for place in (bundles.path(bundle), paths.packages / "p", paths.tmp / "blob"):
+        files.sibling(place).mkdir()
+    files.sibling(paths.packages / "q").symlink_to("/")
+    kept = [path for path in paths.base.rglob("*") if not files.is_leftover(path.name)]
+    await bundles.sweep()
+
+    assert sorted(paths.base.rglob("*")) == sorted(kept)
+
+
+# --- activate -------------------------------------------------------------------------------------------------------
+
+
+async def test_links_lead_to_what_is_in_use(paths: Paths, bundles: Bundles) -> None:
+    """Each job has links to all packages, wherever they are needed."""
+    web, db = jobs(paths, "web", "db")
+    ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
+    await installed(bundles, web, db, ruby, nginx)
+    await bundles.activate([web, db], [ruby, nginx])
+
+    packages = {"nginx": bundles.path(nginx), "ruby": bundles.path(ruby)}
+    assert in_use(paths.jobs) == {"db": bundles.path(db), "web": bundles.path(web)}
+    assert in_use(paths.packages) == packages
+    assert in_use(paths.jobs / "web" / "packages") == packages
+    assert in_use(paths.jobs / "db" / "packages") == packages
+    modes = {path: mode_of(path) for path in (paths.jobs, paths.packages, paths.jobs / "web" / "packages")}
+    assert modes == {paths.jobs: 0o750, paths.packages: 0o755, paths.jobs / "web" / "packages": 0o755}
+
+
+async def test_what_is_not_wanted_any_more_goes(paths: Paths, bundles: Bundles) -> None:
+    """Links, directories and the links within jobs."""
+    web, db = jobs(paths, "web", "db")
+    ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
+    await installed(bundles, web, db, ruby, nginx)
+    await bundles.activate([web, db], [ruby, nginx])
+    [newer] = jobs(paths, "web", version="2", blob_id="newer")
+    newest = package(paths, "ruby", "2")
+    await installed(bundles, newer, newest)
+    await bundles.activate([newer], [newest])
+
+    assert in_use(paths.jobs) == {"web": bundles.path(newer)}
+    assert in_use(paths.packages) == {"ruby": bundles.path(newest)}
+    assert in_use(paths.jobs / "web" / "packages") == {"ruby": bundles.path(newest)}
+    assert list(paths.data_jobs.glob("*/*")) == [bundles.path(newer)]
+    assert list(paths.data_packages.glob("*/*")) == [bundles.path(newest)]
+
+
+async def test_a_job_that_stays_loses_links_to_packages_that_go(paths: Paths, bundles: Bundles) -> None:
+    """Only those that the agent made."""
+    [web] = jobs(paths, "web")
+    ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
+    await installed(bundles, web, ruby, nginx)
+    await bundles.activate([web], [ruby, nginx])
+    links = paths.jobs / "web" / "packages"
+    (links / "own").symlink_to("/elsewhere")
+    (links / "file").touch()
+    await bundles.activate([web], [ruby])
+
+    assert in_use(links) == {"own": Path("/elsewhere"), "ruby": bundles.path(ruby)}
+    assert (links / "file").is_file()
+
+
+async def test_links_that_releases_make_stay(paths: Paths, bundles: Bundles) -> None:
+    """Some choose a version that way: they are not the agent's."""
+    paths.packages.mkdir()
+    (paths.packages / "erlang").symlink_to("erlang-26")
+    erlang = package(paths, "erlang-26")
+    await installed(bundles, erlang)
+    await bundles.activate([], [erlang])
+    await bundles.activate([], [])
+
+    assert in_use(paths.packages) == {"erlang": Path("erlang-26")}
+
+
+async def test_a_real_directory_in_the_way_is_replaced(paths: Paths, bundles: Bundles) -> None:
+    """As an image may have one."""
+    (paths.packages / "p" / "old").mkdir(parents=True)
+    bundle = package(paths, "p")
+    await installed(bundles, bundle)
+    await bundles.activate([], [bundle])
+
+    assert (paths.packages / "p" / "file").read_bytes() == b"p"
+
+
+async def test_what_is_not_installed_cannot_be_used(paths: Paths, bundles: Bundles) -> None:
+    """And what is in use stays so."""
+    bundle = package(paths, "p")
+    await installed(bundles, bundle)
+    await bundles.activate([], [bundle])
+    with pytest.raises(ActionError, match="cannot use the package q: bundle must be installed"):
+        await bundles.activate([], [package(paths, "q")])
+
+    assert in_use(paths.packages) == {"p": bundles.path(bundle)}
+    assert bundles.path(bundle).is_dir()
+
+
+async def test_activating_again_changes_nothing(paths: Paths, bundles: Bundles) -> None:
+    """Not even the links."""
+    [web] = jobs(paths, "web")
+    ruby = package(paths, "ruby")
+    await installed(bundles, web, ruby)
+    await bundles.activate([web], [ruby])
+    before = {path: path.lstat() for path in paths.base.rglob("*") if path.is_symlink()}
+    await bundles.activate([web], [ruby])
+
+    assert {path: path.lstat().st_ino for path in before} == {path: found.st_ino for path, found in before.items()}
+
+
+async def test_a_bundle_loses_its_name_before_its_content(
+    paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash in the middle leaves nothing that looks installed."""
+    bundle = package(paths, "p")
+    await installed(bundles, bundle)
+    looked_installed = []
+    honest = files.remove_tree
+
+    def spy(path: Path) -> None:
+        looked_installed.append(bundles.path(bundle).exists())
+        honest(path)
+
+    monkeypatch.setattr(files, "remove_tree", spy)
+    await bundles.activate([], [])
+
+    assert looked_installed == [False]
+
+
+async def test_packages_alone_are_exchanged_for_compiling(paths: Paths, bundles: Bundles) -> None:
+    """Jobs stay, whatever happens to packages."""
+    [web] = jobs(paths, "web")
+    ruby, gcc = package(paths, "ruby"), package(paths, "gcc")
+    await installed(bundles, web, ruby)
+    await bundles.activate([web], [ruby])
+    await installed(bundles, gcc)
+    await bundles.activate_packages([gcc])
+
+    assert in_use(paths.packages) == {"gcc": bundles.path(gcc)}
+    assert not bundles.path(ruby).exists()
+    assert in_use(paths.jobs) == {"web": bundles.path(web)}
+
+
+async def test_an_empty_bundle_is_made_for_compiling(paths: Paths, bundles: Bundles) -> None:
+    """In use from the start, without what an earlier attempt left."""
+    bundle = Bundle("package", "p", "1")
+    path = await bundles.create(bundle)
+    (path / "left").touch()
+    again = await bundles.create(bundle)
+
+    assert again == path == paths.data_packages / "p" / sha1("1")
+    assert list(path.iterdir()) == []
+    assert mode_of(path) == 0o755
+    assert in_use(paths.packages) == {"p": path}
+
+
+# --- directories of jobs --------------------------------------------------------------------------------------------
+
+
+async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles) -> None:
+    """What is there keeps its mode, as scripts of jobs may have changed it."""
+    (paths.log / "web").mkdir(parents=True, mode=0o700)
+    await bundles.make_job_dirs(["web", "db"])
+
+    modes = {str(path.relative_to(paths.data)): mode_of(path) for path in paths.data.rglob("*/web")}
+    assert modes == {"sys/log/web": 0o700, "sys/run/web": 0o770}
+    assert mode_of(paths.data / "web") == 0o770
+    assert mode_of(paths.data / "db") == 0o770
+
+
+async def test_a_link_in_the_place_of_a_directory_is_left_alone(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
+    """Whoever may write there does not choose what root changes."""
+    (tmp_path / "victim").mkdir(mode=0o700)
+    (paths.data / "web").symlink_to(tmp_path / "victim")
+    (paths.data / "db").symlink_to(tmp_path / "absent")
+    await bundles.make_job_dirs(["web", "db"])
+
+    assert mode_of(tmp_path / "victim") == 0o700
+    assert not (tmp_path / "absent").exists()
+
+
+# --- blobs ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_blob_from_the_bus_is_kept_until_it_is_installed(paths: Paths, bundles: Bundles) -> None:
+    """For root alone."""
+    await bundles.keep_blob("templates", sha1(b"data"), b"data")
+    path = paths.sensitive_blobs / "templates"
+
+    assert path.read_bytes() == b"data"
+    assert mode_of(path) == 0o640
+    await bundles.delete_source("templates")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
+async def test_a_blob_has_a_plain_name(paths: Paths, bundles: Bundles, blob_id: str) -> None:
+    """Or it is not kept, and nothing is deleted."""
+    (paths.data / "x").touch()
+    with pytest.raises(BlobError, match="it is not a plain name"):
+        await bundles.keep_blob(blob_id, sha1(b"data"), b"data")
+    with contextlib.suppress(BlobError):
+        await bundles.delete_source(blob_id)
+
+    assert (paths.data / "x").exists()
+
+
+async def test_a_damaged_blob_is_refused(paths: Paths, bundles: Bundles) -> None:
+    """In the words of the Go agent."""
+    with pytest.raises(DigestError) as caught:
+        await bundles.keep_blob("id", "sha1:00", b"data")
+
+    assert str(caught.value) == (
+        "Payload corrupted. Checksum mismatch. Expected '00': "
+        f"Expected stream to have digest '00' but was '{sha1(b'data')}'"
+    )
+    assert list(paths.sensitive_blobs.iterdir()) == []
+
+
+async def test_only_the_nearest_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
+    """As in the Go agent; the other one may be the blobstore of create-env."""
+    for directory in (paths.sensitive_blobs, paths.blobs):
+        (directory / "id").touch()
+    await bundles.delete_source("id")
+    assert not (paths.sensitive_blobs / "id").exists()
+    assert (paths.blobs / "id").exists()
+
+    await bundles.delete_source("id")
+    await bundles.delete_source("id")
+    assert not (paths.blobs / "id").exists()
+
+
+async def test_a_small_blob_is_read(paths: Paths, bundles: Bundles) -> None:
+    """And leaves no file."""
+    (paths.blobs / "id").write_bytes(b"data")
+
+    assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"
+    assert list(paths.tmp.iterdir()) == []
+    with pytest.raises(ActionError, match="Checking blob 'id'"):
+        await bundles.fetch_small(BlobRef("id", digest="00"), DUMMY)
+    assert list(paths.tmp.iterdir()) == []
+
+
+# --- the disk says no -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda bundles, bundle: bundles.activate([], [bundle]),
+        lambda bundles, bundle: bundles.create(bundle),
+        lambda bundles, _: bundles.make_job_dirs(["web"]),
+        lambda bundles, _: bundles.keep_blob("id", sha1(b""), b""),
+    ],
+)
+async def test_trouble_with_the_disk_is_a_failed_action(
+    paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
+) -> None:
+    """Which the Director is told of; the agent goes on."""
+    bundle = package(paths, "p")
+    await installed(bundles, bundle)
+    for path in (paths.packages, paths.data / "web"):
+        path.touch()
+    files.remove_tree(paths.sensitive_blobs)
+    files.remove_tree(paths.data_sys)
+    paths.data_sys.touch()
+    with pytest.raises(ActionError, match="cannot "):
+        await do(bundles, bundle)
+
+
+async def test_an_answer_for_another_request_is_noticed(paths: Paths) -> None:
+    """One outcome for each bundle."""
+
+    async def work(_: helper.Request) -> Done:
+        return Done(outcomes=[Outcome()] * 2)
+
+    with pytest.raises(ValueError, match="zip"):
+        await Bundles(paths, work).install([package(paths, "p")], DUMMY, 5)

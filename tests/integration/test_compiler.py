@@ -1,0 +1,184 @@
+"""Compilations whose agent ends or is killed, and what the contract tests do not see of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim import asking
+from agent_shim.compiler import Compiler, Package
+from agent_shim.demo.release import archive
+from agent_shim.errors import ActionError
+from agent_shim.host import helper
+from agent_shim.host.helper import BlobRef, Pack, Put
+from agent_shim.paths import Paths
+from agent_shim.settings import Blobstore
+from benchmarks.world import AGENT, COMMAND
+from benchmarks.world import World as Machine
+from benchmarks.world import world as made
+from tests.support import jobs
+from tests.support.programs import PATIENCE, end_marked, eventually, is_alive
+
+FAMILY = """
+trap '' TERM
+sleep 600 & echo $! >> {pids}
+setsid sleep 600 & echo $! >> {pids}
+setsid -f sh -c 'echo $$ >> {pids}; trap "" TERM; sleep 600; sleep 600'
+sleep 600
+"""
+"""A packaging script with one process in its group, one in another session, and one that has nothing to do with it."""
+
+
+@pytest.fixture
+async def machine() -> AsyncIterator[Machine]:
+    """An agent as a process of its own, on a bus."""
+    async with made(COMMAND) as one:
+        await one.start_agent()
+        yield one
+        end_marked("AGENT_SHIM_COMPILATION", str(one.base))
+
+
+async def compiling(machine: Machine) -> list[int]:
+    """The processes of a compilation that does not end by itself."""
+    pids = machine.scratch / "pids"
+    blob = machine.blob("source", archive({"packaging": FAMILY.format(pids=pids)}))
+    await machine.director.call(AGENT, "compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+
+    def three() -> list[int] | None:
+        found = [int(line) for line in pids.read_text().split()] if pids.exists() else []
+        return found if len(found) == 3 else None
+
+    return await eventually(three)
+
+
+def left(base: Path) -> list[Path]:
+    places = ("packages/*", "data/packages/*/*", "data/compile/*", "data/tmp/.*")
+    return [path for pattern in places for path in base.glob(pattern)]
+
+
+async def test_status_says_what_is_being_compiled(machine: Machine) -> None:
+    await compiling(machine)
+    socket = Paths(machine.base).control_socket
+    status = await asyncio.to_thread(asking.ask, socket, {"command": "status"})
+
+    assert (status["task"], status["task_progress"]) == ("compile_package", "p: running the packaging script")
+
+
+async def test_agent_that_ends_takes_the_compilation_along(machine: Machine) -> None:
+    """With every process, however far it has gone, and everything on the disk."""
+    pids = await compiling(machine)
+    begun_at = time.monotonic()
+    await machine.stop_agent()
+
+    assert [is_alive(pid) for pid in pids] == [False] * 3
+    assert left(machine.base) == []
+    assert time.monotonic() - begun_at < PATIENCE
+
+
+async def test_agent_that_was_killed_ends_it_at_its_next_start(machine: Machine) -> None:
+    """And can compile again."""
+    pids = await compiling(machine)
+    await machine.kill_agent()
+    assert [is_alive(pid) for pid in pids] == [True] * 3
+
+    await machine.start_agent()
+
+    assert [is_alive(pid) for pid in pids] == [False] * 3
+    assert list((machine.base / "data/compile").iterdir()) == []
+    blob = machine.blob("good", archive({"packaging": "true"}))
+    await machine.director.run(AGENT, "compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+    assert left(machine.base) == []
+
+
+# --- the service alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path / "vcap")
+    for directory in (paths.tmp, paths.packages, paths.log, tmp_path / "target"):
+        directory.mkdir(parents=True)
+    (paths.packages / "p").symlink_to(tmp_path / "target")
+    return paths
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Blobstore:
+    return Blobstore("local", {"blobstore_path": str(tmp_path / "store")})
+
+
+def package(store: Blobstore, packaging: str) -> Package:
+    blob = jobs.blob(Path(store.options["blobstore_path"]), archive({"packaging": packaging}))
+    return Package("p", "1", BlobRef(blob["blobstore_id"], digest=blob["sha1"]))
+
+
+async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    """The archive may need the room; and each step is reported before it is done."""
+    seen: list[tuple[str, bool]] = []
+    told: list[str] = []
+
+    async def work(request: helper.Request) -> helper.Done:
+        if isinstance(request, Pack | Put):
+            seen.append((told[-1], (paths.compile / "p").exists()))
+        return await helper.work(request)
+
+    compiler = Compiler(paths, {}, work)
+    await compiler.compile(package(store, "echo x >$BOSH_INSTALL_TARGET/x"), tmp_path / "target", store, told.append)
+
+    assert seen == [("packing", False), ("uploading", False)]
+    assert told == ["fetching the source", "running the packaging script", "packing", "uploading"]
+    assert list(paths.tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize(("given", "expected"), [("{own}:/bin", "{own}:/bin"), ("/bin", "{own}:/bin")])
+async def test_environment_is_the_agents_but_for_what_is_its_own(
+    paths: Paths, store: Blobstore, tmp_path: Path, given: str, expected: str
+) -> None:
+    """Its programs are found first and named once, how it saves memory is no business of compilers, they are nicer."""
+    environ = {"PATH": given.format(own=paths.bosh_bin), "MALLOC_ARENA_MAX": "2", "HOME": "/h"}
+    script = package(store, 'echo "$PATH|$HOME|${MALLOC_ARENA_MAX-unset}|$(/usr/bin/nice)"')
+    await Compiler(paths, environ).compile(script, tmp_path / "target", store, lambda _: None)
+
+    printed = (paths.log / "compilation/packaging.stdout.log").read_text()
+    assert printed == f"{expected.format(own=paths.bosh_bin)}|/h|unset|{os.nice(0) + 5}\n"
+
+
+async def test_nothing_follows_a_link_where_the_logs_should_be(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    """vcap may have put it there."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    (paths.log / "compilation").symlink_to(victim)
+    await Compiler(paths, {}).compile(package(store, "true"), tmp_path / "target", store, lambda _: None)
+
+    assert [path.name for path in victim.iterdir()] == ["file"]
+    assert (paths.log / "compilation/packaging.stderr.log").read_text() == "+ true\n"
+
+
+async def test_script_that_cannot_be_started(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    (paths.log / "compilation").mkdir()
+    nowhere = {"PATH": "/nowhere"}
+    with pytest.raises(
+        ActionError, match="^Running packaging script: Running packaging script: cannot run bash: No such"
+    ):
+        await Compiler(paths, nowhere).compile(package(store, ""), tmp_path / "target", store, lambda _: None)
+
+
+async def test_other_agents_compilations_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    """Two trees on one machine."""
+    started = tmp_path / "started"
+    script = package(store, f"echo $$ >{started}; exec sleep 600")
+    running = asyncio.create_task(Compiler(paths, {}).compile(script, tmp_path / "target", store, lambda _: None))
+    pid = await eventually(lambda: int(started.read_text()) if started.exists() and started.read_text() else None)
+    await Compiler(Paths(tmp_path / "other"), {}).clean()
+
+    assert is_alive(pid)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not is_alive(pid)

@@ -1,0 +1,386 @@
+"""Scripts of jobs as real processes in a scratch world."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim import scripts
+from agent_shim.errors import ActionError
+from agent_shim.paths import Paths
+from agent_shim.scripts import DrainSpec, Errand, Scripts
+from tests.support.programs import end_marked, eventually, is_alive, number_in
+
+DISK = DrainSpec(True, "aaa", {}, 1024)
+NEXT = DrainSpec(True, "bbb", {}, 2048)
+UPDATE = ["job_changed", "hash_changed", "ruby"]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path)
+    for directory in (paths.bosh, paths.tmp, paths.log):
+        directory.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+def runner(paths: Paths) -> Iterator[Scripts]:
+    """Scripts with an environment by which what a test left behind is found and killed."""
+    yield Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, grace=5)
+    end_marked("TEST_OF", str(paths.base))
+
+
+@pytest.fixture
+def impatient(runner: Scripts, monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    """For scripts that do not care for TERM."""
+    monkeypatch.setattr(runner, "_grace", 0.1)
+    return runner
+
+
+def script(paths: Paths, job: str, name: str, text: str, *, mode: int = 0o755) -> Path:
+    """Write a shell script of a job."""
+    path = paths.jobs / job / "bin" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(mode)
+    return path
+
+
+def log(paths: Paths, job: str, name: str) -> str:
+    return (paths.log / job / name).read_text()
+
+
+async def test_output_is_appended_to_the_logs_of_the_job(paths: Paths, runner: Scripts) -> None:
+    """Two runs, two lines, in files and directories others cannot read (agent/script/generic_script.go)."""
+    script(paths, "web", "pre-start", "echo out; echo err >&2")
+
+    await runner.run_all("pre-start", ["web", "absent"], {})
+    await runner.run_all("pre-start", ["web", "absent"], {})
+
+    assert log(paths, "web", "pre-start.stdout.log") == "out\nout\n"
+    assert log(paths, "web", "pre-start.stderr.log") == "err\nerr\n"
+    assert stat.S_IMODE((paths.log / "web").stat().st_mode) == 0o750
+    assert stat.S_IMODE((paths.log / "web/pre-start.stdout.log").stat().st_mode) == 0o640
+    assert not (paths.log / "absent").exists()
+
+
+async def test_mode_of_a_log_directory_is_left_alone(paths: Paths, runner: Scripts) -> None:
+    """A job may have opened its logs to its own user."""
+    script(paths, "web", "pre-start", "")
+    (paths.log / "web").mkdir()
+    (paths.log / "web").chmod(0o770)
+
+    await runner.run_all("pre-start", ["web"], {})
+
+    assert stat.S_IMODE((paths.log / "web").stat().st_mode) == 0o770
+
+
+async def test_what_a_script_sees(paths: Paths, runner: Scripts) -> None:
+    """The agent's environment with a PATH of its own, its directory, five steps nicer, no arguments, no input."""
+    script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
+
+    await runner.run_all("pre-start", ["web"], {"EXTRA": "more"})
+
+    expected = f"{scripts.PATH} yes more 0 {paths.bosh} {os.nice(0) + 5}\n"
+    assert log(paths, "web", "pre-start.stdout.log") == expected
+
+
+async def test_given_environment_wins(paths: Paths, runner: Scripts) -> None:
+    """PATH included."""
+    script(paths, "web", "pre-stop", 'echo "$PATH $KEPT"')
+
+    await runner.run_all("pre-stop", ["web"], {"PATH": "/bin", "KEPT": "no"})
+
+    assert log(paths, "web", "pre-stop.stdout.log") == "/bin no\n"
+
+
+async def test_scripts_run_side_by_side_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
+    """Each waits for the one before it; the lists are in the order in which they ended."""
+    wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; touch {}; exit {}'
+    done = [paths.tmp / name for name in "abcd"]
+    script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
+    script(paths, "b", "post-start", wait.format(done[2], done[1], 0))
+    script(paths, "c", "post-start", wait.format(done[3], done[2], 3))
+    script(paths, "d", "post-start", wait.format("/", done[3], 0))
+
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("post-start", ["a", "b", "none", "c", "d"], {})
+
+    assert str(failed.value) == "2 of 4 post-start scripts failed. Failed Jobs: c, a. Successful Jobs: d, b."
+
+
+async def test_all_failed(paths: Paths, runner: Scripts) -> None:
+    """No second list; what cannot be started and what dies by a signal has failed."""
+    script(paths, "a", "pre-start", "", mode=0o644)
+
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("pre-start", ["a"], {})
+
+    assert str(failed.value) == "1 of 1 pre-start scripts failed. Failed Jobs: a."
+
+
+async def test_without_scripts_nothing_happens(runner: Scripts) -> None:
+    """No job has it: success."""
+    await runner.run_all("post-deploy", ["a", "b"], {})
+
+
+@pytest.mark.parametrize(
+    ("job", "name"), [("web", "../../x"), ("web", ".."), ("web", ""), ("../web", "x"), ("a", "b\0")]
+)
+async def test_names_that_lead_elsewhere_are_refused(runner: Scripts, job: str, name: str) -> None:
+    """A name is one part of a path."""
+    with pytest.raises(ActionError, match=r"^cannot run script .* is not a name$"):
+        await runner.run_all(name, [job], {})
+
+
+async def test_what_a_script_leaves_behind_is_not_waited_for(paths: Paths, runner: Scripts) -> None:
+    """A child that keeps the output open does not hold the script, nor is it killed."""
+    left = paths.tmp / "left"
+    script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
+
+    async with asyncio.timeout(5):
+        await runner.run_all("pre-start", ["web"], {})
+
+    child = number_in(left)
+    assert child is not None
+    assert is_alive(child)
+
+
+@pytest.mark.slow
+async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts) -> None:
+    """TERM to the group, KILL to who does not care; the cancellation goes on."""
+    started = paths.tmp / "started"
+    script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
+    running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
+    child = await eventually(lambda: number_in(started))
+    running.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert not is_alive(child)
+
+
+async def test_a_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
+    """Who may write the log directory cannot make root write elsewhere."""
+    script(paths, "web", "pre-start", "echo out")
+    victim = paths.base / "victim"
+    victim.write_text("safe")
+    (paths.log / "web").mkdir()
+    (paths.log / "web/pre-start.stdout.log").symlink_to(victim)
+
+    with pytest.raises(ActionError, match="1 of 1 pre-start scripts failed"):
+        await runner.run_all("pre-start", ["web"], {})
+
+    assert victim.read_text() == "safe"
+
+
+# --- drain ---
+
+
+async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = None) -> None:
+    async with asyncio.timeout(10):
+        await runner.drain(jobs, UPDATE, DISK, NEXT, cancelled or asyncio.Event())
+
+
+async def test_what_a_drain_script_sees(paths: Paths, runner: Scripts) -> None:
+    """Arguments, disks, PATH; as nice as the agent; its exit code says nothing when it prints a number."""
+    told = paths.tmp / "told"
+    script(
+        paths,
+        "web",
+        "drain",
+        f'echo "$* $BOSH_JOB_STATE $BOSH_JOB_NEXT_STATE $PATH $(nice)" >{told}; echo why >&2; echo " 0 "; exit 7',
+    )
+
+    await drain(runner, "web", "absent")
+
+    states = '{"persistent_disk":1024} {"persistent_disk":2048}'
+    assert told.read_text() == f"job_changed hash_changed ruby {states} {scripts.PATH} {os.nice(0)}\n"
+    assert log(paths, "web", "drain.stderr.log") == "why\n"
+
+
+async def test_dynamic_drain_asks_again(paths: Paths, runner: Scripts) -> None:
+    """A negative answer: wait, then ask for the status, without a next state, until it is not negative."""
+    told = paths.tmp / "told"
+    script(
+        paths,
+        "web",
+        "drain",
+        f'echo "$* ${{BOSH_JOB_NEXT_STATE-none}}" >>{told}; [ $(wc -l <{told}) = 3 ] && echo +0 || echo -0001',
+    )
+    begun = time.monotonic()
+
+    await drain(runner, "web")
+
+    assert told.read_text().splitlines()[1:] == ["job_check_status hash_unchanged none"] * 2
+    assert time.monotonic() - begun >= 2
+
+
+async def test_static_drain_waits(paths: Paths, runner: Scripts) -> None:
+    """A positive answer is waited for and that is all."""
+    script(paths, "web", "drain", "echo 1")
+    begun = time.monotonic()
+
+    await drain(runner, "web")
+
+    assert time.monotonic() - begun >= 1
+
+
+@pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
+async def test_who_prints_no_number_has_failed(paths: Paths, runner: Scripts, printed: str) -> None:
+    """The others go on to their end (agent/script/drain/concrete_script.go)."""
+    script(paths, "a", "drain", f'printf %s "{printed}"')
+    script(paths, "b", "drain", "sleep 0.1; echo 0")
+
+    with pytest.raises(ActionError) as failed:
+        await drain(runner, "a", "b")
+
+    assert str(failed.value) == "1 of 2 drain scripts failed. Failed Jobs: a. Successful Jobs: b."
+
+
+async def test_cancel_ends_running_drain_scripts(paths: Paths, runner: Scripts) -> None:
+    """They get TERM, and that they printed nothing is no failure."""
+    started = paths.tmp / "started"
+    script(paths, "web", "drain", f"echo $$ >{started}; sleep 600; echo 0")
+    cancelled = asyncio.Event()
+    draining = asyncio.create_task(drain(runner, "web", cancelled=cancelled))
+    pid = await eventually(lambda: number_in(started))
+    cancelled.set()
+    await draining
+
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("answer", ["-3600", "3600", "-999999999999999999"])
+async def test_cancel_ends_the_wait(paths: Paths, runner: Scripts, answer: str) -> None:
+    """A wait between two calls does not outlive it."""
+    started = paths.tmp / "started"
+    script(paths, "web", "drain", f"echo 1 >>{started}; echo {answer}")
+    cancelled = asyncio.Event()
+    draining = asyncio.create_task(drain(runner, "web", cancelled=cancelled))
+    await eventually(lambda: number_in(started))
+    await asyncio.sleep(0.05)
+    cancelled.set()
+    await draining
+
+    assert started.read_text() == "1\n"
+
+
+async def test_drain_leaves_no_file(paths: Paths, runner: Scripts) -> None:
+    """Its answer is read from a file without a name."""
+    script(paths, "web", "drain", "echo 0")
+
+    await drain(runner, "web")
+
+    assert list(paths.tmp.iterdir()) == []
+
+
+# --- errands ---
+
+
+async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event | None = None) -> Errand:
+    async with asyncio.timeout(20):
+        return await runner.errand(job, cancelled or asyncio.Event())
+
+
+async def test_errand_tells_its_output_and_its_exit_code(paths: Paths, runner: Scripts) -> None:
+    """A failure is a result; nothing is left on disk."""
+    script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(nice)"; echo err >&2; exit 3')
+
+    assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes {os.nice(0)}\n", "err\n", 3)
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_errand_killed_by_a_signal(paths: Paths, runner: Scripts) -> None:
+    """128 and the number of the signal."""
+    script(paths, "smoke", "run", "kill -KILL $$")
+
+    assert (await errand(runner)).exit_code == 137
+
+
+@pytest.mark.parametrize(("trap", "exit_code"), [("", 143), ("trap 'exit 5' TERM;", 5)])
+async def test_cancelled_errand_has_a_result(paths: Paths, runner: Scripts, trap: str, exit_code: int) -> None:
+    """TERM goes to its group; what it had printed is told."""
+    started = paths.tmp / "started"
+    script(paths, "smoke", "run", f"{trap} echo begun; sleep 600 & echo $! >{started}; wait; sleep 600")
+    cancelled = asyncio.Event()
+    running = asyncio.create_task(errand(runner, cancelled=cancelled))
+    child = await eventually(lambda: number_in(started))
+    cancelled.set()
+
+    assert await running == Errand("begun\n", "", exit_code)
+    assert not is_alive(child)
+
+
+async def test_cancelled_errand_that_does_not_care_is_killed(paths: Paths, impatient: Scripts) -> None:
+    """KILL comes after the grace; that is a result too."""
+    started = paths.tmp / "started"
+    script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
+    cancelled = asyncio.Event()
+    running = asyncio.create_task(errand(impatient, cancelled=cancelled))
+    await eventually(lambda: number_in(started))
+    cancelled.set()
+
+    assert await running == Errand("", "", 137)
+
+
+async def test_errand_that_cannot_start(paths: Paths, runner: Scripts) -> None:
+    """The error names the script and the reason (agent/action/run_errand.go)."""
+    with pytest.raises(ActionError) as failed:
+        await errand(runner)
+
+    path = paths.jobs / "smoke/bin/run"
+    assert str(failed.value) == f"Running errand script: cannot run {path}: No such file or directory"
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_long_errand_output_is_cut_and_kept(paths: Paths, runner: Scripts) -> None:
+    """The reply is in bounds, the whole stays in a file that only root reads, until the next errand of the job."""
+    script(paths, "smoke", "run", "head -c 3000000 /dev/zero; echo end; head -c 600000 /dev/zero | tr '\\0' e >&2")
+
+    ended = await errand(runner)
+
+    kept = paths.tmp / "errand-smoke.stdout"
+    assert ended.stdout.endswith("end\n")
+    assert str(kept) in ended.stdout
+    assert kept.stat().st_size == 3000004
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert scripts.SHOWN * 0.9 < scripts._encoded(ended.stdout) + scripts._encoded(ended.stderr) <= scripts.SHOWN
+
+    script(paths, "smoke", "run", "echo short")
+    assert await errand(runner) == Errand("short\n", "", 0)
+    assert list(paths.tmp.iterdir()) == []
+
+
+async def test_errand_output_goes_into_no_file_of_others(paths: Paths, runner: Scripts) -> None:
+    """A link that waits in its place is replaced, not followed."""
+    script(paths, "smoke", "run", "echo out")
+    victim = paths.base / "victim"
+    victim.write_text("safe")
+    (paths.tmp / "errand-smoke.stdout").symlink_to(victim)
+
+    assert (await errand(runner)).stdout == "out\n"
+    assert victim.read_text() == "safe"
+
+
+async def test_errand_that_we_are_made_to_leave(paths: Paths, runner: Scripts) -> None:
+    """When the agent itself ends, the errand ends with it and leaves no file."""
+    started = paths.tmp / "started"
+    script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
+    running = asyncio.create_task(errand(runner))
+    pid = await eventually(lambda: number_in(started))
+    running.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert not is_alive(pid)
+    assert list(paths.tmp.iterdir()) == [started]

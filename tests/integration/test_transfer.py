@@ -1,0 +1,350 @@
+"""HTTP transfers against real sockets: what is sent, what is refused, what a failure says and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gzip
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.blobstore import Timing
+from agent_shim.blobstore.transfer import Transfer, proxy_for
+from agent_shim.demo.pki import EXPIRED, Authority
+from agent_shim.errors import BlobError
+from tests.support import http
+from tests.support.http import Server, http_proxy, http_server
+
+FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
+BLOB = os.urandom(200_000)
+SECRET = "sig=s3cr3t"
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with http_server() as server:
+        server.blobs["/b"] = BLOB
+        yield server
+
+
+@pytest.fixture
+async def transfer(tmp_path: Path) -> AsyncIterator[Transfer]:
+    async with Transfer("", FAST, tmp_path) as transfer:
+        yield transfer
+
+
+async def got(transfer: Transfer, url: str, **headers: str) -> bytes:
+    with await transfer.download(url, headers) as file:
+        file.seek(0)
+        return file.read()
+
+
+async def failure(transfer: Transfer, url: str) -> str:
+    with pytest.raises(BlobError) as caught:
+        await got(transfer, url)
+    return str(caught.value)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --- GET ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_url_is_asked_for_as_it_stands(server: Server, transfer: Transfer) -> None:
+    """Another spelling of the same URL would have another signature; given headers are set as they are."""
+    query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
+    assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
+
+    assert server.requests[0].target == f"/b?{query}"
+    assert server.requests[0].headers["extra"] == "header"
+    assert server.requests[0].headers["accept-encoding"] == "identity"
+
+
+async def test_a_body_without_length_is_taken_to_its_end(server: Server, transfer: Transfer) -> None:
+    """As some servers send it."""
+    server.plan = [http.NO_LENGTH]
+
+    assert await got(transfer, f"{server.url}/b") == BLOB
+
+
+async def test_a_body_is_taken_as_it_is(server: Server, transfer: Transfer) -> None:
+    """An archive that a server calls encoded is still the archive whose digest is known."""
+    server.blobs["/b"] = gzip.compress(BLOB)
+    server.plan = [http.ENCODED]
+
+    assert await got(transfer, f"{server.url}/b") == server.blobs["/b"]
+
+
+async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> None:
+    """To where the blob is; the password stays with the host it was for."""
+    async with http_server() as other:
+        other.blobs["/c"] = b"there"
+        server.plan = [f"redirect:{other.url}/c?{SECRET}"]
+
+        assert await got(transfer, f"{server.url}/b", authorization=http.basic("me:word")) == b"there"
+        assert "authorization" not in other.requests[0].headers
+    assert server.requests[0].headers["authorization"] == http.basic("me:word")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("404", "Error executing GET, response was 404 from HOST"),
+        ("500", "Error executing GET, response was 500 from HOST"),
+        ("300", "Error executing GET, response was 300 from HOST"),
+        (http.HALF, "Excuting GET request: HOST: the body ended too early"),
+        (http.STALL, "Excuting GET request: HOST: it stalled"),
+        (http.SILENT, "Excuting GET request: HOST: it stalled"),
+        (http.DRIBBLE, "Excuting GET request: HOST: it stalled"),
+    ],
+)
+async def test_a_failed_get_says_which_host_and_why(server: Server, transfer: Transfer, how: str, text: str) -> None:
+    """In bounded time, however the server fails, and without the secrets of the URL."""
+    server.plan = [how]
+    begun_at = time.monotonic()
+    said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
+
+    assert said == text.replace("HOST", server.host)
+    assert time.monotonic() - begun_at < 5
+
+
+async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: Path) -> None:
+    """What counts is how much came lately, not how long it all takes."""
+    server.blobs["/slow"] = b"slow and steady"
+    server.plan = [http.DRIBBLE]
+    async with Transfer("", dataclasses.replace(FAST, least=1), tmp_path) as transfer:
+        assert await got(transfer, f"{server.url}/slow") == b"slow and steady"
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://127.0.0.1:1/b?" + SECRET, "Excuting GET request: 127.0.0.1:1: Connection refused"),
+        ("http://name.invalid/b?" + SECRET, "Excuting GET request: name.invalid:80: "),
+        ("gopher://h/b?" + SECRET, "Excuting GET request: h:None: "),
+        ("http://[bad/b?" + SECRET, "Excuting GET request: the host: "),
+        ("", "Excuting GET request: "),
+    ],
+)
+async def test_an_unreachable_host_is_named(transfer: Transfer, url: str, text: str) -> None:
+    """Even if the URL makes no sense."""
+    said = await failure(transfer, url)
+
+    assert said.startswith(text)
+    assert "s3cr3t" not in said
+
+
+async def test_a_redirect_without_end_is_left(server: Server, transfer: Transfer) -> None:
+    """Ten are enough."""
+    server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
+
+    assert await failure(transfer, f"{server.url}/b") == (
+        f"Excuting GET request: {server.host}: it redirects again and again"
+    )
+
+
+# --- PUT ------------------------------------------------------------------------------------------------------------
+
+
+async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers: str) -> None:
+    (where / "upload").write_bytes(data)
+    with (where / "upload").open("rb") as source:
+        await transfer.upload(url, source, headers)
+
+
+@pytest.mark.parametrize("continues", [True, False])
+async def test_a_file_is_put_with_its_length(
+    server: Server, transfer: Transfer, tmp_path: Path, continues: bool
+) -> None:
+    """Whether or not the server says that it wants it."""
+    server.continues = continues
+    await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
+    [request] = server.requests
+
+    assert server.blobs["/new"] == BLOB
+    assert (request.method, request.target) == ("PUT", f"/new?{SECRET}")
+    wanted = {"accept": "text/plain", "expect": "100-continue", "content-length": str(len(BLOB)), "extra": "header"}
+    assert wanted.items() <= request.headers.items()
+    assert "transfer-encoding" not in request.headers
+
+
+async def test_an_empty_file_is_put(server: Server, transfer: Transfer, tmp_path: Path) -> None:
+    """With a length of nothing."""
+    await put(transfer, f"{server.url}/new", b"", tmp_path)
+
+    assert server.blobs["/new"] == b""
+    assert server.requests[0].headers["accept"] == "*/*"
+
+
+@pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
+async def test_a_refused_put_is_told_by_its_status(
+    server: Server, transfer: Transfer, tmp_path: Path, how: str
+) -> None:
+    """Also when the server refuses before it has read anything; a redirect counts as refused."""
+    server.plan = [how]
+    with pytest.raises(BlobError) as caught:
+        await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)
+
+    status = how if how.isdigit() else "302"
+    assert str(caught.value) == f"Error executing PUT, response was {status} from {server.host}"
+    assert len(server.requests) == 1
+
+
+async def test_a_server_may_think_about_what_it_got(server: Server, transfer: Transfer, tmp_path: Path) -> None:
+    """Longer than it may let a transfer stall."""
+    server.plan = [http.THINK]
+    await put(transfer, f"{server.url}/new", BLOB, tmp_path)
+
+    assert server.blobs["/new"] == BLOB
+
+
+async def test_a_put_that_nobody_answers_ends(server: Server, tmp_path: Path) -> None:
+    """After the time an answer may take."""
+    server.plan = [http.SILENT]
+    async with Transfer("", dataclasses.replace(FAST, answer=0.2), tmp_path) as transfer:
+        with pytest.raises(BlobError, match=f"Executing PUT request: {server.host}: it stalled"):
+            await put(transfer, f"{server.url}/new", BLOB, tmp_path)
+
+
+# --- TLS ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of those of the system."""
+    authority, system = Authority("blobstore-ca"), Authority("system-ca")
+    (tmp_path / "system.pem").write_text(system.ca)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
+    async with http_server(tmp_path, system.server()) as server:
+        server.blobs["/b"] = BLOB
+        async with Transfer("", FAST, tmp_path) as of_system, Transfer(authority.ca, FAST, tmp_path) as of_settings:
+            assert await got(of_system, f"{server.url}/b") == BLOB
+            assert "its certificate is not trusted" in await failure(of_settings, f"{server.url}/b")
+    async with http_server(tmp_path, authority.server()) as server:
+        server.blobs["/b"] = BLOB
+        async with Transfer(authority.ca, FAST, tmp_path) as trusting:
+            assert await got(trusting, f"{server.url}/b") == BLOB
+        for ca in ("", Authority("another").ca):
+            async with Transfer(ca, FAST, tmp_path) as doubting:
+                said = await failure(doubting, f"{server.url}/b?{SECRET}")
+                assert said.startswith(f"Excuting GET request: {server.host}: its certificate is not trusted: ")
+                assert "s3cr3t" not in said
+
+
+@pytest.mark.parametrize("wrong", ["host", "time"])
+async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wrong: str) -> None:
+    """The text says what is wrong with it."""
+    authority = Authority("blobstore-ca")
+    pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
+    async with http_server(tmp_path, pair) as server, Transfer(authority.ca, FAST, tmp_path) as transfer:
+        said = await failure(transfer, f"{server.url}/b")
+
+    assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
+
+
+async def test_a_ca_that_is_none_is_told(tmp_path: Path) -> None:
+    """Not what it was."""
+    with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is no PEM certificate$"):
+        Transfer("s3cr3t", FAST, tmp_path)
+
+
+# --- proxies --------------------------------------------------------------------------------------------------------
+
+
+async def test_proxies_of_the_environment_are_used(
+    server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With their password, for plain requests and tunnels."""
+    monkeypatch.setattr("agent_shim.blobstore.transfer._is_excepted", lambda *_: False)
+    authority = Authority("blobstore-ca")
+    async with (
+        http_proxy() as proxy,
+        http_server(tmp_path, authority.server()) as secure,
+        Transfer(authority.ca, FAST, tmp_path) as trusting,
+    ):
+        for name in ("HTTP_PROXY", "https_proxy"):
+            monkeypatch.setenv(name, f"http://me:word@127.0.0.1:{proxy.port}")
+        secure.blobs["/b"] = b"secure"
+
+        assert await got(transfer, f"{server.url}/b?q") == BLOB
+        assert await got(trusting, f"{secure.url}/b") == b"secure"
+        assert [(seen.method, seen.target) for seen in proxy.seen] == [
+            ("GET", f"{server.url}/b?q"),
+            ("CONNECT", secure.host),
+        ]
+        assert {seen.headers["proxy-authorization"] for seen in proxy.seen} == {http.basic("me:word")}
+
+
+async def test_a_proxy_that_is_gone_is_named_without_its_password(
+    transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the proxy that is wrong, and the text says so."""
+    monkeypatch.setenv("HTTP_PROXY", "http://me:word@127.0.0.1:1")
+    said = await failure(transfer, "http://blobs.example/b")
+
+    assert said == "Excuting GET request: blobs.example:80: its proxy 127.0.0.1:1 cannot be reached: Connection refused"
+
+
+ENVIRONMENT = {
+    "HTTP_PROXY": "proxy:3128",
+    "https_proxy": "http://secure:1",
+    "NO_PROXY": "10.0.0.0/8, .internal,example.com:8080,*.star.net, 192.168.1.1 ,[fd00::1]:25,fd01::/16",
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [
+        (("http", "blobs.org", 80), "http://proxy:3128"),
+        (("https", "blobs.org", 443), "http://secure:1"),
+        (("http", "localhost", 80), None),
+        (("http", "127.0.0.8", 80), None),
+        (("http", "::1", 80), None),
+        (("http", "10.1.2.3", 80), None),
+        (("http", "11.1.2.3", 80), "http://proxy:3128"),
+        (("http", "192.168.1.1", 80), None),
+        (("http", "a.internal", 80), None),
+        (("http", "A.INTERNAL", 80), None),
+        (("http", "notinternal", 80), "http://proxy:3128"),
+        (("http", "example.com", 8080), None),
+        (("http", "a.example.com", 8080), None),
+        (("http", "example.com", 80), "http://proxy:3128"),
+        (("http", "a.star.net", 80), None),
+        (("http", "fd00::1", 25), None),
+        (("http", "fd00::1", 26), "http://proxy:3128"),
+        (("http", "fd01::5", 80), None),
+    ],
+)
+def test_exceptions_of_the_environment_are_kept(url: tuple[str, str, int], proxy: str | None) -> None:
+    """Networks too, which Python's own rules lack and platforms of containers use."""
+    assert proxy_for(*url, ENVIRONMENT) == proxy
+
+
+def test_a_star_excepts_all() -> None:
+    """And nothing set means no proxy."""
+    assert proxy_for("http", "h", 80, {"http_proxy": "p", "no_proxy": "*"}) is None
+    assert proxy_for("http", "h", 80, {}) is None
+
+
+async def test_nothing_is_left_open(server: Server, transfer: Transfer) -> None:
+    """After failures as after successes, once the client is closed."""
+    before = open_files()
+    server.plan = ["404", http.HALF, http.STALL, ""]
+    for _ in range(3):
+        await failure(transfer, f"{server.url}/b")
+    await got(transfer, f"{server.url}/b")
+    await asyncio.sleep(0.1)
+
+    assert open_files() <= before + 1

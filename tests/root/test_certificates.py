@@ -1,0 +1,156 @@
+"""Trusted certificates on a machine of their own: TLS believes in them, and no longer when they are taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from agent_shim.demo.pki import Authority
+from tests.root.conftest import Inside
+from tests.support.machine import Machine
+
+pytestmark = pytest.mark.root
+
+PLACE = "usr/local/share/ca-certificates"
+TRUSTED = "etc/ssl/certs/ca-certificates.crt"
+COMMAND = "/usr/sbin/update-ca-certificates"
+FIRST, SECOND, THIRD = (Authority(f"authority {number}") for number in range(3))
+
+
+@pytest.fixture(autouse=True)
+def place(box: Machine) -> Iterator[None]:
+    """An empty place for local authorities, and what the command makes of it."""
+    box.run(f"mount -t tmpfs -o mode=0755 tmpfs /{PLACE} && {COMMAND} -f >/dev/null")
+    yield
+    box.run(f"umount /{PLACE}")
+
+
+@pytest.fixture
+def fake(box: Machine) -> Iterator[None]:
+    """A command in place of the real one, ``/mnt/fake``, which a test writes."""
+    box.write("/mnt/fake", "", mode=0o755)
+    box.run(f"mount --bind /mnt/fake {COMMAND}")
+    yield
+    box.run(f"umount {COMMAND}")
+
+
+def install(*authorities: Authority, tries: int = 3, patience: float = 60) -> str:
+    bundle = "and then\n".join(authority.ca for authority in authorities)
+    return (
+        "from agent_shim import certificates\n"
+        f"certificates.PATIENCE = {patience}\n"
+        "certificates.GRACE = 0.1\n"
+        f"return await certificates.Certificates(Paths()).install({bundle!r}, tries={tries})"
+    )
+
+
+def is_trusted(box: Machine, authority: Authority) -> bool:
+    """Whether OpenSSL believes a server with a certificate of the authority, in both forms that programs read."""
+    box.write("/mnt/leaf.pem", "")
+    (box.root / "mnt/leaf.pem").write_text(authority.server().certificate)
+    verify = "openssl verify -no-CAstore /mnt/leaf.pem >/dev/null 2>&1 && echo yes || echo no"
+    both = [
+        box.run(verify.replace("-no-CAstore", "-no-CAstore -no-CAfile -CApath /etc/ssl/certs")),
+        box.run(verify.replace("-no-CAstore", f"-no-CAstore -no-CApath -CAfile /{TRUSTED}")),
+    ]
+    assert both[0] == both[1]
+    return both[0] == "yes\n"
+
+
+def names(box: Machine) -> list[str]:
+    return sorted(path.name for path in (box.root / PLACE).iterdir())
+
+
+def test_what_is_given_is_trusted_and_nothing_else(box: Machine, inside: Inside) -> None:
+    """Each time anew; the authorities of the image stay."""
+    (box.root / PLACE / "own.crt").write_text(THIRD.ca)
+    assert inside(install(FIRST, SECOND)) is None
+    assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
+    assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [True, True, True]
+
+    assert inside(install(SECOND)) is None
+    assert names(box) == ["bosh-trusted-cert-1.crt", "own.crt"]
+    assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [False, True, True]
+
+    assert inside(install()) is None
+    assert names(box) == ["own.crt"]
+    assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [False, False, True]
+
+
+def test_the_same_again_costs_nothing(box: Machine, inside: Inside) -> None:
+    """Directors say it to every machine whenever they say anything."""
+    inside(install(FIRST))
+    before = (box.root / TRUSTED).stat()
+    inside(install(FIRST))
+    after = (box.root / TRUSTED).stat()
+
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_new_container_learns_them_again(box: Machine, inside: Inside) -> None:
+    """Its files are those of the image."""
+    inside(install(FIRST))
+    box.run(f"rm /{PLACE}/* && {COMMAND} -f >/dev/null")
+    assert not is_trusted(box, FIRST)
+
+    inside(install(FIRST, tries=1))
+    assert is_trusted(box, FIRST)
+
+
+@pytest.mark.parametrize("were", [[], [SECOND]])
+def test_what_was_interrupted_is_taken_up(box: Machine, inside: Inside, were: list[Authority]) -> None:
+    """The files were changed, and then the agent was killed."""
+    inside(install(*were))
+    box.run(f"rm -f /{PLACE}/*")
+    if not were:
+        (box.root / PLACE / "bosh-trusted-cert-1.crt").write_text(FIRST.ca)
+    inside(install(*([] if were else [FIRST])))
+
+    assert [is_trusted(box, each) for each in (FIRST, SECOND)] == [not were, False]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_command_that_hangs_is_ended_and_tried_again(box: Machine, inside: Inside, tries: int) -> None:
+    """Up to a number of times; then it is told, and the next request begins anew."""
+    (box.root / "mnt/fake").write_text("#!/bin/sh\ntrap '' TERM\necho $$ $* >>/mnt/calls\nsleep 1000\n")
+    error = inside(install(FIRST, tries=tries, patience=0.2))
+    calls = (box.root / "mnt/calls").read_text().splitlines()
+    (box.root / "mnt/calls").unlink()
+    (box.root / "mnt/fake").write_text("#!/bin/sh\necho again >>/mnt/calls\n")
+
+    assert error == f"Updating certificates with retries: cannot run {COMMAND}: it takes longer than 0 seconds"
+    assert [call.split()[1:] for call in calls] == [["-f"]] * tries
+    assert not [call for call in calls if (box.root / "proc" / call.split()[0]).exists()]
+    assert inside(install(FIRST)) is None
+    assert (box.root / "mnt/calls").read_text() == "again\n"
+    (box.root / "mnt/calls").unlink()
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_command_that_works_the_second_time_is_good_enough(box: Machine, inside: Inside) -> None:
+    """It fails now and then."""
+    (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
+
+    assert inside(install(FIRST)) is None
+
+
+def test_an_image_without_the_command(box: Machine, inside: Inside) -> None:
+    """Has no trouble as long as there is nothing to trust."""
+    box.run("mount --bind /dev/null /usr/sbin/update-ca-certificates")
+    try:
+        assert inside(install()) is None
+        assert inside(install(FIRST)) == (
+            f"Updating certificates with retries: cannot run {COMMAND}: Permission denied"
+        )
+    finally:
+        box.run("umount /usr/sbin/update-ca-certificates")
+
+
+def test_a_place_that_cannot_be_written(box: Machine, inside: Inside) -> None:
+    """A read-only root file system, say."""
+    box.run(f"mount -o remount,ro /{PLACE}")
+
+    error = inside(install(FIRST))
+    assert error.startswith(f"cannot install trusted certificates: cannot write /{PLACE}/bosh-trusted-cert-1.crt: ")

@@ -1,0 +1,375 @@
+"""OpenSSH logs in as the user that ``ssh`` has made, to a server that the agent has started; a network of its own."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.root.conftest import Inside
+from tests.structure.source import ROOT
+from tests.support.machine import Machine
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("sshd", path="/usr/sbin") is None, reason="needs openssh-server"),
+]
+
+DIES = ["setpriv", "--pdeathsig", "KILL"]
+"""Before a command that must end when the process that the test knows is killed."""
+
+_AGENT = """
+from types import SimpleNamespace
+from agent_shim import boot
+from agent_shim.actions.access import SshParams, ssh
+from agent_shim.settings import Effective, Network, Settings, UpdateSettings
+from agent_shim.sshd import Sshd
+from agent_shim.users import Users
+paths = Paths()
+boot.make_tree(paths)
+users = Users(paths)
+sshd = Sshd(paths, {port}, lambda: bool(users.ephemeral()))
+network = Network(type="manual", ip="127.0.0.1", netmask="255.0.0.0", default=["gateway"])
+settings = SimpleNamespace(current=Effective(Settings("agent-1", networks={{"a": network}}), UpdateSettings()))
+agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
+"""
+
+
+@dataclass
+class Alone:
+    """The machine with a network that nobody else sees; each request is answered by an agent started anew."""
+
+    box: Machine
+    inside: Inside
+    prefix: list[str]
+    key: Path
+    """The operator's private key, in the scratch directory that both sides see."""
+
+    def agent(self, body: str, *, port: int = 22) -> Any:
+        return self.inside(_AGENT.format(port=port) + body, *self.prefix)
+
+    def setup(self, user: str, *, port: int = 22) -> Any:
+        key = self.key.with_suffix(".pub").read_text()
+        return self.agent(f"return await ssh(agent, 'setup', SshParams({user!r}, {key!r}))", port=port)
+
+    def cleanup(self, pattern: str = "^bosh_", *, port: int = 22) -> Any:
+        return self.agent(f"return await ssh(agent, 'cleanup', SshParams(user_regex={pattern!r}))", port=port)
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        """Run a program in the network."""
+        running = self.box.popen([*self.prefix, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        out, err = running.communicate(timeout=60)
+        return subprocess.CompletedProcess(argv, running.returncode, str(out), str(err))
+
+    def login(self, user: str, host_key: str, command: str, *, port: int = 22) -> subprocess.CompletedProcess[str]:
+        """What ``bosh ssh`` does, which trusts no other host key than the one that it was told."""
+        known = self.key.with_name("known_hosts")
+        known.write_text(f"[127.0.0.1]:{port} {host_key}" if port != 22 else f"127.0.0.1 {host_key}")
+        return self.run(*self._command("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
+
+    def copy(self, user: str, path: str, target: str) -> subprocess.CompletedProcess[str]:
+        known = self.key.with_name("known_hosts")
+        return self.run(*self._command("scp", known), f"{user}@127.0.0.1:{path}", target)
+
+    def _command(self, program: str, known: Path) -> list[str]:
+        inside = {path: str(Machine.SCRATCH / path.name) for path in (self.key, known)}
+        options = [
+            f"UserKnownHostsFile={inside[known]}",
+            "StrictHostKeyChecking=yes",
+            "BatchMode=yes",
+            "IdentitiesOnly=yes",
+        ]
+        return [program, "-F", "none", "-i", inside[self.key], *(f"-o{option}" for option in options)]
+
+    def servers(self) -> list[str]:
+        """The command lines of servers that listen, told by the kernel's tables."""
+        return [line for line in self.box.run("ps -ewwo args --no-headers").splitlines() if "[listener]" in line]
+
+
+@pytest.fixture(scope="module")
+def network(box: Machine) -> Iterator[list[str]]:
+    """The words before a command that make it run in a network of its own."""
+    holder = box.popen(
+        [*DIES, "unshare", "-n", "sh", "-c", "ip link set lo up && echo $$ && exec sleep 999"], stdout=-1
+    )
+    assert holder.stdout is not None
+    pid = holder.stdout.readline().decode().strip()
+    try:
+        yield ["nsenter", "-t", pid, "-n", "--"]
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.fixture
+def alone(
+    box: Machine, network: list[str], inside: Inside, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Alone]:
+    key = box.root / str(Machine.SCRATCH / "operator").lstrip("/")
+    if not key.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+        box.run("mount -t tmpfs -o mode=0755 tmpfs /run")
+        sudoers = box.root / "etc/sudoers.d/bosh_sudoers"
+        shutil.copy(ROOT / "stemcell_overlay/rootfs/etc/sudoers.d/bosh_sudoers", sudoers)
+        sudoers.chmod(0o440)
+    alone = Alone(box, inside, network, key)
+    assert alone.servers() == []
+    try:
+        yield alone
+    finally:
+        alone.cleanup()
+        assert alone.servers() == []
+
+
+def test_an_operator_logs_in(alone: Alone) -> None:
+    """To a container with neither host key nor server; with sudo, and the groups of operators."""
+    for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
+        path.unlink()
+    found = alone.setup("bosh_jane")
+    done = alone.login("bosh_jane", found["host_public_key"], "id -un; id -nG; pwd; sudo -n id -un")
+
+    assert (found["command"], found["status"], found["ip"]) == ("setup", "success", "127.0.0.1")
+    assert done.returncode == 0, done.stderr
+    name, groups, home, root = done.stdout.splitlines()
+    assert (name, home, root) == ("bosh_jane", "/var/vcap/bosh_ssh/bosh_jane", "root")
+    assert set(groups.split()) == {"bosh_jane", "vcap", "admin", "bosh_sudoers", "bosh_sshers"}
+    assert stat.S_IMODE((alone.box.root / "etc/ssh/ssh_host_rsa_key").stat().st_mode) == 0o600
+    assert "Accepted publickey for bosh_jane" in (alone.box.vcap / "bosh/log/sshd.log").read_text()
+
+
+def test_the_host_key_stays(alone: Alone) -> None:
+    """Another request is told the same, and a lost public half comes back the same."""
+    first = alone.agent("return await sshd.host_key()")
+    key = alone.box.root / "etc/ssh/ssh_host_rsa_key"
+    private = key.read_bytes()
+    key.with_suffix(".pub").unlink()
+    second = alone.agent("return await sshd.host_key()")
+
+    assert first.startswith("ssh-rsa ")
+    assert second.split()[:2] == first.split()[:2]
+    assert key.read_bytes() == private
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key.with_suffix(".pub").stat().st_mode) == 0o644
+
+
+def test_a_host_key_that_cannot_be_made_is_told_and_leaves_no_user(alone: Alone) -> None:
+    """An image whose /etc is read-only cannot have users either, one without ssh-keygen can."""
+    (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
+    alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
+    try:
+        error = alone.setup("bosh_any")
+    finally:
+        alone.box.run("umount /usr/bin/ssh-keygen")
+
+    assert error == "Getting host public key: cannot run ssh-keygen: Permission denied"
+    assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
+
+
+def test_the_server_is_there_while_somebody_may_log_in(alone: Alone) -> None:
+    """One for all; it goes with the last of them, which another agent may see to."""
+    key = alone.setup("bosh_one")["host_public_key"]
+    assert alone.setup("bosh_two")["host_public_key"] == key
+    assert len(alone.servers()) == 1
+
+    alone.cleanup("^bosh_one$")
+    assert len(alone.servers()) == 1
+    assert alone.login("bosh_two", key, "true").returncode == 0
+    assert alone.login("bosh_one", key, "true").returncode == 255
+
+    alone.cleanup("^bosh_two$")
+    assert alone.servers() == []
+    assert alone.run("ss", "-Htln").stdout == ""
+
+
+def test_who_is_logged_in_stays_when_the_server_goes(alone: Alone) -> None:
+    """An operator's session is not cut by another operator's clean-up."""
+    key = alone.setup("bosh_long")["host_public_key"]
+    known = alone.key.with_name("known_hosts")
+    known.write_text(f"127.0.0.1 {key}")
+    talking = alone.box.popen(
+        [
+            *DIES,
+            *alone.prefix,
+            *alone._command("ssh", known),
+            "bosh_long@127.0.0.1",
+            "echo here; read line; echo got $line",
+        ],
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+    )
+    assert talking.stdout is not None
+    assert talking.stdout.readline() == b"here\n"
+    alone.agent("sshd._is_needed = lambda: False\nawait sshd.settle()")
+    assert alone.servers() == []
+    out, _ = talking.communicate(b"it\n", timeout=30)
+
+    assert out == b"got it\n"
+
+
+def test_an_archive_of_logs_is_fetched_as_the_cli_does_it(alone: Alone) -> None:
+    """It belongs to the operator, and scp gets it."""
+    alone.setup("bosh_cli")
+    bundle = alone.agent(
+        "from agent_shim.actions.logs import Bundle, bundle_logs\n"
+        "from agent_shim.logs import Logs\n"
+        "agent.logs = Logs(paths)\n"
+        "(paths.log / 'a.log').write_text('line')\n"
+        "return await bundle_logs(agent, Bundle('bosh_cli', 'job', []))"
+    )
+    got = alone.copy("bosh_cli", bundle["logs_tar_path"], f"{Machine.SCRATCH}/got.tgz")
+    other = alone.setup("bosh_other") and alone.copy("bosh_other", bundle["logs_tar_path"], "/dev/null")
+
+    assert got.returncode == 0, got.stderr
+    listed = alone.box.run(f"sha512sum {Machine.SCRATCH}/got.tgz && tar -tzf {Machine.SCRATCH}/got.tgz").split()
+    assert f"sha512:{listed[0]}" == bundle["sha512"]
+    assert listed[2:] == ["./a.log"]
+    assert "Permission denied" in other.stderr
+
+
+@pytest.mark.parametrize("user", ["root", "vcap", "nobody"])
+def test_nobody_else_comes_in(alone: Alone, user: str) -> None:
+    """Not even with a key that would open the door: root never, others only as members of the group."""
+    key = alone.setup("bosh_any")["host_public_key"]
+    public = alone.key.with_suffix(".pub").read_text()
+    home = alone.box.vcap / "home" / user
+    (home / ".ssh").mkdir(parents=True)
+    (home / ".ssh/authorized_keys").write_text(public)
+    alone.box.run(f"chown -R {user} /var/vcap/home/{user}")
+    passwd, group = (alone.box.root / "etc" / name for name in ("passwd", "group"))
+    kept = passwd.read_text(), group.read_text()
+    passwd.write_text("".join(":".join(_at_home(line.split(":"), user)) + "\n" for line in kept[0].splitlines()))
+    if user == "root":
+        group.write_text(kept[1].replace("bosh_sshers:x:1003:", "bosh_sshers:x:1003:root,"))
+    try:
+        done = alone.login(user, key, "true")
+    finally:
+        passwd.write_text(kept[0])
+        group.write_text(kept[1])
+
+    assert done.returncode == 255
+    said = (alone.box.vcap / "bosh/log/sshd.log").read_text().splitlines()[-3:]
+    assert any("not allowed because" in line for line in said), said
+
+
+def _at_home(entry: list[str], user: str) -> list[str]:
+    """A line of passwd, with a home and a shell to log in with if it is the user's."""
+    return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
+
+
+def test_passwords_do_not_count(alone: Alone) -> None:
+    """The server offers keys alone."""
+    alone.setup("bosh_any")
+    known = alone.key.with_name("known_hosts")
+    options = ["-oPubkeyAuthentication=no", "-v"]
+    done = alone.run(*alone._command("ssh", known), *options, "bosh_any@127.0.0.1", "true")
+
+    assert "Permission denied (publickey)." in done.stderr
+
+
+def test_another_port(alone: Alone) -> None:
+    """As agent.json says; what listens there is left alone, whoever it is."""
+    key = alone.setup("bosh_port", port=2222)["host_public_key"]
+
+    assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
+    assert "0.0.0.0:2222" in alone.run("ss", "-Htln").stdout
+
+    alone.setup("bosh_port", port=2222)
+    assert len(alone.servers()) == 1
+
+
+@pytest.fixture
+def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
+    """Somebody who listens on port 22 of an address."""
+    listening: list[subprocess.Popen[bytes]] = []
+
+    def listen(address: str) -> None:
+        code = (
+            f"import socket, time; s = socket.create_server(({address!r}, 22)); print('up', flush=True); time.sleep(99)"
+        )
+        listening.append(alone.box.popen([*DIES, *alone.prefix, "python3", "-c", code], stdout=-1))
+        assert (out := listening[0].stdout) is not None
+        assert out.readline() == b"up\n"
+
+    yield listen
+    for process in listening:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str], None]) -> None:
+    """That of the image, say; it stays when everybody has gone."""
+    stranger("0.0.0.0")
+
+    assert alone.setup("bosh_any")["status"] == "success"
+    assert alone.servers() == []
+    assert alone.cleanup()["status"] == "success"
+    assert ":22 " in alone.run("ss", "-Htln").stdout
+
+
+def test_a_server_that_cannot_start_is_told_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
+    """In the server's words."""
+    stranger("127.0.0.1")  # serves nobody from elsewhere
+    error = alone.agent(
+        "from agent_shim import sshd as module\n"
+        "module._CONFIG += 'NoSuchOption yes\\n'\n"
+        f"return await ssh(agent, 'setup', SshParams('bosh_any', {alone.key.with_suffix('.pub').read_text()!r}))"
+    )
+
+    assert error.startswith("Seeing to sshd: it ended with code 255: ")
+    assert "Bad configuration option: NoSuchOption" in error
+    assert alone.servers() == []
+    assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
+
+
+def test_a_container_without_sshd_is_told(alone: Alone) -> None:
+    """And keeps no user."""
+    alone.box.run("mkdir -p /tmp/empty && cp -a /usr/sbin/user* /tmp/empty/ && mount --bind /tmp/empty /usr/sbin")
+    try:
+        error = alone.setup("bosh_any")
+        passwd = (alone.box.root / "etc/passwd").read_text()
+    finally:
+        alone.box.run("umount /usr/sbin")
+
+    assert error == "Seeing to sshd: nothing listens on port 22, and there is no sshd (package openssh-server)"
+    assert "bosh_any" not in passwd
+
+
+def test_a_server_that_is_being_stopped_is_none(alone: Alone) -> None:
+    """Whoever needs one at that moment gets another, even if the first one lingers."""
+    alone.agent(
+        "import signal\n"
+        "from agent_shim.host import proc\n"
+        "sshd._is_needed = lambda: True\n"
+        "await sshd.settle()\n"
+        "(pid,) = [pid for pid in proc.table() if proc.command_line(pid).startswith('sshd: ')]\n"
+        "os.kill(pid, signal.SIGSTOP)\n"
+        "sshd._is_needed = lambda: False\n"
+        "stopping = asyncio.create_task(sshd.settle())\n"
+        "await asyncio.sleep(0)\n"
+        "sshd._is_needed = lambda: True\n"
+        "await asyncio.gather(stopping, *(sshd.settle() for _ in range(5)))"
+    )
+
+    assert len(alone.servers()) == 1
+
+
+def test_requests_at_once(alone: Alone) -> None:
+    """Ten set-ups start one server; ten clean-ups beside one set-up leave it for the one."""
+    key = alone.key.with_suffix(".pub").read_text()
+    alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
+    assert len(alone.servers()) == 1
+    alone.agent(
+        "await asyncio.gather(\n"
+        "    *(ssh(agent, 'cleanup', SshParams(user_regex=f'^bosh_n{i}$')) for i in range(10)),\n"
+        f"    ssh(agent, 'setup', SshParams('bosh_last', {key!r})),\n"
+        ")"
+    )
+
+    assert alone.login("bosh_last", alone.setup("bosh_last")["host_public_key"], "true").returncode == 0

@@ -1,0 +1,177 @@
+"""Real users on a machine of their own."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from tests.root.conftest import Inside
+from tests.support.machine import Machine
+
+pytestmark = pytest.mark.root
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAA jane"
+USERS = "from agent_shim.users import Users\nusers = Users(Paths())\n"
+
+
+def setup(user: str, key: str = KEY) -> str:
+    return f"{USERS}return await users.setup({user!r}, {key!r})"
+
+
+def cleanup(pattern: str) -> str:
+    return f"{USERS}return await users.cleanup({pattern!r})"
+
+
+def accounts(box: Machine) -> list[str]:
+    return [line.split(":")[0] for line in (box.root / "etc/passwd").read_text().splitlines()]
+
+
+def groups_of(box: Machine, user: str) -> set[str]:
+    return set(box.run(f"id -nG {user}").split())
+
+
+def test_the_machine_that_runs_the_tests_is_safe(box: Machine) -> None:
+    """Whatever a test tells the tools for users, they find nothing of ours to remove."""
+    homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
+
+    assert homes == {"/nonexistent", "/home/vcap"}
+    assert box.run("cd / && touch root/probe usr/probe probe 2>&1 || true").count("Read-only file system") == 3
+    assert box.run("ls /home") == "vcap\n"
+
+
+def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
+    """Groups, home, key and modes as the Go agent makes them."""
+    inside(setup("bosh_abc"))
+
+    assert groups_of(box, "bosh_abc") == {"bosh_abc", "vcap", "admin", "bosh_sudoers", "bosh_sshers"}
+    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/bosh_abc") == "700 bosh_abc\n"
+    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/bosh_abc/.ssh") == "700 bosh_abc\n"
+    assert box.run("cd /var/vcap/bosh_ssh/bosh_abc/.ssh && stat -c '%a %U %n' *") == "600 bosh_abc authorized_keys\n"
+    assert box.run("cat /var/vcap/bosh_ssh/bosh_abc/.ssh/authorized_keys") == KEY
+    assert box.run("getent passwd bosh_abc").endswith(":/var/vcap/bosh_ssh/bosh_abc:/bin/bash\n")
+    assert stat.S_IMODE((box.vcap / "bosh_ssh").stat().st_mode) == 0o755
+
+
+def test_a_request_that_comes_twice(box: Machine, inside: Inside) -> None:
+    """The user is set up anew, with the newer key."""
+    inside(setup("bosh_twice"))
+    inside(setup("bosh_twice", "ssh-rsa BBBB\n"))
+
+    assert box.run("cat /var/vcap/bosh_ssh/bosh_twice/.ssh/authorized_keys") == "ssh-rsa BBBB\n"
+    assert accounts(box).count("bosh_twice") == 1
+
+
+def test_two_requests_at_once(box: Machine, inside: Inside) -> None:
+    """Both users are there."""
+    inside(f"{USERS}await asyncio.gather(*(users.setup(f'bosh_p{{i}}', {KEY!r}) for i in range(4)))")
+
+    assert {f"bosh_p{i}" for i in range(4)} <= set(accounts(box))
+    assert groups_of(box, "bosh_p3") >= {"bosh_sshers"}
+
+
+def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None:
+    """With their homes; nobody without our beginning, and nobody twice."""
+    for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
+        inside(setup(user))
+
+    assert sorted(inside(cleanup("x[0-9]$"))) == ["bosh_x1", "bosh_x2"]
+    assert inside(cleanup("x[0-9]$")) == []
+    assert inside(cleanup("^vcap|root$")) == []
+    assert {"bosh_y1", "vcap", "root"} <= set(accounts(box))
+    assert not (box.vcap / "bosh_ssh/bosh_x1").exists()
+    assert (box.vcap / "bosh_ssh/bosh_y1").exists()
+
+
+def test_a_user_who_is_at_work_is_removed(box: Machine, inside: Inside) -> None:
+    """Even while a process of theirs runs."""
+    inside(setup("bosh_busy"))
+    sleeping = box.popen(["setpriv", "--reuid", "bosh_busy", "--clear-groups", "sleep", "60"])
+    try:
+        box.run("until pgrep -u bosh_busy sleep >/dev/null; do sleep 0.02; done")
+        assert inside(cleanup("^bosh_busy")) == ["bosh_busy"]
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> None:
+    """The error names the group."""
+    group = box.root / "etc/group"
+    text = group.read_text()
+    group.write_text("".join(line for line in text.splitlines(keepends=True) if not line.startswith("admin:")))
+    try:
+        error = inside(setup("bosh_half"))
+    finally:
+        group.write_text(text)
+
+    assert error == ("Adding user to groups: cannot run usermod: exit status 6: usermod: group 'admin' does not exist")
+    assert "bosh_half" not in accounts(box)
+    assert not (box.vcap / "bosh_ssh/bosh_half").exists()
+
+
+def test_there_is_an_end_to_users(box: Machine, inside: Inside) -> None:
+    """The fifty-first is refused, one that is there is not."""
+    passwd = box.root / "etc/passwd"
+    text = passwd.read_text()
+    many = "".join(f"bosh_m{i}:x:{5000 + i}:5000::/nowhere:/bin/false\n" for i in range(50))
+    passwd.write_text(text + many)
+    try:
+        error = inside(setup("bosh_more"))
+    finally:
+        passwd.write_text(text)
+
+    assert error.startswith("Creating user: there are 5")
+    assert error.endswith(" already")
+
+
+def test_without_useradd_it_is_said(box: Machine, inside: Inside) -> None:
+    """A minimal image."""
+    box.run("mount --bind /dev/null /usr/sbin/useradd")
+    try:
+        error = inside(setup("bosh_none"))
+    finally:
+        box.run("umount /usr/sbin/useradd")
+
+    assert error == "Creating user: cannot run useradd: Permission denied"
+
+
+def test_an_ordinary_user_cannot(box: Machine, inside: Inside) -> None:
+    """And is told so before anything is tried."""
+    inside(setup("bosh_first"))
+    error = inside(setup("bosh_none"), "setpriv", "--reuid", "65534", "--clear-groups")
+
+    assert error == "Creating user: cannot make users: the agent is not root"
+    assert "bosh_none" not in accounts(box)
+
+
+def test_keys_of_vcap(box: Machine, inside: Inside) -> None:
+    """They replace those that were there."""
+    for keys in (["ssh-rsa AAAA", "ssh-rsa BBBB"], ["ssh-rsa CCCC", "ssh-rsa DDDD"]):
+        inside(f"{USERS}await users.authorize_vcap({keys!r})")
+
+    assert box.run("cat /home/vcap/.ssh/authorized_keys") == "ssh-rsa CCCC\nssh-rsa DDDD"
+    assert box.run("cd /home/vcap && stat -c '%a %U' .ssh .ssh/authorized_keys") == "700 vcap\n600 vcap\n"
+
+
+def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
+    """vcap cannot make root write where vcap may not."""
+    box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
+    try:
+        error = inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
+    finally:
+        box.run("rm /home/vcap/.ssh")
+
+    assert error.startswith("cannot authorize keys for vcap: cannot run /bin/sh: exit status ")
+    assert list((box.root / "etc/victim").iterdir()) == []
+
+
+@pytest.mark.parametrize("keep_root", [True, False])
+def test_passwords(box: Machine, inside: Inside, keep_root: bool) -> None:
+    """The hash is in the shadow file and was in no argument."""
+    hashed = f"$6$salt$hash{keep_root}"
+    inside(f"{USERS}await users.set_passwords({hashed!r}, keep_root={keep_root})")
+    shadow = dict(line.split(":")[:2] for line in (box.root / "etc/shadow").read_text().splitlines())
+
+    assert shadow["vcap"] == hashed
+    assert (shadow["root"] == hashed) is not keep_root
