@@ -1,0 +1,50 @@
+"""Access for operators: the users that ``bosh ssh`` works with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agent_shim.agent import Agent
+from agent_shim.dispatch import Mode, action
+from agent_shim.errors import ActionError
+from agent_shim.host import network
+from agent_shim.settings import Effective
+
+
+class SshParams(msgspec.Struct, frozen=True):
+    user: str = ""
+    public_key: str = ""
+    user_regex: str = ""
+
+
+@action("ssh", Mode.NOW)
+async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
+    """Make a user for an operator, or remove those that match (agent/action/ssh.go)."""
+    if command == "cleanup":
+        await agent.users.cleanup(params.user_regex)
+        await agent.sshd.settle()
+        return {"command": "cleanup", "status": "success"}
+    if command != "setup":
+        raise ActionError("Unknown command for SSH method")
+    address = default_ip(agent.settings.current)
+    await agent.users.setup(params.user, params.public_key)
+    try:
+        host_key = await agent.sshd.host_key()
+        await agent.sshd.settle()
+    except ActionError:
+        await agent.users.cleanup(f"^{params.user}$")
+        raise
+    return {"command": "setup", "status": "success", "ip": address, "host_public_key": host_key}
+
+
+def default_ip(settings: Effective) -> str:
+    """The address of a network that is a default for something, else any (settings/settings.go, DefaultIP)."""
+    networks = sorted(settings.networks.values(), key=lambda known: not known.default)
+    for known in networks:
+        if known.ip:
+            return known.ip
+        if known.is_dynamic:
+            address = network.default_address(ipv6=known.prefix == "128")
+            if address is not None:
+                return address.ip
+    raise ActionError("No default ip could be found")

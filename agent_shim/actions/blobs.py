@@ -1,0 +1,31 @@
+"""Blobs that come over the bus itself."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import msgspec
+
+from agent_shim.agent import Agent
+from agent_shim.dispatch import Mode, action
+from agent_shim.errors import ActionError
+
+
+class Upload(msgspec.Struct, frozen=True):
+    """The argument of ``upload_blob``; the payload is base64 with line breaks, as Ruby writes it."""
+
+    blob_id: str = ""
+    checksum: str = ""
+    payload: str = ""
+
+
+@action("upload_blob", Mode.TASK, secret=True)
+async def upload_blob(agent: Agent, upload: Upload) -> str:
+    """Keep a blob for a coming ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
+    try:
+        content = base64.b64decode(upload.payload.replace("\n", "").replace("\r", ""), validate=True)
+    except (binascii.Error, ValueError) as exc:
+        raise ActionError(f"illegal base64 data: {exc}") from exc
+    await agent.bundles.keep_blob(upload.blob_id, upload.checksum, content)
+    return upload.blob_id

@@ -1,0 +1,69 @@
+"""Names and neighbours."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Any
+
+import msgspec
+
+from agent_shim.agent import Agent
+from agent_shim.blobstore import BlobRef
+from agent_shim.dispatch import Mode, action
+from agent_shim.errors import ActionError
+from agent_shim.host import network
+
+Version = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@action("sync_dns", Mode.NOW)
+async def sync_dns(agent: Agent, blob_id: str, digest: str, version: Version) -> str:
+    """Bring the DNS records of all instances up to ``version`` (agent/action/sync_dns.go)."""
+    source = BlobRef(blob_id=blob_id, digest=digest)
+    return await _sync(agent, source, version, f"getting {blob_id[:100]} from blobstore")
+
+
+class Signed(msgspec.Struct, frozen=True):
+    """The argument of ``sync_dns_with_signed_url``."""
+
+    signed_url: str = ""
+    multi_digest: str = ""
+    version: Version = 0
+    blobstore_headers: dict[str, str] = {}
+
+
+@action("sync_dns_with_signed_url", Mode.NOW, secret=True)
+async def sync_dns_with_signed_url(agent: Agent, request: Signed) -> str:
+    """The same from a URL (agent/action/sync_dns_with_signed_url.go)."""
+    source = BlobRef(signed_url=request.signed_url, headers=request.blobstore_headers, digest=request.multi_digest)
+    return await _sync(agent, source, request.version, "fetching new DNS records")
+
+
+async def _sync(agent: Agent, source: BlobRef, version: int, doing: str) -> str:
+    settings = agent.settings.current
+
+    async def fetch() -> bytes:
+        try:
+            return await agent.bundles.fetch_small(source, settings.blobstore)
+        except ActionError as exc:
+            raise ActionError(f"{doing}: {exc}") from exc
+
+    await agent.dns.sync(version, fetch, agent_id=settings.agent_id)
+    return "synced"
+
+
+class ArpEntries(msgspec.Struct, frozen=True):
+    ips: list[str] = []
+
+
+@action("delete_arp_entries", Mode.NOW)
+async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any]:  # noqa: ARG001
+    """Forget the link addresses of these neighbours where the container may; never fails (delete_arp_entries.go)."""
+    addresses = []
+    for text in entries.ips:
+        try:
+            addresses.append(str(ipaddress.ip_address(text)))
+        except ValueError:
+            continue
+    await network.forget_neighbours(addresses)
+    return {}

@@ -1,0 +1,162 @@
+"""Installing, starting and stopping what the Director deploys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from agent_shim.actions.core import record_health
+from agent_shim.agent import Agent
+from agent_shim.blobstore import BlobRef
+from agent_shim.bundles import Bundle
+from agent_shim.dispatch import Mode, ProtocolVersion, action
+from agent_shim.errors import ActionError, ShimError
+from agent_shim.host import network
+from agent_shim.settings import Effective
+from agent_shim.spec import ApplySpec
+from agent_shim.supervisor.supervisor import JobFile
+
+logger = logging.getLogger(__name__)
+
+
+@action("prepare", Mode.TASK)
+async def prepare(agent: Agent, wanted: ApplySpec) -> str:
+    """Fetch and unpack what a coming ``apply`` needs; nothing is enabled (agent/action/prepare.go)."""
+    try:
+        await _install(agent, wanted)
+    except ShimError as exc:
+        raise ActionError(f"Preparing apply spec: {exc}") from exc
+    return "prepared"
+
+
+@action("apply", Mode.TASK)
+async def apply(agent: Agent, wanted: ApplySpec) -> str:
+    """Make ``wanted`` the state of this instance (agent/action/apply.go).
+
+    Everything is downloaded, checked and unpacked before anything that runs is touched. Without a configuration hash
+    the spec is only stored: so the Director marks a fresh instance.
+    """
+    settings = agent.settings.current
+    wanted = wanted.with_networks(_resolved(settings, wanted.networks))
+    if wanted.configuration_hash:
+        try:
+            jobs, packages = await _install(agent, wanted)
+            await agent.supervisor.forget()
+            await agent.bundles.activate(jobs, packages)
+            await agent.bundles.make_job_dirs([job.name for job in jobs])
+        except ShimError as exc:
+            raise ActionError(f"Applying: {exc}") from exc
+    await agent.spec.save(wanted)
+    await agent.spec.write_instance_files()
+    return "applied"
+
+
+async def _install(agent: Agent, wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
+    settings = agent.settings.current
+    jobs, packages = bundles_of(wanted)
+    await agent.bundles.install([*jobs, *packages], settings.blobstore, settings.source.env.bosh.parallel)
+    if wanted.rendered_templates_archive is not None:
+        await agent.bundles.delete_source(wanted.rendered_templates_archive.blobstore_id)
+    return jobs, packages
+
+
+def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
+    """The jobs, all from the one archive of rendered templates, and the packages of a spec."""
+    archive = wanted.rendered_templates_archive
+    jobs = []
+    if archive is not None:
+        source = BlobRef(blob_id=archive.blobstore_id, digest=archive.sha1 or "")
+        jobs = [Bundle("job", template.name, template.version, source) for template in wanted.jobs]
+    packages = [
+        Bundle(
+            "package",
+            package.name,
+            package.version,
+            BlobRef(package.blobstore_id, package.signed_url, package.blobstore_headers or {}, package.sha1),
+        )
+        for package in wanted.packages.values()
+    ]
+    return jobs, packages
+
+
+def _resolved(settings: Effective, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The networks of a spec with address, netmask and gateway of dynamic ones filled in, all else untouched.
+
+    This is the only place where an address is looked up (applyspec/concrete_v1_service.go), and only once: what the
+    Director sends back is what it was told, and another address later would make it recreate the instance.
+    """
+    resolved = dict(wanted)
+    for name, members in wanted.items():
+        if name == "local" and isinstance(members, dict) and members.get("ip") == "127.0.0.1":
+            continue
+        known = settings.networks.get(name)
+        if known is None:
+            raise ActionError(f"Resolving dynamic networks: Network '{name}' is not found in settings")
+        if not known.is_dynamic or not isinstance(members, dict) or members.get("ip"):
+            continue
+        address = network.default_address(ipv6=known.prefix == "128")
+        if address is None:
+            raise ActionError(f"Resolving dynamic networks: cannot find the address of '{name}': no default route")
+        resolved[name] = {
+            **members,
+            "ip": address.ip,
+            "netmask": address.netmask,
+            "gateway": address.gateway,
+        }
+    return resolved
+
+
+def what_is_gone(agent: Agent) -> str:
+    """Which files of the jobs in the spec have been lost since they were applied: a directory in memory, say."""
+    jobs, packages = bundles_of(agent.spec.current)
+    gone = agent.bundles.missing([*jobs, *packages] if jobs else [])
+    if not gone:
+        return ""
+    return f"the files of {gone[0].kind} {gone[0].name} are gone, the Director has to apply its spec again"
+
+
+@action("start", Mode.NOW)
+async def start(agent: Agent) -> str:
+    """Write the monit files, want all jobs started, answer at once (agent/action/start.go).
+
+    Refused while files of the jobs are gone, or the persistent disk that belongs on the store is not there: jobs would
+    write beside it.
+    """
+    if problem := what_is_gone(agent) or await agent.disks.problem():
+        raise ActionError(f"Starting Monitored Services: {problem}")
+    try:
+        files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
+    except OSError as exc:
+        raise ActionError(f"Configuring jobs: cannot read the monit files: {exc}") from exc
+    await agent.supervisor.configure(files)
+    # Whatever jobs waited for after a restart, pre-start too: the Director has seen to it.
+    await agent.mirror.prepared()
+    agent.supervisor.go_on()
+    await agent.supervisor.start()
+    await record_health(agent)
+    return "started"
+
+
+def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
+    """``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go)."""
+    found = []
+    for job in names:
+        directory = jobs / job
+        for path in [directory / "monit", *sorted(directory.glob("*.monit"))]:
+            if path.is_file():
+                label = "" if path.name == "monit" else path.name.removesuffix(".monit")
+                found.append(JobFile(job, label, path.read_text(encoding="utf-8", errors="replace")))
+    return found
+
+
+@action("stop", Mode.TASK)
+async def stop(agent: Agent, protocol: ProtocolVersion) -> str:
+    """Stop all jobs; callers that speak protocol 3 wait until nothing of them is left (agent/action/stop.go)."""
+    try:
+        await agent.supervisor.stop(wait=protocol > 2)
+    except ActionError as exc:
+        raise ActionError(f"Stopping Monitored Services: {exc}") from exc
+    await record_health(agent)
+    return "stopped"

@@ -1,0 +1,60 @@
+"""Logs for operators: uploaded for the Director, or left on the machine for the CLI."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agent_shim.agent import Agent
+from agent_shim.dispatch import Mode, action
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """The argument of ``bundle_logs``; ``owning_user`` is a user or ``user:group``."""
+
+    owning_user: str = ""
+    log_type: str = ""
+    filters: list[str] = []
+
+
+class Signed(msgspec.Struct, frozen=True):
+    """The argument of ``fetch_logs_with_signed_url``."""
+
+    signed_url: str = ""
+    log_type: str = ""
+    filters: list[str] = []
+    blobstore_headers: dict[str, str] = {}
+
+
+@action("fetch_logs", Mode.TASK)
+async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[str, str]:
+    """Put an archive of logs into the blobstore (agent/action/fetch_logs.go)."""
+    done = await agent.logs.send(log_types, filters, agent.settings.current.blobstore, agent.tasks.report)
+    return {"blobstore_id": done.blob_id, "sha1": done.sha1}
+
+
+@action("fetch_logs_with_signed_url", Mode.TASK, secret=True)
+async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
+    """The same to a URL; only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
+    done = await agent.logs.send(
+        request.log_type,
+        request.filters,
+        agent.settings.current.blobstore,
+        agent.tasks.report,
+        signed_url=request.signed_url,
+        headers=request.blobstore_headers,
+    )
+    return {"sha1": f"{done.sha1};sha512:{done.sha512}"}
+
+
+@action("bundle_logs", Mode.NOW)
+async def bundle_logs(agent: Agent, request: Bundle) -> dict[str, str]:
+    """Leave an archive of logs for somebody who fetches it by scp (agent/action/bundle_logs.go)."""
+    path, sha512 = await agent.logs.bundle(request.log_type, request.filters, request.owning_user)
+    return {"logs_tar_path": str(path), "sha512": f"sha512:{sha512}"}
+
+
+@action("remove_file", Mode.NOW)
+async def remove_file(agent: Agent, path: str) -> str:
+    """Remove what ``bundle_logs`` has left, and nothing else (agent/action/remove_file.go)."""
+    await agent.logs.remove(path)
+    return path

@@ -1,0 +1,69 @@
+"""The scripts of jobs: lifecycle scripts, drain, errands."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from agent_shim.actions.core import record_health
+from agent_shim.agent import Agent
+from agent_shim.dispatch import Mode, action
+from agent_shim.errors import ActionError
+from agent_shim.scripts import DrainSpec, drain_arguments
+from agent_shim.spec import ApplySpec
+
+
+class ScriptOptions(msgspec.Struct, frozen=True):
+    """The second argument of ``run_script``."""
+
+    env: dict[str, str] = {}
+
+
+@action("run_script", Mode.TASK)
+async def run_script(agent: Agent, name: str, options: ScriptOptions) -> dict[str, Any]:
+    """Run ``bin/NAME`` of every job that has it, side by side (agent/action/run_script.go)."""
+    await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)
+    return {}
+
+
+@action("drain", Mode.TASK)
+async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: ApplySpec | None = None) -> int:
+    """Let the jobs hand over their work; always 0, waiting happens here (agent/action/drain.go)."""
+    if kind not in ("update", "shutdown"):
+        raise ActionError(f"Unexpected call with drain type '{kind}'")
+    if kind == "update" and wanted is None:
+        raise ActionError("Drain update requires new spec")
+    if kind == "shutdown":
+        await agent.edges.announce_shutdown()
+    await agent.supervisor.unmonitor()
+    await record_health(agent)
+    current = agent.spec.current
+    now, then = drain_spec(current), drain_spec(wanted) if wanted is not None else None
+    await agent.scripts.drain(current.job_names, drain_arguments(kind, now, then), now, then, cancelled)
+    return 0
+
+
+def drain_spec(spec: ApplySpec) -> DrainSpec:
+    """What drain scripts are told of a spec."""
+    return DrainSpec(
+        has_jobs=bool(spec.jobs),
+        configuration_hash=spec.configuration_hash,
+        packages={name: package.sha1 for name, package in spec.packages.items()},
+        persistent_disk=spec.persistent_disk,
+    )
+
+
+@action("run_errand", Mode.TASK)
+async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str = "") -> dict[str, Any]:
+    """Run ``bin/run`` of a job; a non-zero exit is a result, not a failure (agent/action/run_errand.go)."""
+    job = agent.spec.current.job
+    if not name:
+        if not job.templates:
+            raise ActionError("At least one job template is required to run an errand")
+        name = job.template
+    elif name not in [template.name for template in job.templates or []]:
+        raise ActionError(f"Could not find errand {name}")
+    errand = await agent.scripts.errand(name, cancelled)
+    return {"stdout": errand.stdout, "stderr": errand.stderr, "exit_code": errand.exit_code}

@@ -1,0 +1,17 @@
+"""The world of the contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+from tests.support.world import world as made
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with made(tmp_path) as one:
+        yield one

@@ -1,0 +1,54 @@
+"""What the Director is told of access: A3 of the protocol's checklist, as far as a machine that is not ours goes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.world import World
+
+KEY = "ssh-rsa AAAAB3NzaC1yc2E= jane"
+
+
+@pytest.mark.parametrize("command", ["", "Setup", "shell"])
+async def test_a3_an_unknown_command(world: World, command: str) -> None:
+    assert await world.error("ssh", command, {}) == "Action Failed ssh: Unknown command for SSH method"
+
+
+async def test_a3_cleanup_of_nobody(world: World) -> None:
+    assert await world.call("ssh", "cleanup", {"user_regex": "^bosh_x"}) == {
+        "value": {"command": "cleanup", "status": "success"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"user": "root", "public_key": KEY}, "Creating user: cannot use the name 'root': "),
+        ({"user": "bosh_a", "public_key": "no key"}, "Setting ssh public key: cannot use it: "),
+        ({"user": "bosh_a", "public_key": KEY, "password": "old"}, "Creating user: the agent works below "),
+        ({}, "Creating user: cannot use the name '': "),
+        (None, "Creating user: cannot use the name '': "),
+    ],
+)
+async def test_a3_a_setup_that_is_refused_changes_nothing(world: World, params: object, text: str) -> None:
+    assert (await world.error("ssh", "setup", params)).startswith(f"Action Failed ssh: {text}")
+    assert not (world.paths.etc / "ssh").exists()
+    assert not world.paths.ssh_home.exists()
+
+
+async def test_a3_an_expression_that_could_take_for_ever(world: World) -> None:
+    error = await world.error("ssh", "cleanup", {"user_regex": "(a+)+$"})
+
+    assert error.startswith("Action Failed ssh: SSH Cleanup: Deleting Ephemeral Users: cannot use the expression ")
+
+
+async def test_a7_trusted_certificates_are_kept_for_the_next_boot(world: World) -> None:
+    """Whether they can be installed here or not."""
+    pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+    assert await world.value("update_settings", {"trusted_certs": pem}) == "ok"
+    assert json.loads(world.paths.update_settings.read_bytes())["trusted_certs"] == pem
+    assert await world.value("update_settings", {}) == "ok"
+    assert json.loads(world.paths.update_settings.read_bytes())["trusted_certs"] == ""

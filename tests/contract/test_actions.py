@@ -1,0 +1,442 @@
+"""What each action of a deploy answers and leaves behind; A1 to A28 are lines of the protocol's checklist."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.world import World
+
+
+def store_of(world: World) -> Path:
+    return Path(world.agent.settings.current.blobstore.options["blobstore_path"])
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def deployed(world: World, *names: str, **files: dict[str, str]) -> dict[str, Any]:
+    """Apply sleeping jobs of these names (and of ``files``); returns the spec."""
+    wanted = jobs.spec(
+        store_of(world),
+        {name: jobs.sleeper(world.paths, name) | files.get(name, {}) for name in dict.fromkeys((*names, *files))},
+        {"tool": {"bin/tool": "#!/bin/sh\n"}, "other": {"lib/x": "x"}},
+    )
+    assert await world.value("apply", wanted) == "applied"
+    return wanted
+
+
+async def running(world: World) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while (state := await world.value("get_state"))["job_state"] != "running":
+            await asyncio.sleep(0.01)
+    return state  # type: ignore[no-any-return]
+
+
+async def test_a1_ping(world: World) -> None:
+    assert await world.call("ping") == {"value": "pong"}
+
+
+async def test_a2_info(world: World) -> None:
+    assert await world.call("info") == {"value": {"api_version": 1}}
+
+
+async def test_a7_update_settings_without_bus_or_blobstores_changes_no_connection(world: World) -> None:
+    assert await world.value("update_settings", {"trusted_certs": "", "disk_associations": []}) == "ok"
+    assert world.asked == []
+    assert json.loads(world.paths.update_settings.read_bytes())["mbus"]["urls"] == []
+
+
+async def test_a7_new_bus_credentials_are_stored_and_used_and_the_same_again_change_nothing(world: World) -> None:
+    news = {"mbus": {"cert": {"ca": "ca", "certificate": "cert", "private_key": "key"}}}
+
+    assert await world.value("update_settings", news) == "ok"
+    assert world.asked == ["reconnect"]
+    assert await world.value("update_settings", news) == "ok"
+    assert world.asked == ["reconnect"]
+    assert world.agent.settings.current.mbus.certificate == "cert"
+
+
+async def test_a7_refused_bus_credentials_change_nothing(world: World) -> None:
+    before = world.agent.settings.current
+    news = {"mbus": {"cert": {"ca": "ca", "certificate": "refused", "private_key": "key"}}, "trusted_certs": "x"}
+
+    assert "cannot use the new bus credentials" in await world.error("update_settings", news)
+    assert world.agent.settings.current == before
+    assert not world.paths.update_settings.exists()
+
+
+async def test_a8_shutdown_is_answered_with_an_empty_string(world: World) -> None:
+    assert await world.call("shutdown") == {"value": ""}
+    assert world.asked == ["shut_down"]
+
+
+async def test_a9_prepare_installs_and_enables_nothing_and_may_be_repeated(world: World) -> None:
+    wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"bin/tool": "x"}})
+
+    assert await world.value("prepare", wanted) == "prepared"
+
+    digest = wanted["packages"]["tool"]["sha1"]
+    name = hashlib.sha1(f"1-{digest}".encode()).hexdigest()
+    assert (world.paths.data_packages / "tool" / name / "bin/tool").read_text() == "x"
+    assert list(world.paths.jobs.iterdir()) == []
+    assert list(world.paths.packages.iterdir()) == []
+    assert not world.paths.spec.exists()
+    assert await world.value("prepare", wanted) == "prepared"
+
+
+async def test_a9_prepare_without_jobs_installs_packages_only(world: World) -> None:
+    wanted = jobs.spec(store_of(world), {}, {"tool": {"bin/tool": "x"}}, job={}, rendered_templates_archive=None)
+
+    assert await world.value("prepare", wanted) == "prepared"
+    assert [path.name for path in world.paths.data_packages.iterdir()] == ["tool"]
+
+
+async def test_a9_uploaded_templates_vanish_after_prepare_and_can_be_sent_anew(world: World) -> None:
+    wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")})
+    content = (store_of(world) / wanted["rendered_templates_archive"]["blobstore_id"]).read_bytes()
+    for blob_id in ("upload-1", "upload-2"):
+        upload = {
+            "blob_id": blob_id,
+            "checksum": hashlib.sha1(content).hexdigest(),
+            "payload": base64.encodebytes(content).decode(),
+        }
+        assert await world.value("upload_blob", upload) == blob_id
+        wanted["rendered_templates_archive"]["blobstore_id"] = blob_id
+        assert await world.value("prepare" if blob_id == "upload-1" else "apply", wanted) in ("prepared", "applied")
+        assert not (world.paths.sensitive_blobs / blob_id).exists()
+
+
+async def test_a10_apply_without_hash_only_stores(world: World) -> None:
+    await deployed(world, "web")
+    partial = {
+        "deployment": "dep",
+        "job": {"name": "group", "template": "web", "version": "1", "templates": [{"name": "web", "version": "1"}]},
+        "index": 3,
+        "id": "instance-id",
+        "networks": jobs.NETWORKS,
+    }
+
+    assert await world.value("apply", partial) == "applied"
+
+    state = await world.value("get_state")
+    assert (state["packages"], state["configuration_hash"], state["index"]) == ({}, "", 3)
+    assert (world.paths.jobs / "web").is_symlink()
+    texts = {name: (world.paths.instance / name).read_text() for name in ("id", "az", "name", "deployment")}
+    assert texts == {"id": "instance-id", "az": "", "name": "", "deployment": "dep"}
+
+
+async def test_a10_apply_installs_links_and_removes(world: World) -> None:
+    await deployed(world, "web", "worker")
+    gone = (world.paths.jobs / "worker").resolve()
+
+    await world.value(
+        "apply",
+        jobs.spec(
+            store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"bin/tool": "new"}}, version="2"
+        ),
+    )
+
+    assert {path.name for path in world.paths.jobs.iterdir()} == {"web", "bpm"}  # bpm is always there
+    assert {path.name for path in world.paths.packages.iterdir()} - {"bpm"} == {"tool"}
+    assert (world.paths.packages / "tool/bin/tool").read_text() == "new"
+    assert (world.paths.jobs / "web/packages/tool").resolve() == (world.paths.packages / "tool").resolve()
+    assert [path.name for path in (world.paths.jobs / "web/packages").iterdir()] == ["tool"]
+    assert not gone.exists()
+    for directory in (world.paths.log / "web", world.paths.run / "web", world.paths.data / "web"):
+        assert mode_of(directory) == 0o770
+    assert mode_of(world.paths.jobs / "web/bin/ctl") == 0o750
+    assert mode_of(world.paths.jobs / "web/monit") == 0o640
+    assert mode_of(world.paths.spec) == 0o600
+    assert list(world.paths.monit_job.parent.glob("job/*")) == []
+
+
+async def test_a10_unknown_network_is_refused_and_nothing_is_stored(world: World) -> None:
+    text = await world.error("apply", {"networks": {"other": {"type": "manual"}}, "id": "x"})
+
+    assert text.endswith("result: Resolving dynamic networks: Network 'other' is not found in settings")
+    assert not world.paths.spec.exists()
+
+
+async def test_a10_loopback_network_of_create_env_needs_no_settings(world: World) -> None:
+    assert await world.value("apply", {"networks": {"local": {"ip": "127.0.0.1"}}}) == "applied"
+
+
+async def test_a10_failed_apply_leaves_everything_as_it_was(world: World) -> None:
+    await deployed(world, "web")
+    await world.value("start")
+    before = await running(world)
+    broken = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"x": "y"}}, version="2")
+    broken["packages"]["tool"]["sha1"] = "0" * 40
+
+    text = await world.error("apply", broken)
+
+    assert "Applying: " in text
+    assert "tool" in text
+    after = await world.value("get_state")
+    assert after["configuration_hash"] == before["configuration_hash"]
+    assert [process["name"] for process in after["processes"]] == ["web"]
+    assert list(world.paths.data_packages.glob("*/.*")) == []
+
+
+async def test_a10_package_without_version_is_an_exception(world: World) -> None:
+    wanted = jobs.spec(store_of(world), {}, {"tool": {"x": "y"}})
+    wanted["packages"]["tool"]["version"] = ""
+
+    assert "tool" in await world.error("apply", wanted)
+
+
+async def test_a11_start_is_answered_before_processes_run_and_writes_monit_files_in_reverse(world: World) -> None:
+    await deployed(world, "first", "second")
+    await world.value("stop")
+    assert (await world.value("get_state"))["job_state"] == "stopped"
+
+    assert await world.call("start") == {"value": "started"}
+
+    assert sorted(path.name for path in world.paths.monit_job.iterdir()) == [
+        "0000_second.monitrc",
+        "0001_first.monitrc",
+    ]
+    assert not world.paths.stopped_marker.exists()
+    assert [process["name"] for process in (await running(world))["processes"]] == ["first", "second"]
+    assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
+
+
+async def test_a12_stop_ends_every_process_and_leaves_the_marker(world: World) -> None:
+    await deployed(world, "web")
+    await world.value("start")
+    await running(world)
+    pid = int((world.paths.run / "web/web.pid").read_text())
+
+    assert await world.value("stop") == "stopped"
+
+    assert not Path(f"/proc/{pid}").exists()
+    assert world.paths.stopped_marker.read_bytes() == b""
+    state = await world.value("get_state")
+    assert state["job_state"] == "stopped"
+    assert [process["state"] for process in state["processes"]] == ["unknown"]
+
+
+async def test_a12_stop_without_jobs(world: World) -> None:
+    assert await world.value("stop") == "stopped"
+    assert await world.value("stop", protocol=0) == "stopped"
+
+
+async def test_a13_drain_types(world: World) -> None:
+    assert await world.value("drain", "shutdown") == 0
+    assert world.asked == ["announce_shutdown"]
+    assert await world.value("drain", "shutdown", {}) == 0
+    assert await world.value("drain", "update", {}) == 0
+    assert world.asked == ["announce_shutdown"] * 2
+    assert (await world.error("drain", "update")).endswith("result: Drain update requires new spec")
+    assert (await world.error("drain", "status")).endswith("result: Unexpected call with drain type 'status'")
+    assert "explode" in await world.error("drain", "explode", {})
+
+
+async def test_a13_drain_scripts_get_arguments_and_environment_and_may_ask_for_more_time(world: World) -> None:
+    trace = world.paths.base / "trace"
+    drain = f"""#!/bin/sh
+echo "$@ | $BOSH_JOB_STATE | $BOSH_JOB_NEXT_STATE | $PATH" >> {trace}
+[ "$1" = job_check_status ] && echo 0 || echo -0
+exit 7
+"""
+    dynamic = drain.replace("echo -0", "echo -1")
+    wanted = await deployed(world, web={"bin/drain": dynamic})
+    wanted["configuration_hash"] = "hash-2"
+    wanted["packages"]["tool"]["sha1"] = "f" * 40
+    wanted["persistent_disk"] = 10
+
+    assert await world.value("drain", "update", wanted) == 0
+
+    path = "/usr/sbin:/usr/bin:/sbin:/bin"
+    assert trace.read_text().splitlines() == [
+        f'job_changed hash_changed tool | {{"persistent_disk":0}} | {{"persistent_disk":10}} | {path}',
+        f'job_check_status hash_unchanged | {{"persistent_disk":0}} |  | {path}',
+    ]
+
+
+async def test_a13_drain_leaves_processes_running_but_unmonitored(world: World) -> None:
+    await deployed(world, "web")
+    await world.value("start")
+    await running(world)
+    pid = int((world.paths.run / "web/web.pid").read_text())
+
+    await world.value("drain", "shutdown")
+
+    state = await world.value("get_state")
+    assert (state["job_state"], state["processes"][0]["state"]) == ("failing", "unknown")
+    assert Path(f"/proc/{pid}").exists()
+
+
+async def test_a13_failed_drain_names_the_jobs(world: World) -> None:
+    await deployed(world, good={"bin/drain": "#!/bin/sh\necho 0\n"}, bad={"bin/drain": "#!/bin/sh\necho hello\n"})
+
+    text = await world.error("drain", "shutdown")
+
+    assert text.endswith("1 of 2 drain scripts failed. Failed Jobs: bad. Successful Jobs: good.")
+
+
+async def test_a14_scripts_get_environment_and_append_to_the_logs_of_their_job(world: World) -> None:
+    script = '#!/bin/sh\necho "$0 $# $NAME $PATH $TMPDIR"\necho err >&2\n'
+    await deployed(world, web={"bin/pre-start": script}, worker={})
+
+    for _ in range(2):
+        assert await world.value("run_script", "pre-start", {"env": {"NAME": "value"}}) == {}
+
+    logs = world.paths.log / "web"
+    line = f"{world.paths.jobs}/web/bin/pre-start 0 value /usr/sbin:/usr/bin:/sbin:/bin {world.paths.tmp}\n"
+    assert (logs / "pre-start.stdout.log").read_text() == 2 * line
+    assert (logs / "pre-start.stderr.log").read_text() == "err\nerr\n"
+    assert mode_of(logs / "pre-start.stdout.log") == 0o640
+    assert not (world.paths.log / "worker/pre-start.stdout.log").exists()
+
+
+async def test_a14_scripts_run_side_by_side(world: World) -> None:
+    meet = "#!/bin/sh\ntouch {here}\nwhile [ ! -e {there} ]; do sleep 0.01; done\n"
+    here, there = world.paths.base / "here", world.paths.base / "there"
+    await deployed(
+        world,
+        a={"bin/pre-start": meet.format(here=here, there=there)},
+        b={"bin/pre-start": meet.format(here=there, there=here)},
+    )
+
+    assert await world.value("run_script", "pre-start", {}) == {}
+
+
+async def test_a14_failed_scripts_are_named(world: World) -> None:
+    await deployed(world, good={"bin/post-start": "#!/bin/sh\n"}, bad={"bin/post-start": "#!/bin/sh\nexit 3\n"})
+
+    text = await world.error("run_script", "post-start", {})
+
+    assert text.endswith("1 of 2 post-start scripts failed. Failed Jobs: bad. Successful Jobs: good.")
+
+
+async def test_a15_errand_by_default_and_by_name(world: World) -> None:
+    run = "#!/bin/sh\necho out; echo err >&2; exit 3\n"
+    await deployed(world, smoke={"bin/run": run}, web={"bin/run": "#!/bin/sh\n"})
+
+    assert await world.value("run_errand") == {"stdout": "out\n", "stderr": "err\n", "exit_code": 3}
+    assert await world.value("run_errand", "web") == {"stdout": "", "stderr": "", "exit_code": 0}
+    assert (await world.error("run_errand", "nope")).endswith("result: Could not find errand nope")
+
+
+async def test_a15_errand_without_jobs(world: World) -> None:
+    assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
+
+
+async def test_a15_errand_that_cannot_start(world: World) -> None:
+    await deployed(world, "web")
+
+    assert "Running errand script: " in await world.error("run_errand", "web")
+
+
+async def test_a15_cancelled_errand_has_a_normal_result(world: World) -> None:
+    ready = world.paths.base / "ready"
+    await deployed(world, smoke={"bin/run": f"#!/bin/sh\necho begun\ntouch {ready}\nsleep 1000\n"})
+    task_id = (await world.call("run_errand"))["value"]["agent_task_id"]
+    async with asyncio.timeout(10):
+        while not ready.exists():
+            await asyncio.sleep(0.01)
+
+    assert await world.call("cancel_task", task_id) == {"value": "canceled"}
+
+    result = (await world.run("get_task", task_id))["value"]
+    assert result == {"stdout": "begun\n", "stderr": "", "exit_code": 143}
+
+
+async def test_a15_large_errand_output_still_fits_a_reply(world: World) -> None:
+    run = "#!/bin/sh\nhead -c 3000000 /dev/zero | tr '\\0' '\"'\necho; echo the end\n"
+    await deployed(world, smoke={"bin/run": run})
+
+    result = await world.value("run_errand")
+
+    assert result["exit_code"] == 0
+    assert result["stdout"].startswith('""""')
+    assert result["stdout"].endswith("the end\n")
+
+
+async def test_a18_upload_with_line_breaks_is_used_and_a_wrong_checksum_refused(world: World) -> None:
+    content = os.urandom(200)
+    upload = {
+        "blob_id": "b-1",
+        "checksum": hashlib.sha1(content).hexdigest(),
+        "payload": base64.encodebytes(content).decode(),
+    }
+
+    assert await world.value("upload_blob", upload) == "b-1"
+    assert (world.paths.sensitive_blobs / "b-1").read_bytes() == content
+    assert mode_of(world.paths.sensitive_blobs / "b-1") & 0o007 == 0
+
+    text = await world.error("upload_blob", upload | {"blob_id": "b-2", "checksum": "0" * 40})
+    assert "Payload corrupted. Checksum mismatch. Expected '" + "0" * 40 in text
+    assert not (world.paths.sensitive_blobs / "b-2").exists()
+    assert "illegal base64 data" in await world.error("upload_blob", upload | {"payload": "!!"})
+
+
+@pytest.mark.parametrize("blob_id", ["../x", "a/b", "", ".", ".."])
+async def test_a18_blob_ids_that_are_no_file_names_are_refused(world: World, blob_id: str) -> None:
+    upload = {"blob_id": blob_id, "checksum": hashlib.sha1(b"x").hexdigest(), "payload": "eA=="}
+
+    assert "exception" in await world.run("upload_blob", upload)
+
+
+async def test_a19_list_disk_without_disks(world: World) -> None:
+    assert await world.call("list_disk", protocol=0) == {"value": []}
+    assert await world.value("list_disk") == []
+
+
+async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
+    assert await world.call("delete_arp_entries", {"ips": ["192.0.2.1", "not an address; rm -rf /", ""]}) == {
+        "value": {}
+    }
+    assert await world.call("delete_arp_entries", {}) == {"value": {}}
+
+
+def _records(world: World, version: int, *, told: int | None = None) -> list[Any]:
+    content = json.dumps({"version": version if told is None else told, "records": [["10.0.0.9", "a.b.bosh"]]}).encode()
+    named = jobs.blob(store_of(world), content)
+    return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
+
+
+async def test_a26_sync_dns_newer_older_and_wrong(world: World) -> None:
+    assert await world.call("sync_dns", *_records(world, 2)) == {"value": "synced"}
+    assert json.loads(world.paths.dns_records.read_bytes())["version"] == 2
+    assert mode_of(world.paths.dns_records) == 0o640
+
+    assert await world.call("sync_dns", "no such blob", "sha256:00", 2) == {"value": "synced"}
+    assert "version" in await world.error("sync_dns", *_records(world, 3, told=4))
+    assert json.loads(world.paths.dns_records.read_bytes())["version"] == 2
+
+    blob_id, _, version = _records(world, 5)
+    assert "exception" in await world.call("sync_dns", blob_id, "sha256:" + "0" * 64, version)
+
+
+async def test_nothing_answered_at_once_waits_behind_a_hanging_script_and_eight_tasks(world: World) -> None:
+    ready, gate = world.paths.base / "ready", world.paths.base / "gate"
+    hang = f"#!/bin/sh\ntouch {ready}\nwhile [ ! -e {gate} ]; do sleep 0.01; done\n"
+    await deployed(world, web={"bin/pre-start": hang})
+    hanging = (await world.call("run_script", "pre-start", {}))["value"]["agent_task_id"]
+    async with asyncio.timeout(10):
+        while not ready.exists():
+            await asyncio.sleep(0.01)
+    waiting = [(await world.call("run_script", "nothing", {}))["value"]["agent_task_id"] for _ in range(8)]
+
+    async with asyncio.timeout(10):
+        assert await world.call("ping") == {"value": "pong"}
+        assert "value" in await world.call("get_state", "full")
+        assert await world.call("sync_dns", *_records(world, 1)) == {"value": "synced"}
+        assert (await world.call("ssh", "cleanup", {"user_regex": "^bosh_nobody$"}))["value"]["status"] == "success"
+        assert world.agent.tasks.find(hanging).state == "running"
+
+    gate.touch()
+    assert [await world.run("get_task", task_id) for task_id in [hanging, *waiting]] == [{"value": {}}] * 9

@@ -1,0 +1,112 @@
+"""Every request leaves a line that says who asked for what, how it ended, how long it took; operations.md says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from agent_shim import dispatch
+from agent_shim.agent import Agent
+from agent_shim.dispatch import ACTIONS, Mode
+from tests.support.world import World
+
+SECRET = "c4n4ry"
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """What the lines carry, in the order they are written."""
+    found: list[dict[str, Any]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.members)  # type: ignore[attr-defined]
+
+    caplog.set_level(logging.INFO, logger="agent_shim.audit")
+    handler = Keep()
+    dispatch.audit.addHandler(handler)
+    caplog.clear()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Any:
+    yield
+    dispatch.audit.handlers.clear()
+
+
+def without_seconds(line: dict[str, Any]) -> dict[str, Any]:
+    assert line["seconds"] >= 0
+    return {name: value for name, value in line.items() if name != "seconds"}
+
+
+async def test_a_request_that_is_answered_at_once(world: World, lines: list[dict[str, Any]]) -> None:
+    await world.call("ping")
+
+    assert [without_seconds(line) for line in lines] == [
+        {"method": "ping", "result": "done", "reply_to": "director.x.y.z"}
+    ]
+
+
+async def test_a_task_when_it_is_taken_and_when_it_ends(world: World, lines: list[dict[str, Any]]) -> None:
+    """Both with its id, and the poll that asked for it."""
+    reply = await world.call("run_errand", "nope")
+    task_id = reply["value"]["agent_task_id"]
+    await world.run("get_task", task_id)
+
+    asked = {"reply_to": "director.x.y.z"}
+    missing = "Could not find errand nope"
+    assert [without_seconds(line) for line in lines] == [
+        {"method": "run_errand", "result": "accepted", "task": task_id, **asked},
+        {"method": "run_errand", "result": "failed", "task": task_id, "error": missing, **asked},
+        {"method": "get_task", "result": "failed", "error": f"Task {task_id} result: {missing}", **asked},
+    ]
+
+
+async def test_what_is_unknown_and_what_cannot_be_read(world: World, lines: list[dict[str, Any]]) -> None:
+    """Cut to a bearable length, whatever was sent."""
+    await world.call("x" * 5000)
+    await world.dispatcher.handle(b"{")
+
+    assert (lines[0]["method"], lines[0]["result"]) == ("x" * 100, "failed")
+    assert len(lines[0]["error"]) <= 300
+    assert (lines[1]["method"], lines[1]["result"]) == ("", "dropped")
+
+
+async def test_duration_is_that_of_the_work(
+    world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of waiting for those before it, and not that of handing it out."""
+
+    async def work(agent: Any, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    action = dispatch.Action("work", Mode.TASK, work, (("seconds", float),), 1, {"agent": Agent}, 0, False, False)
+    monkeypatch.setitem(ACTIONS, "work", action)
+    await world.call("work", 0.3)
+    await world.run("work", 0)
+
+    seconds = [line["seconds"] for line in lines if line["method"] == "work"]
+    assert [value >= 0.3 for value in seconds] == [False, False, True, False]
+
+
+async def test_no_argument_no_value_and_no_bug_is_told(
+    world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any of them may be a secret."""
+
+    async def broken(agent: Any, secret: str) -> None:
+        raise ValueError(secret)
+
+    action = dispatch.Action("broken", Mode.NOW, broken, (("secret", str),), 1, {"agent": Agent}, 0, False, False)
+    monkeypatch.setitem(ACTIONS, "broken", action)
+    await world.call("broken", SECRET)
+    await world.run("upload_blob", {"blob_id": "b", "checksum": "0" * 40, "payload": SECRET})
+    await world.run("update_settings", {"mbus": {"urls": [SECRET], "cert": {"private_key": SECRET}}})
+
+    assert lines[0]["error"] == "ValueError"
+    assert SECRET not in json.dumps(lines)

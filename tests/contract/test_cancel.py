@@ -1,0 +1,92 @@
+"""Cancelling an errand or a drain ends it, with everything it has started, within a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.programs import eventually, is_alive, number_in
+from tests.support.world import World
+
+SECOND = 1.0
+
+FAMILY = "#!/bin/sh\nsh -c 'sleep 600; sleep 600' & sleep 600 & echo $! >{started}; wait\n"
+"""Children and grandchildren in the group of the script."""
+
+
+@pytest.fixture
+def started(world: World) -> Path:
+    """Where a script writes the number of a process it has started."""
+    return world.paths.base / "started"
+
+
+async def deployed(world: World, **scripts: str) -> None:
+    """Apply a job ``web`` that has nothing but these scripts."""
+    store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
+    files = {f"bin/{name.replace('_', '-')}": text for name, text in scripts.items()}
+    assert await world.value("apply", jobs.spec(store, {"web": {"monit": "", **files}})) == "applied"
+
+
+async def cancelled(world: World, task_id: str) -> Any:
+    """The value of a task that is cancelled now; it must be there within a second."""
+    begun_at = time.monotonic()
+    assert await world.value("cancel_task", task_id) == "canceled"
+    value = await world.value("get_task", task_id)
+    assert time.monotonic() - begun_at < SECOND
+    return value
+
+
+async def task_of(asked: Awaitable[dict[str, Any]]) -> str:
+    task_id: str = (await asked)["value"]["agent_task_id"]
+    return task_id
+
+
+async def test_errand_with_all_its_processes(world: World, started: Path) -> None:
+    await deployed(world, run=FAMILY.format(started=started))
+    task_id = await task_of(world.call("run_errand"))
+    child = await eventually(lambda: number_in(started))
+
+    assert (await cancelled(world, task_id))["exit_code"] == 143
+    assert not is_alive(child)
+
+
+async def test_drain_script_with_all_its_processes(world: World, started: Path) -> None:
+    await deployed(world, drain=FAMILY.format(started=started))
+    task_id = await task_of(world.call("drain", "shutdown"))
+    child = await eventually(lambda: number_in(started))
+
+    assert await cancelled(world, task_id) == 0
+    assert not is_alive(child)
+
+
+@pytest.mark.parametrize("seconds", ["600", "-600"])
+async def test_drain_that_waits(world: World, started: Path, seconds: str) -> None:
+    """Once or again and again."""
+    await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
+    task_id = await task_of(world.call("drain", "shutdown"))
+    script = await eventually(lambda: number_in(started))
+    await eventually(lambda: not is_alive(script))
+
+    assert await cancelled(world, task_id) == 0
+
+
+async def test_errand_that_waits_for_another_never_begins(world: World, started: Path) -> None:
+    """And the other does not notice."""
+    begun = started.with_name("begun")
+    await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=FAMILY.format(started=started))
+    ahead = await task_of(world.call("run_script", "pre-start", {}))
+    child = await eventually(lambda: number_in(started))
+    waiting = await task_of(world.call("run_errand"))
+
+    begun_at = time.monotonic()
+    assert await world.value("cancel_task", waiting) == "canceled"
+    assert (await world.error("get_task", waiting)).endswith("result: cancelled before it began")
+    assert time.monotonic() - begun_at < SECOND
+    assert is_alive(child)
+    assert world.agent.tasks.find(ahead).state == "running"
+    assert not begun.exists()

@@ -1,0 +1,496 @@
+"""What compiling answers and leaves behind; A16 and A17 are lines of the protocol's checklist."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import stat
+import tarfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim import status_text
+from agent_shim.demo.release import archive
+from tests.support import jobs
+from tests.support.http import Server, http_server
+from tests.support.programs import end_marked, eventually, is_alive, number_in
+from tests.support.world import World, is_running, world
+
+INSTALL = "mkdir -p $BOSH_INSTALL_TARGET/bin; "
+LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
+"""Where the packages in use are: ``/var/vcap/packages`` on a machine."""
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with http_server() as server:
+        yield server
+
+
+def store_of(world: World) -> Path:
+    return Path(world.agent.settings.current.blobstore.options["blobstore_path"])
+
+
+def source(world: World, packaging: str, **files: str) -> tuple[str, str]:
+    """Put the source of a package into the blobstore; its id and digest."""
+    blob = jobs.blob(store_of(world), archive({"packaging": packaging, **files}))
+    return blob["blobstore_id"], blob["sha1"]
+
+
+def dependency(world: World, name: str, version: str = "1", **files: str) -> dict[str, str]:
+    """A compiled package in the blobstore, as a dependency names it."""
+    content = archive(files or {"bin/tool": f"#!/bin/sh\necho {name} {version}\n"})
+    return {"name": name, "version": version, **jobs.blob(store_of(world), content)}
+
+
+def members(content: bytes) -> dict[str, bytes | None]:
+    """Names and contents of an archive; None for what is no file."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as packed:
+        return {
+            member.name: file.read() if (file := packed.extractfile(member)) else None for member in packed.getmembers()
+        }
+
+
+def printed(world: World, stream: str = "stdout") -> str:
+    return (world.paths.log / f"compilation/packaging.{stream}.log").read_text()
+
+
+def left(world: World) -> list[Path]:
+    """Whatever a compilation could have left but its logs and the directories of versions."""
+    paths = world.paths
+    found = [path for place in (paths.packages, paths.compile) for path in place.glob("*")]
+    return [*found, *paths.tmp.glob(".*"), *paths.data_packages.glob("*/*")]
+
+
+async def compiled(world: World, packaging: str, name: str = "p", **deps: dict[str, str]) -> bytes:
+    """The archive that compiling gives."""
+    value = await world.value("compile_package", *source(world, packaging), name, "1.1", deps)
+    content: bytes = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
+    return content
+
+
+# --- what it answers ------------------------------------------------------------------------------------------------
+
+
+async def test_a16_value_is_the_id_and_the_sha1_of_a_new_blob(world: World) -> None:
+    arguments = source(world, INSTALL + "cp src $BOSH_INSTALL_TARGET/bin/", src="content")
+    value = await world.value("compile_package", *arguments, "p", "1.1", {})
+
+    result = value["result"]
+    content = (store_of(world) / result["blobstore_id"]).read_bytes()
+    assert set(value) == {"result"}
+    assert set(result) == {"blobstore_id", "sha1"}
+    assert str(uuid.UUID(result["blobstore_id"])) == result["blobstore_id"]
+    assert hashlib.sha1(content).hexdigest() == result["sha1"]
+    assert content.startswith(b"\x1f\x8b")
+    assert members(content) == {".": None, "./bin": None, "./bin/src": b"content"}
+    with tarfile.open(fileobj=io.BytesIO(content)) as packed:
+        assert {(member.uid, member.gid, member.uname) for member in packed.getmembers()} == {(0, 0, "root")}
+
+
+async def test_a16_what_the_packaging_script_sees(world: World) -> None:
+    """Go's variables, the agent's own programs first, a directory for temporary files, its source around it."""
+    await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
+
+    paths = world.paths
+    first, *variables, listed = printed(world).splitlines()
+    script, directory, path, tmp, umask = first.split("|")
+    assert (script, directory, tmp, umask) == ("packaging", str(paths.compile / "hello"), str(paths.tmp), "0022")
+    assert path.split(":")[0] == str(paths.bosh_bin)
+    assert variables == [
+        f"BOSH_COMPILE_TARGET={paths.compile / 'hello'}",
+        f"BOSH_INSTALL_TARGET={paths.packages / 'hello'}",
+        "BOSH_PACKAGE_NAME=hello",
+        "BOSH_PACKAGE_VERSION=1.1",
+    ]
+    assert listed == "packaging"
+
+
+async def test_a16_exactly_the_dependencies_and_the_package_are_in_use(world: World) -> None:
+    """Whatever lay there before; dependencies with all that is in them."""
+    stray = world.paths.packages / "golang-1.19-linux"
+    stray.mkdir()
+    (stray / "compile.env").write_text("echo wrong")
+    (world.paths.packages / "dangling").symlink_to("/nowhere")
+    golang = dependency(world, "golang-1.20-linux", **{"bosh/compile.env": "echo right"})
+
+    await compiled(
+        world,
+        f"ls {LINKS}; source {LINKS}/golang-*/bosh/compile.env; {LINKS}/libhello/bin/tool",
+        "hello",
+        **{"golang-1.20-linux": golang, "libhello": dependency(world, "libhello")},
+    )
+
+    assert printed(world) == "golang-1.20-linux\nhello\nlibhello\nright\nlibhello 1\n"
+    assert left(world) == []
+
+
+async def test_a16_logs_are_those_of_the_last_compilation(world: World) -> None:
+    log = world.paths.log / "compilation"
+    log.mkdir()
+    (log / "old").touch()
+    await compiled(world, "echo first")
+    await compiled(world, "echo second")
+
+    assert printed(world) == "second\n"
+    assert printed(world, "stderr") == "+ echo second\n"
+    assert sorted(path.name for path in log.iterdir()) == ["packaging.stderr.log", "packaging.stdout.log"]
+    assert stat.S_IMODE(log.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in log.iterdir()} == {0o640}
+
+
+async def test_a16_dependencies_may_be_null_and_a_packaging_script_may_be_missing(world: World) -> None:
+    blob = jobs.blob(store_of(world), archive({"file": "x"}))
+    value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", None)
+
+    content = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
+    assert members(content) == {".": None}
+
+
+async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: World) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as packed:
+        packed.addfile(tarfile.TarInfo("./file"))
+    blob = jobs.blob(store_of(world), out.getvalue())
+    value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+
+    content = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
+    assert content.startswith(b"./\0")
+
+
+async def test_a17_from_url_to_url_with_the_headers_of_each(world: World, server: Server) -> None:
+    """The result goes where its URL leads; its id is only the Director's business."""
+    tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
+    server.blobs = {"/pcre": tool, "/src": src}
+    request = {
+        "package_get_signed_url": f"{server.url}/src?sig=1",
+        "upload_signed_url": f"{server.url}/result?sig=2",
+        "digest": f"sha256:{hashlib.sha256(src).hexdigest()}",
+        "name": "nginx",
+        "version": "1.2",
+        "blobstore_headers": {"x-ms-blob-type": "blockblob"},
+        "deps": {
+            "pcre": {
+                "name": "pcre",
+                "version": "8.1",
+                "sha1": hashlib.sha1(tool).hexdigest(),
+                "blobstore_id": "not asked for",
+                "package_get_signed_url": f"{server.url}/pcre?sig=3",
+                "blobstore_headers": {"x-own": "1"},
+            },
+            "local": dependency(world, "local"),
+        },
+    }
+    value = await world.value("compile_package_with_signed_url", request)
+
+    result = server.blobs["/result"]
+    digests = f"{hashlib.sha1(result).hexdigest()};sha512:{hashlib.sha512(result).hexdigest()}"
+    assert value == {"result": {"sha1": digests}}
+    got = {each.target: {"x-ms-blob-type", "x-own"} & set(each.headers) for each in server.requests}
+    assert got == {
+        "/pcre?sig=3": {"x-own"},
+        "/src?sig=1": {"x-ms-blob-type"},
+        "/result?sig=2": {"x-ms-blob-type"},
+    }
+    assert members(result)["./bin"] is None
+    assert left(world) == []
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+async def failed(world: World, *arguments: Any) -> str:
+    """The text of a compilation of the package p that fails, without what stands before its own."""
+    text = await world.error("compile_package", *arguments)
+    found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
+    assert found is not None, text
+    return found[1]
+
+
+async def test_a16_failing_script_is_told_with_what_it_printed(world: World) -> None:
+    """And what it has installed is gone, dependencies too."""
+    packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
+    tool = dependency(world, "tool")
+    text = await failed(world, *source(world, packaging), "p", "1", {"tool": tool})
+
+    assert text == (
+        "Running packaging script: Running packaging script: Command exited with 7; Stdout: out\n, "
+        f"Stderr: + mkdir -p {world.paths.packages}/p/bin\n+ set +x\nerr\n"
+    )
+    assert left(world) == []
+
+
+async def test_a16_long_output_is_cut_at_the_beginning_of_a_line(world: World) -> None:
+    """The last 10 KiB of each stream at most, whole in the logs."""
+    packaging = "set +x; seq 100000; head -c 20000 /dev/zero | tr '\\0' é >&2; kill -9 $$"
+    text = await failed(world, *source(world, packaging), "p", "1", {})
+
+    head, out, err = re.split(r"; Truncated stdout: |, Truncated stderr: ", text)
+    assert head.endswith("Command exited with 137")
+    assert out.split() == [str(number) for number in range(98295, 100001)]
+    assert len(out) <= 10 * 1024 < len(out) + len("98294\n")
+    assert set(err[1:]) <= set("Ã©é\n")
+    assert len(printed(world)) > 500_000
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"blob_id": ""}, "Fetching package p: No blobstore reference for package 'p'"),
+        ({"blob_id": "gone"}, "Fetching package p: Getting blob from inner blobstore: "),
+        ({"digest": "0" * 40}, "Fetching package p: Getting blob from inner blobstore: Checking downloaded blob "),
+        ({"digest": ""}, "Fetching package p: no digest algorithm found"),
+        ({"name": "../p"}, None),
+        ({"version": ""}, "cannot install the package p: it has no version"),
+    ],
+)
+async def test_a16_other_failures(world: World, change: dict[str, str], text: str | None) -> None:
+    blob_id, digest = source(world, "")
+    given = {"blob_id": blob_id, "digest": digest, "name": "p", "version": "1"} | change
+    error = await world.error("compile_package", *given.values(), {})
+
+    expected = f"Compiling package p: {text}" if text else "Compiling package ../p: cannot use '../p' as the name"
+    assert f"result: {expected}" in error
+    assert left(world) == []
+
+
+async def test_a16_dependency_that_cannot_be_had_is_named(world: World) -> None:
+    deps = {"good": dependency(world, "good"), "bad": {**dependency(world, "bad"), "blobstore_id": "gone"}}
+    text = await failed(world, *source(world, ""), "p", "1", deps)
+
+    assert text.startswith("Installing dependent package: 'bad': Fetching package blob: ")
+    assert left(world) == []
+
+
+async def test_a16_result_that_cannot_be_stored(world: World) -> None:
+    store = store_of(world)
+    packaging = f"rm -rf {store}; touch {store}"
+    text = await failed(world, *source(world, packaging), "p", "1", {})
+
+    assert text.startswith("Uploading compiled package: ")
+    assert left(world) == []
+
+
+async def test_a_signed_url_is_in_no_text(world: World, server: Server) -> None:
+    """Neither in the error nor in what can be read of the task."""
+    request = {"package_get_signed_url": f"{server.url}/gone?sig=s3cr3t", "digest": "0" * 40, "name": "p"}
+    server.plan = ["404"] * 3
+    reply = await world.call("compile_package_with_signed_url", {**request, "version": "1"})
+    task = world.agent.tasks.find(reply["value"]["agent_task_id"])
+    world.agent.tasks.cancel(task.id)
+    await task.ended.wait()
+
+    assert "s3cr3t" not in repr(task)
+
+
+async def test_compiling_where_jobs_are_applied_is_refused(world: World) -> None:
+    """It would take their packages away from under them."""
+    wanted = jobs.spec(store_of(world), {"web": {"monit": ""}, "db": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
+    assert await world.value("apply", wanted) == "applied"
+    text = await failed(world, *source(world, ""), "p", "1", {})
+
+    assert text == "cannot compile on an instance with jobs (web, db): their packages would be removed"
+    assert (world.paths.packages / "tool/bin/tool").is_file()
+
+
+async def test_compiling_after_the_apply_of_a_compilation_vm(world: World) -> None:
+    """A spec without a configuration hash, and create-env's first one, which has one but no jobs."""
+    await world.value(
+        "apply", {"deployment": "d", "job": {"name": "compilation-1"}, "index": 0, "id": "i", "packages": {}}
+    )
+    await compiled(world, "")
+    nothing = {"blobstore_id": "", "sha1": ""}
+    bare = {
+        "configuration_hash": "unused-configuration-hash",
+        "job": {"name": ""},
+        "rendered_templates_archive": nothing,
+    }
+    await world.value("apply", bare)
+
+    assert members(await compiled(world, "touch $BOSH_INSTALL_TARGET/x")) == {".": None, "./x": b""}
+
+
+# --- while it runs --------------------------------------------------------------------------------------------------
+
+
+async def begun(world: World, packaging: str) -> tuple[str, int]:
+    """The task of a compilation whose script waits, and the number of a process that the script has started."""
+    started = world.paths.base / "started"
+    reply = await world.call("compile_package", *source(world, packaging.format(started)), "p", "1", {})
+    assert is_running(reply)
+    return reply["value"]["agent_task_id"], await eventually(lambda: number_in(started))
+
+
+async def test_progress_is_told(world: World) -> None:
+    """What it does, for which package, and since when."""
+    task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
+    task = world.agent.tasks.running
+
+    assert task is not None
+    assert task.id == task_id
+    assert task.progress == "p: running the packaging script"
+    assert 0 < task.begun_at < time.monotonic()
+    await world.value("cancel_task", task_id)
+    await task.ended.wait()
+
+
+def test_status_shows_it() -> None:
+    status: dict[str, Any] = {
+        "version": "1", "uptime_secs": 1, "agent_id": "a", "bus": {"connected": True, "error": ""}, "deployment": "",
+        "instance": "", "job_state": "running", "processes": [], "task": "compile_package",
+        "task_progress": "golang: packing", "task_secs": 61, "tasks_waiting": 2, "disk": "", "warnings": [],
+    }  # fmt: skip
+
+    assert "task       compile_package, golang: packing, for 1m 1s (2 waiting)" in status_text.render(status)
+
+
+@pytest.mark.parametrize(
+    "packaging",
+    [
+        "sleep 600 & echo $! >{}; wait",
+        "trap '' TERM; sleep 600 & echo $! >{}; wait; sleep 600",
+        "setsid sleep 600 & echo $! >{}; wait",
+        "env -i sleep 600 & echo $! >{}; wait",
+        "(setsid -f sh -c 'echo $$ >{}; exec sleep 600'); sleep 600",
+    ],
+)
+async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World, packaging: str) -> None:
+    """Whatever its processes do about it."""
+    task_id, child = await begun(world, packaging)
+    try:
+        assert await world.value("cancel_task", task_id) == "canceled"
+        text = await world.error("get_task", task_id)
+
+        assert text.endswith(f"Task {task_id} result: Compiling package p: cancelled")
+        assert not is_alive(child)
+        assert left(world) == []
+    finally:
+        end_marked("AGENT_SHIM_COMPILATION", str(world.paths.compile))
+
+
+async def test_what_a_script_leaves_behind_ends_with_it(world: World) -> None:
+    """It could write into what is being packed."""
+    started = world.paths.base / "started"
+    await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")
+
+    pids = [int(line) for line in started.read_text().splitlines()]
+    assert [is_alive(pid) for pid in pids] == [False, False]
+
+
+# --- the same bytes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package of a release before it is compiled."""
+
+    name: str
+    needs: Sequence[str]
+    packaging: str
+
+    @property
+    def content(self) -> bytes:
+        return archive({"packaging": self.packaging, "src/main": f"source of {self.name}\n"})
+
+
+def release() -> list[Source]:
+    """Twenty packages, each after what it needs: two compilers of one name pattern, tools and servers made with them.
+
+    Their scripts do what those of real releases do: take whatever fits ``golang-*``, go on from the times of files,
+    copy parts of what they need with and without their times, make links.
+    """
+    golangs = [
+        Source(
+            f"golang-{version}-linux",
+            [],
+            f"mkdir $BOSH_INSTALL_TARGET/bosh; echo export GO={version} >$BOSH_INSTALL_TARGET/bosh/compile.env",
+        )
+        for version in ("1.20", "1.21")
+    ]
+    libraries = [
+        Source(
+            f"lib{number}",
+            [],
+            INSTALL + "cp -a src $BOSH_INSTALL_TARGET/; ln -s bin/tool $BOSH_INSTALL_TARGET/link; "
+            "echo $BOSH_PACKAGE_NAME >$BOSH_INSTALL_TARGET/bin/tool",
+        )
+        for number in range(6)
+    ]
+    servers = [
+        Source(
+            f"server{number}",
+            [f"golang-1.2{number % 2}-linux", f"lib{number % 6}", f"lib{(number + 1) % 6}"],
+            f"source {LINKS}/golang-*/bosh/compile.env; {INSTALL} cp -rL {LINKS}/lib* $BOSH_INSTALL_TARGET/; "
+            "echo $BOSH_PACKAGE_NAME by $GO >$BOSH_INSTALL_TARGET/bin/server; "
+            "ln $BOSH_INSTALL_TARGET/bin/server $BOSH_INSTALL_TARGET/bin/other; date -u -d @$SOURCE_DATE_EPOCH "
+            ">$BOSH_INSTALL_TARGET/stamp",
+        )
+        for number in range(12)
+    ]
+    return [*golangs, *libraries, *servers]
+
+
+async def compile_all(
+    world: World, sources: Sequence[Source], of: Mapping[str, dict[str, str]]
+) -> dict[str, dict[str, str]]:
+    """Compile ``sources`` as the Director does, with its results and those it has (``of``) as dependencies."""
+    results = dict(of)
+    for each in sources:
+        blob = jobs.blob(store_of(world), each.content)
+        deps = {name: results[name] for name in each.needs}
+        value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], each.name, "1.1", deps)
+        results[each.name] = {"name": each.name, "version": "1.1", **value["result"]}
+    return results
+
+
+@pytest.mark.slow
+async def test_twenty_packages_on_one_agent_are_those_of_twenty_agents(tmp_path: Path) -> None:
+    """Byte for byte: nothing of one compilation is seen by another, and no time of day is in any of them."""
+    sources = release()
+    store = {"provider": "local", "options": {"blobstore_path": str(tmp_path / "store")}}
+    (tmp_path / "store").mkdir()
+    async with world(tmp_path / "reused", blobstore=store) as one:
+        reused = await compile_all(one, sources, {})
+        assert left(one) == []
+    for each in sources:
+        async with world(tmp_path / "fresh" / each.name, blobstore=store) as fresh:
+            again = await compile_all(fresh, [each], {name: reused[name] for name in each.needs})
+        assert again[each.name]["sha1"] == reused[each.name]["sha1"], each.name
+
+    assert len(sources) == 20
+    built = members((tmp_path / "store" / reused["server1"]["blobstore_id"]).read_bytes())
+    assert built["./bin/server"] == b"server1 by 1.21\n"
+    assert len({result["sha1"] for result in reused.values()}) == 20
+
+
+async def test_a_file_that_is_older_than_the_source_keeps_its_time(world: World) -> None:
+    """So what was compiled beforehand is not taken for stale; what is made here gets the time of the source."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as packed:
+        for name, text, when in (
+            (
+                "packaging",
+                "cp -a old $BOSH_INSTALL_TARGET/; touch $BOSH_INSTALL_TARGET/new; echo $SOURCE_DATE_EPOCH",
+                9e8,
+            ),
+            ("old", "", 5e8),
+            ("young", "", 1.5e9),
+            ("future", "", 7e9),
+        ):
+            member = tarfile.TarInfo(f"./{name}")
+            member.size, member.mtime = len(text), int(when)
+            packed.addfile(member, io.BytesIO(text.encode()))
+    blob = jobs.blob(store_of(world), out.getvalue())
+    value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+
+    with tarfile.open(store_of(world) / value["result"]["blobstore_id"]) as packed:
+        times = {member.name: member.mtime for member in packed.getmembers()}
+    assert times == {".": 1.5e9, "./new": 1.5e9, "./old": 5e8}
+    assert printed(world) == "1500000000\n"

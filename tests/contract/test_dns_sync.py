@@ -1,0 +1,136 @@
+"""DNS records by either method; A26 and A27 are lines of the protocol's checklist."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from agent_shim import boot
+from tests.support.http import Server, http_server
+from tests.support.world import World
+
+HEADERS = {"x-ms-blob-type": "blockblob"}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with http_server() as server:
+        yield server
+
+
+def records(version: int, *names: str) -> bytes:
+    return json.dumps({"version": version, "records": [["10.0.0.9", name] for name in names or ["a.b.bosh"]]}).encode()
+
+
+def signed(server: Server, content: bytes, version: int, **members: Any) -> dict[str, Any]:
+    """A request for the records, which the server has."""
+    server.blobs[f"/{version}"] = content
+    return {
+        "signed_url": f"{server.url}/{version}?st=secret",
+        "multi_digest": f"{hashlib.sha1(content).hexdigest()};sha512:{hashlib.sha512(content).hexdigest()}",
+        "version": version,
+        "blobstore_headers": HEADERS,
+    } | members
+
+
+async def sync(world: World, request: dict[str, Any]) -> dict[str, Any]:
+    return await world.call("sync_dns_with_signed_url", request)
+
+
+async def test_a27_records_from_a_signed_url(world: World, server: Server) -> None:
+    content = records(7, "one.bosh", "two.bosh")
+
+    assert await sync(world, signed(server, content, 7)) == {"value": "synced"}
+    assert world.paths.dns_records.read_bytes() == content
+    assert (world.paths.etc / "hosts").read_text().endswith("\n10.0.0.9 one.bosh\n10.0.0.9 two.bosh\n")
+    (get,) = server.requests
+    assert (get.method, get.target, get.headers["x-ms-blob-type"]) == ("GET", "/7?st=secret", "blockblob")
+
+
+async def test_a27_what_is_there_is_not_fetched_again_by_either_method(world: World, server: Server) -> None:
+    await sync(world, signed(server, records(7), 7))
+    for version in (6, 7):
+        assert await sync(world, signed(server, b"", version)) == {"value": "synced"}
+        assert await world.call("sync_dns", "no-such-blob", "00", version) == {"value": "synced"}
+
+    assert len(server.requests) == 1
+
+
+async def test_a27_a_wrong_version_or_digest_changes_nothing(world: World, server: Server) -> None:
+    await sync(world, signed(server, records(7), 7))
+    wrong = await world.error("sync_dns_with_signed_url", signed(server, records(9), 8))
+    broken = await world.error("sync_dns_with_signed_url", signed(server, records(8), 8, multi_digest="sha1:a:b"))
+
+    assert wrong == (
+        "Action Failed sync_dns_with_signed_url: "
+        "version from unpacked dns blob does not match version supplied by director"
+    )
+    assert "unable to parse digest string" in broken
+    assert json.loads(world.paths.dns_records.read_bytes())["version"] == 7
+
+
+@pytest.mark.slow
+async def test_a27_a_url_that_cannot_be_had_is_told_after_three_tries_without_its_signature(
+    world: World, server: Server
+) -> None:
+    """With pauses of five seconds between them, in which everything else goes on."""
+    server.plan = ["500"] * 3
+    asking = asyncio.create_task(world.error("sync_dns_with_signed_url", signed(server, records(7), 7)))
+    async with asyncio.timeout(5):
+        assert await world.call("ping") == {"value": "pong"}
+    error = await asking
+
+    assert error == (
+        "Action Failed sync_dns_with_signed_url: fetching new DNS records: Failed to download blob: "
+        f"Error executing GET, response was 500 from {server.host}"
+    )
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (None, "no digest algorithm found"),
+        ({}, "no digest algorithm found"),
+        ({"multi_digest": "00"}, "Both signedURL and blobID are blank which is invalid"),
+    ],
+)
+async def test_a27_a_request_that_lacks_something_is_told(world: World, request_: Any, why: str) -> None:
+    error = await world.error("sync_dns_with_signed_url", request_)
+
+    assert error.startswith(f"Action Failed sync_dns_with_signed_url: fetching new DNS records: {why}")
+
+
+async def test_a26_a_blob_that_is_not_there_is_told(world: World) -> None:
+    error = await world.error("sync_dns", "no-such-blob", "00", 7)
+
+    assert error.startswith("Action Failed sync_dns: getting no-such-blob from blobstore: Getting blob from inner ")
+
+
+@pytest.mark.parametrize("version", [-1, "7", 7.5])
+async def test_a26_a_version_is_a_number_of_64_bits(world: World, server: Server, version: Any) -> None:
+    request = signed(server, b"", 7) | {"version": version}
+
+    assert "Unmarshalling action argument: " in await world.error("sync_dns_with_signed_url", request)
+    assert "Unmarshalling action argument: " in await world.error("sync_dns", "id", "00", version)
+
+
+async def test_a26_records_of_a_large_version(world: World, server: Server) -> None:
+    version = 2**64 - 1
+
+    assert await sync(world, signed(server, records(version), version)) == {"value": "synced"}
+    assert json.loads(world.paths.dns_records.read_bytes())["version"] == version
+
+
+async def test_names_are_there_again_after_a_restart_in_a_new_container(world: World, server: Server) -> None:
+    await sync(world, signed(server, records(7, "one.bosh"), 7))
+    (world.paths.etc / "hosts").write_text("127.0.0.1 localhost\n")
+
+    await boot.boot(boot._trust_steps(world.agent))
+
+    assert "\n10.0.0.9 one.bosh\n" in (world.paths.etc / "hosts").read_text()

@@ -1,0 +1,249 @@
+"""Shapes and texts of the envelope; T5 to E11 are lines of the protocol's checklist."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim import dispatch, wire
+from agent_shim.agent import Agent
+from agent_shim.dispatch import ACTIONS, Mode
+from tests.support.world import World, is_running
+
+UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [b"{", b'{"method":"ping","protocol":"3"}', b'{"method":"ping","reply_to":5}']
+)
+async def test_t5_what_cannot_be_decoded_is_dropped_and_counted(world: World, request_bytes: bytes) -> None:
+    assert await world.dispatcher.handle(request_bytes) is None
+    assert world.dispatcher.rejected == 1
+    assert await world.call("ping") == {"value": "pong"}
+
+
+async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: World) -> None:
+    answer = await world.dispatcher.handle(json.dumps({"method": "get_task", "arguments": ["<é" * 400_000]}).encode())
+    assert answer is not None
+
+    assert len(answer[1]) <= wire.MAX_REPLY
+    message = json.loads(answer[1])["exception"]["message"]
+    assert message.startswith("Action Failed get_task: Task with id <é")
+    assert wire.TRUNCATED in message
+    assert message.endswith("could not be found")
+
+
+async def test_t6_long_value_becomes_a_fixed_exception(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def long(agent: Any) -> str:
+        return "x" * wire.MAX_REPLY
+
+    monkeypatch.setitem(
+        ACTIONS, "long", dispatch.Action("long", Mode.NOW, long, (), 0, {"agent": Agent}, 0, False, False)
+    )
+
+    assert await world.call("long") == {"exception": {"message": "Response exceeded maximum allowed length"}}
+
+
+async def test_t8_ten_tasks_at_once_all_get_ids_and_run_one_after_the_other(world: World) -> None:
+    replies = await asyncio.gather(*(world.call("run_script", "nothing", {}) for _ in range(10)))
+
+    ids = [reply["value"]["agent_task_id"] for reply in replies]
+    assert len(set(ids)) == 10
+    assert await world.call("ping") == {"value": "pong"}
+    for task_id in ids:
+        assert await world.run("get_task", task_id) == {"value": {}}
+
+
+@pytest.mark.parametrize("method", ["release_apply_spec", "configure_networks", "noop", "", "associate_disks", "PING"])
+async def test_e1_unknown_method(world: World, method: str) -> None:
+    assert await world.call(method) == {"exception": {"message": f"unknown message {method}"}}
+
+
+async def test_e1_missing_method(world: World) -> None:
+    assert await world.raw({}) == {"exception": {"message": "unknown message "}}
+
+
+async def test_e2_failure_of_an_action_answered_at_once(world: World) -> None:
+    reply = await world.call("ssh", "explode", {})
+
+    assert reply == {"exception": {"message": "Action Failed ssh: Unknown command for SSH method"}}
+
+
+async def test_e3_failure_of_a_task(world: World) -> None:
+    task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
+
+    assert await world.run("get_task", task_id) == {
+        "exception": {"message": f"Action Failed get_task: Task {task_id} result: Could not find errand nope"}
+    }
+
+
+@pytest.mark.parametrize("method", ["get_task", "cancel_task"])
+async def test_e4_unknown_task(world: World, method: str) -> None:
+    assert await world.error(method, "nope") == f"Action Failed {method}: Task with id nope could not be found"
+
+
+async def test_e5_too_few_arguments_at_once(world: World) -> None:
+    assert await world.error("get_task") == (
+        "Action Failed get_task: Extracting method arguments from payload: Not enough arguments, expected 1, got 0"
+    )
+
+
+async def test_e5_too_few_arguments_of_a_task_appear_in_the_task(world: World) -> None:
+    reply = await world.call("run_script", "pre-start")
+
+    assert is_running(reply)
+    task_id = reply["value"]["agent_task_id"]
+    assert await world.error("get_task", task_id) == (
+        f"Action Failed get_task: Task {task_id} result: "
+        "Extracting method arguments from payload: Not enough arguments, expected 2, got 1"
+    )
+
+
+async def test_e6_surplus_arguments_are_ignored(world: World) -> None:
+    assert await world.call("ping", 1, {"a": "b"}, None) == {"value": "pong"}
+
+
+async def test_e7_null_arguments_are_none(world: World) -> None:
+    assert await world.raw({"method": "ping", "arguments": None}) == {"value": "pong"}
+    assert (
+        "Not enough arguments, expected 1, got 0" in (await world.raw({"method": "get_task"}))["exception"]["message"]
+    )
+
+
+async def test_e7_null_argument_is_a_zero_value(world: World) -> None:
+    assert await world.value("get_state", None) == await world.value("get_state")
+    assert "Task with id  could not be found" in await world.error("get_task", None)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "named"),
+    [
+        ("get_task", [5], "Expected `str`, got `int`"),
+        ("sync_dns", ["blob", "sha1:x", 5.5], "Expected `int`"),
+        ("sync_dns", ["blob", "sha1:x", -1], ">= 0"),
+        ("sync_dns", ["blob", "sha1:x", "5"], "Expected `int`"),
+        ("delete_arp_entries", [["10.0.0.1"]], "Expected `object`"),
+    ],
+)
+async def test_e8_wrong_type_is_named(world: World, method: str, arguments: list[Any], named: str) -> None:
+    text = await world.error(method, *arguments)
+
+    assert text.startswith(
+        f"Action Failed {method}: Extracting method arguments from payload: Unmarshalling action argument: "
+    )
+    assert named in text
+
+
+async def test_e8_arguments_that_are_no_list(world: World) -> None:
+    reply = await world.raw({"method": "get_task", "arguments": "x"})
+
+    assert reply["exception"]["message"].startswith("Action Failed get_task: Extracting json arguments: ")
+
+
+async def test_e8_value_that_is_no_string_in_a_map_of_strings(world: World) -> None:
+    assert "Expected `str`, got `int`" in await world.error("run_script", "pre-start", {"env": {"A": 1}})
+
+
+async def test_e9_task_ids_are_lower_case_uuids_and_results_repeat(world: World) -> None:
+    reply = await world.call("run_script", "nothing", {})
+    task_id = reply["value"]["agent_task_id"]
+
+    assert set(reply["value"]) == {"agent_task_id", "state"}
+    assert UUID.match(task_id)
+    assert [await world.run("get_task", task_id) for _ in range(3)] == [{"value": {}}] * 3
+
+
+async def test_e9_failed_results_repeat_as_often_as_the_cli_polls(world: World) -> None:
+    task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
+    first = await world.run("get_task", task_id)
+
+    assert [await world.call("get_task", task_id) for _ in range(11)] == [first] * 11
+
+
+async def test_e10_what_can_be_cancelled() -> None:
+    """What the Director cancels, and compilations, of which only operators tire."""
+    cancellable = {name for name, action in ACTIONS.items() if action.is_cancellable}
+
+    assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
+
+
+async def test_e10_cancel_of_another_task_is_refused_while_it_runs_and_fine_when_it_has_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+
+    async def hang(agent: Any) -> str:
+        await gate.wait()
+        return "done"
+
+    action = dispatch.Action("hang", Mode.TASK, hang, (), 0, {"agent": Agent}, 0, False, False)
+    monkeypatch.setitem(ACTIONS, "hang", action)
+    task_id = (await world.call("hang"))["value"]["agent_task_id"]
+
+    assert await world.error("cancel_task", task_id) == "Action Failed cancel_task: not supported"
+    gate.set()
+    assert await world.run("get_task", task_id) == {"value": "done"}
+    assert await world.call("cancel_task", task_id) == {"value": "canceled"}
+
+
+async def test_e11_only_update_settings_is_written_down(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name for name, action in ACTIONS.items() if action.persistent} == {"update_settings"}
+    seen: list[dict[str, Any]] = []
+    update = world.agent.settings.save_update
+
+    async def looking(news: Any) -> Any:
+        seen.append(json.loads(world.paths.tasks.read_bytes()))
+        return await update(news)
+
+    monkeypatch.setattr(world.agent.settings, "save_update", looking)
+    reply = await world.call("update_settings", {"trusted_certs": "", "disk_associations": []})
+    task_id = reply["value"]["agent_task_id"]
+
+    assert await world.run("get_task", task_id) == {"value": "ok"}
+    assert list(seen[0]) == [task_id]
+    assert seen[0][task_id]["Method"] == "update_settings"
+    assert not world.paths.tasks.exists()
+
+
+async def test_a_bug_in_an_action_is_an_exception_and_not_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(agent: Any) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    action = dispatch.Action("broken", Mode.NOW, broken, (), 0, {"agent": Agent}, 0, False, False)
+    monkeypatch.setitem(ACTIONS, "broken", action)
+
+    text = await world.error("broken")
+    assert text.startswith("Action Failed broken: internal error in broken: ZeroDivisionError")
+    assert "secret detail" not in text
+    assert await world.call("ping") == {"value": "pong"}
+
+
+def test_no_action_of_today_is_missing_or_invented() -> None:
+    """The actions registered so far are names of the Go agent's (agent/action/concrete_factory.go)."""
+    known = set(
+        "ping info get_task cancel_task ssh bundle_logs fetch_logs fetch_logs_with_signed_url update_settings shutdown "
+        "remove_file prepare apply start stop drain get_state run_errand run_script compile_package "
+        "compile_package_with_signed_url upload_blob list_disk migrate_disk mount_disk unmount_disk "
+        "add_persistent_disk remove_persistent_disk add_dynamic_disk remove_dynamic_disk delete_arp_entries sync_dns "
+        "sync_dns_with_signed_url".split()
+    )
+
+    assert set(ACTIONS) <= known
+
+
+async def test_modes_are_those_of_the_go_agent(world: World, tmp_path: Path) -> None:
+    now = {name for name, action in ACTIONS.items() if not action.is_task(3)}
+
+    assert now <= set(
+        "ping info get_task cancel_task ssh bundle_logs shutdown remove_file start get_state remove_dynamic_disk "
+        "delete_arp_entries sync_dns sync_dns_with_signed_url".split()
+    )
+    assert not ACTIONS["list_disk"].is_task(2)
+    assert ACTIONS["list_disk"].is_task(3)

@@ -1,0 +1,181 @@
+"""What the bosh CLI meets at the agent's HTTPS address: protocol, statuses and bodies, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from agent_shim.bus.https import HttpsBus
+from tests.support.create_env import Cli, authority, basic, on_https
+from tests.support.world import World
+
+
+@pytest.fixture
+async def bus(world: World) -> AsyncIterator[HttpsBus]:
+    handle = partial(world.dispatcher.handle, limit=None)
+    async with on_https(handle, world.paths.blobs) as one:
+        yield one
+
+
+@pytest.fixture
+def cli(bus: HttpsBus) -> Cli:
+    return Cli(bus.port)
+
+
+@pytest.mark.parametrize(
+    "auth",
+    ["", basic(password="wrong"), basic(user="other"), basic().lower(), basic() + " ", "Bearer x", "Basic", "Basic ä"],
+)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/agent"), ("GET", "/agent"), ("PUT", "/blobs/a/b"), ("GET", "/blobs/")]
+)
+async def test_t9_who_does_not_know_the_password_gets_401(cli: Cli, method: str, path: str, auth: str) -> None:
+    answer = await cli.send(method, path, auth=auth.rstrip() + "x" if auth.endswith(" ") else auth)
+
+    assert (answer.status, answer.body) == (401, b"")
+    assert answer.headers["www-authenticate"] == 'Basic realm=""'
+
+
+async def test_t9_reply_is_200_and_text(cli: Cli) -> None:
+    answer = await cli.send("POST", "/agent", b'{"method":"ping","arguments":[],"reply_to":"x"}')
+
+    assert (answer.status, answer.body) == (200, b'{"value":"pong"}')
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+@pytest.mark.parametrize("body", [b"null", b"{}"])
+async def test_t9_exception_is_200_too(cli: Cli, body: bytes) -> None:
+    answer = await cli.send("POST", "/agent", body)
+
+    assert answer.status == 200
+    assert json.loads(answer.body) == {"exception": {"message": "unknown message "}}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"nonsense", b"{}x", b'{"protocol":"3"}', b'{"reply_to":1}', b"\xff"])
+async def test_t9_what_is_no_request_gets_500(cli: Cli, body: bytes) -> None:
+    answer = await cli.send("POST", "/agent", body)
+
+    assert (answer.status, answer.body) == (500, b"")
+    assert await cli.value("ping") == "pong"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/agent"), ("PUT", "/agent"), ("HEAD", "/blobs/a/b"), ("DELETE", "/blobs/a/b"), ("POST", "/blobs/a/b")],
+)
+async def test_t9_other_methods_get_404(cli: Cli, method: str, path: str) -> None:
+    answer = await cli.send(method, path)
+
+    assert (answer.status, answer.body) == (404, b"")
+
+
+@pytest.mark.parametrize("path", ["/", "/agent/", "/agents", "/blob", "/x?y=/agent"])
+async def test_t9_other_paths_get_404_without_a_password(cli: Cli, path: str) -> None:
+    answer = await cli.send("GET", path, auth="")
+
+    assert (answer.status, answer.body) == (404, b"404 page not found\n")
+
+
+async def test_t9_blobs_without_a_slash_is_a_redirect(cli: Cli) -> None:
+    answer = await cli.send("GET", "/blobs", auth="")
+
+    assert (answer.status, answer.headers["location"]) == (307, "/blobs/")
+
+
+async def test_t9_blob_is_stored_under_the_last_part_of_its_path(cli: Cli, world: World) -> None:
+    content = bytes(range(256)) * 4096
+
+    assert (await cli.send("PUT", "/blobs/ab/cd/my-blob", content)).status == 201
+
+    stored = world.paths.blobs / "my-blob"
+    assert stored.read_bytes() == content
+    assert stored.stat().st_mode & 0o777 == 0o640
+    answer = await cli.send("GET", "/blobs/other/my-blob")
+    assert (answer.status, answer.body) == (200, content)
+
+
+async def test_t9_blob_that_is_there_is_replaced(cli: Cli) -> None:
+    await cli.put_blob("one", b"long and old")
+
+    assert (await cli.put_blob("one", b"new")).status == 201
+
+    assert (await cli.get_blob("one")).body == b"new"
+
+
+async def test_t9_absent_blob_is_404(cli: Cli) -> None:
+    answer = await cli.get_blob("absent")
+
+    assert (answer.status, answer.body) == (404, b"")
+
+
+@pytest.mark.parametrize("blob_id", ["", "..", ".hidden", "-c", "%2e%2e", "a%2F..", "a%00b", "x" * 256, "tmp"])
+async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, blob_id: str) -> None:
+    before = sorted(world.paths.data.rglob("*"))
+
+    put = await cli.send("PUT", f"/blobs/aa/{blob_id}", b"x")
+    got = await cli.send("GET", f"/blobs/aa/{blob_id}")
+
+    assert put.status == 500
+    assert put.body.startswith(b"cannot keep the blob: ")
+    assert (got.status, got.body) == (500, b"")
+    assert sorted(world.paths.data.rglob("*")) == before
+
+
+async def test_t9_link_is_no_blob(cli: Cli, world: World) -> None:
+    (world.paths.blobs / "link").symlink_to("/etc/passwd")
+
+    assert (await cli.get_blob("link")).status == 500
+    assert (await cli.put_blob("link", b"x")).status == 201
+
+    assert not (world.paths.blobs / "link").is_symlink()
+
+
+@pytest.mark.parametrize("suite", ["ECDHE-RSA-AES256-GCM-SHA384", "ECDHE-RSA-AES128-GCM-SHA256"])
+async def test_t9_tls_1_2_speaks_two_suites(bus: HttpsBus, suite: str) -> None:
+    context = ssl.create_default_context(cadata=authority().ca)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(suite)
+
+    assert await Cli(bus.port, context).value("ping") == "pong"
+
+
+@pytest.mark.parametrize("suite", ["ECDHE-RSA-AES128-SHA", "AES256-GCM-SHA384", "ECDHE-RSA-CHACHA20-POLY1305"])
+async def test_t9_tls_1_2_speaks_no_other_suite(bus: HttpsBus, suite: str) -> None:
+    context = ssl.create_default_context(cadata=authority().ca)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(suite)
+
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await Cli(bus.port, context).value("ping")
+
+
+async def test_t9_tls_1_3_and_http_1_1_are_chosen(bus: HttpsBus) -> None:
+    context = ssl.create_default_context(cadata=authority().ca)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+
+    async with Cli(bus.port, context).connected() as (_, writer):
+        talk: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        assert (talk.version(), talk.selected_alpn_protocol()) == ("TLSv1.3", "http/1.1")
+
+
+async def test_t10_protocol_absent_is_0(cli: Cli) -> None:
+    assert await cli.value("list_disk") == []
+    assert await cli.run("stop") == "stopped"
+
+
+async def test_t10_nothing_is_sent_to_a_health_monitor(bus: HttpsBus) -> None:
+    await bus.publish("hm.agent.heartbeat.x", b"{}")
+
+    assert bus.stats.sent == 0
+
+
+async def test_reply_may_be_longer_than_on_the_other_bus(cli: Cli) -> None:
+    name = "x" * (2 * 1024 * 1024)
+
+    reply = await cli.call(name)
+
+    assert reply == {"exception": {"message": f"unknown message {name}"}}

@@ -1,0 +1,334 @@
+"""Logs as the Director and the CLI ask for them; A4 to A6 are lines of the protocol's checklist."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import re
+import stat
+import tarfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.host import helper
+from tests.support.http import http_server
+from tests.support.world import World, is_running
+
+UNIX_DAY = 86400
+
+
+@pytest.fixture(autouse=True)
+def trees(world: World) -> None:
+    """A little of everything, below the places that the three kinds mean."""
+    for place, names in (
+        (world.paths.log, ["web/web.stdout.log", "web/sub/deep.log", "both"]),
+        (world.paths.agent_log, ["current", "both"]),
+        (world.paths.system_log, ["syslog", "audit/audit.log"]),
+    ):
+        for name in names:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(f"{name} of {place.name}\n")
+    for name in ("current", "both"):
+        (world.paths.agent_log / name).write_text(f"{name} of the agent\n")
+
+
+def store_of(world: World) -> Path:
+    return Path(world.agent.settings.current.blobstore.options["blobstore_path"])
+
+
+def unpacked(data: bytes) -> dict[str, str]:
+    """The files of an archive, by name."""
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
+        return {m.name: content.read().decode() for m in tar if (content := tar.extractfile(m)) is not None}
+
+
+async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, str]:
+    """The archive that ``fetch_logs`` puts into the blobstore."""
+    value = await world.value("fetch_logs", kinds, filters)
+    assert set(value) == {"blobstore_id", "sha1"}
+    assert str(uuid.UUID(value["blobstore_id"])) == value["blobstore_id"]
+    data = (store_of(world) / value["blobstore_id"]).read_bytes()
+    assert hashlib.sha1(data).hexdigest() == value["sha1"]
+    assert scratch(world) == []
+    return unpacked(data)
+
+
+def scratch(world: World) -> list[str]:
+    """What lies about, the directory of bundles included only if there is something in it."""
+    below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
+    return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
+
+
+JOB = {"./web/web.stdout.log", "./web/sub/deep.log", "./both"}
+AGENT = {"./current", "./both"}
+SYSTEM = {"./var/log/syslog", "./var/log/audit/audit.log"}
+
+
+@pytest.mark.parametrize("filters", [None, [], ["**/*"]])
+@pytest.mark.parametrize(
+    ("kinds", "names"), [("job", JOB), ("agent", AGENT), ("system", SYSTEM), ("agent,job,system", JOB | AGENT | SYSTEM)]
+)
+async def test_a5_fetch_logs_of_each_kind_without_filters(
+    world: World, kinds: str, names: set[str], filters: Any
+) -> None:
+    assert set(await fetched(world, kinds, filters)) == names
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [("agent,job", "both of log\n"), ("job,agent", "both of the agent\n"), ("job,job", "both of log\n")],
+)
+async def test_a5_of_equal_names_the_later_kind_wins(world: World, kinds: str, text: str) -> None:
+    assert (await fetched(world, kinds))["./both"] == text
+
+
+@pytest.mark.parametrize(
+    ("filters", "names"),
+    [
+        (["web/*.log"], {"./web/web.stdout.log"}),
+        (["web"], {"./web/web.stdout.log", "./web/sub/deep.log"}),
+        (["**/deep.log", "nothing", "syslog"], {"./web/sub/deep.log", "./var/log/syslog"}),
+        (["../../../../etc/passwd", "/etc/passwd"], set()),
+    ],
+)
+async def test_a5_filters_are_of_each_kind(world: World, filters: list[str], names: set[str]) -> None:
+    assert set(await fetched(world, "job,system", filters)) == names
+
+
+@pytest.mark.parametrize("kinds", ["", "jobs", "job,", "job, agent", "job,nope", "JOB"])
+async def test_a5_an_unknown_kind_is_refused(world: World, kinds: str) -> None:
+    for method, arguments in (
+        ("fetch_logs", [kinds, []]),
+        ("fetch_logs_with_signed_url", [{"log_type": kinds}]),
+        ("bundle_logs", [{"log_type": kinds}]),
+    ):
+        assert (await world.error(method, *arguments)).endswith(": Invalid log type")
+    assert scratch(world) == []
+
+
+async def test_a5_a_filter_that_cannot_be_read_is_told(world: World) -> None:
+    error = await world.error("fetch_logs", "job", ["[z-a]"])
+
+    assert ": Making logs tarball: cannot read the pattern '[z-a]': " in error
+    assert scratch(world) == []
+
+
+async def test_a5_logs_that_are_not_there_make_an_empty_archive(world: World) -> None:
+    (world.paths.system_log / "syslog").unlink()
+    (world.paths.system_log / "audit/audit.log").unlink()
+    (world.paths.system_log / "audit").rmdir()
+    world.paths.system_log.rmdir()
+
+    assert await fetched(world, "system") == {}
+
+
+async def test_a5_a_job_cannot_have_other_files_read(world: World) -> None:
+    (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
+    (world.paths.log / "web/all").symlink_to(world.paths.bosh)
+    os.mkfifo(world.paths.log / "web/pipe")
+    (world.paths.log / "web/current").symlink_to(world.paths.sys / "log/web/web.stdout.log")
+
+    found = await fetched(world, "job")
+
+    assert set(found) == JOB | {"./agent_shim.remarks.txt", "./web/current"}
+    assert found["./web/current"] == found["./web/web.stdout.log"]
+    assert [line.split(": ")[0] for line in found["./agent_shim.remarks.txt"].splitlines()] == [
+        "./web/all",
+        "./web/secret.log",
+    ]
+
+
+async def test_a5_a_blobstore_that_does_not_take_it_is_told_and_leaves_nothing(world: World) -> None:
+    store = store_of(world)
+    store.rmdir()
+    store.write_text("no directory")
+
+    assert ": Create file on blobstore: " in await world.error("fetch_logs", "job", None)
+    assert scratch(world) == []
+
+
+async def test_a6_logs_are_put_to_a_signed_url_with_its_headers(world: World) -> None:
+    async with http_server() as server:
+        request = {
+            "signed_url": f"{server.url}/signed/ab/id?st=secret&ts=1",
+            "log_type": "job",
+            "filters": None,
+            "blobstore_headers": {"x-ms-blob-type": "blockblob"},
+        }
+        value = await world.value("fetch_logs_with_signed_url", request)
+        (put,) = server.requests
+
+    assert value == {
+        "sha1": f"{hashlib.sha1(put.body).hexdigest()};sha512:{hashlib.sha512(put.body).hexdigest()}",
+    }
+    assert set(unpacked(put.body)) == JOB
+    assert (put.method, put.target) == ("PUT", "/signed/ab/id?st=secret&ts=1")
+    assert put.headers["x-ms-blob-type"] == "blockblob"
+    assert put.headers["content-length"] == str(len(put.body))
+    assert "transfer-encoding" not in put.headers
+    assert scratch(world) == []
+
+
+async def test_a6_a_refused_upload_is_told_without_its_signature(world: World) -> None:
+    async with http_server() as server:
+        server.plan.append("403")
+        request = {"signed_url": f"{server.url}/id?st=secret", "log_type": "job"}
+        error = await world.error("fetch_logs_with_signed_url", request)
+
+    assert error.endswith(f": Create file on blobstore: Error executing PUT, response was 403 from {server.host}")
+    assert scratch(world) == []
+
+
+async def test_a4_a_bundle_stays_until_it_is_removed(world: World) -> None:
+    value = (await world.call("bundle_logs", {"log_type": "job,agent", "filters": ["both"]}))["value"]
+    path = Path(value["logs_tar_path"])
+    data = path.read_bytes()
+
+    assert value == {"logs_tar_path": str(path), "sha512": f"sha512:{hashlib.sha512(data).hexdigest()}"}
+    assert path.parent == world.paths.tmp / "logs"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o711
+    assert unpacked(data) == {"./both": "both of the agent\n"}
+
+    for _ in range(2):
+        assert await world.call("remove_file", str(path)) == {"value": str(path)}
+        assert scratch(world) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("owner", "group"), [("nobody", None), ("nobody:daemon", "daemon")])
+async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, group: str | None) -> None:
+    value = await world.value("bundle_logs", {"owning_user": owner, "log_type": "job"})
+    path = Path(value["logs_tar_path"])
+
+    assert path.owner() == "nobody"
+    assert path.group() == (group or "nogroup")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+async def test_a4_a_bundle_for_nobody_is_not_left(world: World) -> None:
+    error = await world.error("bundle_logs", {"owning_user": "bosh_nosuch", "log_type": "job"})
+
+    assert error.startswith("Action Failed bundle_logs: cannot give ")
+    assert error.endswith(" to bosh_nosuch: there is no user bosh_nosuch")
+    assert scratch(world) == []
+
+
+async def test_a4_a_bundle_that_nobody_fetches_goes_after_a_day(world: World) -> None:
+    paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(2)]
+    old = paths[0].stat().st_mtime - UNIX_DAY - 1
+    os.utime(paths[0], (old, old))
+    half = world.paths.bundled_logs / ".logs-0.tgz.tmp-01234567"
+    half.touch()
+
+    last = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
+
+    assert set(world.paths.bundled_logs.iterdir()) == {paths[1], last}
+
+
+async def test_a4_nothing_waits_for_a_bundle_and_bundles_wait_for_each_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Go agent is deaf meanwhile."""
+    packing, gate, most = 0, asyncio.Event(), 0
+    honest = world.agent.logs._work
+
+    async def work(request: helper.Request) -> helper.Done:
+        nonlocal packing, most
+        packing += 1
+        most = max(most, packing)
+        await gate.wait()
+        try:
+            return await honest(request)
+        finally:
+            packing -= 1
+
+    monkeypatch.setattr(world.agent.logs, "_work", work)
+    bundles = [asyncio.create_task(world.call("bundle_logs", {"log_type": "job"})) for _ in range(3)]
+    async with asyncio.timeout(10):
+        assert await world.call("ping") == {"value": "pong"}
+        assert is_running(await world.call("run_script", "none", {}))
+        assert not any(bundle.done() for bundle in bundles)
+        gate.set()
+        replies = await asyncio.gather(*bundles)
+
+    assert len({reply["value"]["logs_tar_path"] for reply in replies}) == 3
+    assert most == 1
+
+
+async def test_remove_file_removes_nothing_else(world: World) -> None:
+    """The Go agent removes whatever it is told, as root, with all that is below."""
+    kept = await world.value("bundle_logs", {"log_type": "job"})
+    outside = world.paths.base / "outside"
+    outside.write_text("x")
+    inside = world.paths.bundled_logs / "other"
+    inside.write_text("x")
+    link = world.paths.tmp / "link"
+    link.symlink_to(world.paths.bundled_logs)
+    for path in (
+        str(outside),
+        str(inside),
+        "/",
+        str(world.paths.tmp),
+        str(world.paths.bundled_logs),
+        f"{world.paths.bundled_logs}/../logs/{Path(kept['logs_tar_path']).name}",
+        f"{link}/{Path(kept['logs_tar_path']).name}",
+        ".",
+    ):
+        error = await world.error("remove_file", path)
+        assert error == f"Action Failed remove_file: cannot remove {path}: it is no archive that bundle_logs has left"
+
+    assert outside.exists()
+    assert inside.exists()
+    assert Path(kept["logs_tar_path"]).exists()
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/x", "/etc/passwd/x", "", "a\0b", "/" + "x" * 300])
+async def test_a4_what_is_not_there_need_not_be_removed(world: World, path: str) -> None:
+    assert await world.call("remove_file", path) == {"value": path}
+
+
+async def test_a_link_in_the_place_of_a_bundle_is_removed_and_not_followed(world: World) -> None:
+    path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
+    victim = world.paths.base / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    path.unlink()
+    path.symlink_to(victim)
+
+    assert await world.value("remove_file", str(path)) == str(path)
+    assert not path.is_symlink()
+    assert (victim / "file").exists()
+
+
+async def test_logs_of_a_job_that_writes_and_rotates_all_the_time(world: World) -> None:
+    """Whatever moment it is, the archive is whole and holds whole lines, or zeros where a file was cut."""
+    log = world.paths.log / "web/busy.log"
+    log.write_text("".join(f"line {number}\n" for number in range(5000)))
+    stop = asyncio.Event()
+
+    def write() -> None:
+        number = 5000
+        while not stop.is_set():
+            with log.open("a") as out:
+                out.writelines(f"line {number + i}\n" for i in range(50))
+            number += 50
+            for age in range(6, 0, -1):
+                if (old := log.with_name(f"busy.log.{age}")).exists():
+                    old.rename(log.with_name(f"busy.log.{age + 1}"))
+            log.rename(log.with_name("busy.log.1"))
+            log.touch()
+
+    writing = asyncio.create_task(asyncio.to_thread(write))
+    try:
+        for _ in range(5):
+            found = await fetched(world, "job", ["web/busy.log*"])
+            assert all(re.fullmatch(r"(line \d+\n)*\0*", text) for name, text in found.items() if "busy" in name)
+    finally:
+        stop.set()
+        await writing

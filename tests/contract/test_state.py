@@ -1,0 +1,190 @@
+"""What ``get_state`` says (checklist S1 to S6 of the protocol)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from agent_shim.host import network
+from agent_shim.host.network import Address
+from agent_shim.settings import Effective, Network, UpdateSettings
+from tests.contract.test_actions import deployed, running, store_of
+from tests.support import jobs
+from tests.support.world import World
+
+
+async def test_s1_fresh_state_is_that_of_the_go_agent(world: World) -> None:
+    assert await world.value("get_state") == {
+        "properties": {"logging": {"max_log_file_size": ""}},
+        "job": {"name": None, "release": "", "template": "", "version": "", "templates": None},
+        "packages": {},
+        "configuration_hash": "",
+        "networks": {},
+        "resource_pool": {},
+        "deployment": "",
+        "name": "",
+        "index": None,
+        "id": "",
+        "az": "",
+        "persistent_disk": 0,
+        "rendered_templates_archive": None,
+        "agent_id": "agent-1",
+        "job_state": "running",
+        "vm": {"name": "vm-1"},
+    }
+
+
+class _Secs(msgspec.Struct):
+    secs: int | None = None
+
+
+class _Mem(msgspec.Struct):
+    percent: float
+    kb: int | None = None
+
+
+class _Cpu(msgspec.Struct):
+    total: float
+
+
+class _Process(msgspec.Struct):
+    """What the bosh CLI decodes; its integers are unsigned."""
+
+    name: str
+    state: str
+    uptime: _Secs
+    mem: _Mem
+    cpu: _Cpu
+
+
+class _Disk(msgspec.Struct):
+    percent: str
+    inode_percent: str
+
+
+class _VitalsMem(msgspec.Struct):
+    kb: str
+    percent: str
+
+
+class _VitalsCpu(msgspec.Struct):
+    sys: str
+    user: str
+    wait: str
+
+
+class _Vitals(msgspec.Struct):
+    cpu: _VitalsCpu
+    mem: _VitalsMem
+    swap: _VitalsMem
+    load: list[str]
+    disk: dict[str, _Disk]
+    uptime: _Secs
+
+
+async def test_s3_full_adds_vitals_with_the_types_that_the_cli_decodes(world: World) -> None:
+    state = await world.value("get_state", "full")
+
+    vitals = msgspec.convert(state["vitals"], _Vitals, strict=True)
+    assert len(vitals.load) == 3
+    assert "system" in vitals.disk
+    assert vitals.uptime.secs is None or vitals.uptime.secs >= 0
+    assert "vitals" not in await world.value("get_state", "anything else")
+
+
+async def test_s5_processes_are_numbers_that_the_cli_decodes(world: World) -> None:
+    await deployed(world, "web")
+    await world.value("start")
+
+    state = await running(world)
+
+    process = msgspec.convert(state["processes"][0], _Process, strict=True)
+    assert (process.name, process.state) == ("web", "running")
+    assert process.mem.kb is None or process.mem.kb > 0
+    assert process.uptime.secs is None or process.uptime.secs >= 0
+
+
+async def test_s4_crashing_job_is_not_running(world: World) -> None:
+    crash = jobs.sleeper(world.paths, "web")
+    crash["bin/ctl"] = crash["bin/ctl"].replace("exec sleep 1000", "exec sleep 0.05")
+    await deployed(world, web=crash)
+    await world.value("start")
+
+    async with asyncio.timeout(20):
+        while world.agent.supervisor.services()[0].restarts < 3:
+            await asyncio.sleep(0.01)
+
+    for _ in range(20):
+        assert (await world.value("get_state"))["job_state"] in ("failing", "starting")
+        await asyncio.sleep(0.01)
+
+
+async def test_s4_one_broken_monit_file_is_one_failing_process(world: World) -> None:
+    await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
+    await world.value("start")
+
+    async with asyncio.timeout(20):
+        while True:
+            state = await world.value("get_state")
+            states = {process["name"]: process["state"] for process in state["processes"]}
+            if states["good"] == "running":
+                break
+            await asyncio.sleep(0.01)
+
+    assert states == {"good": "running", "bad": "failing"}
+    assert state["job_state"] == "failing"
+
+
+async def test_s6_networks_come_back_exactly_and_stay_over_a_restart(world: World) -> None:
+    networks: dict[str, Any] = {
+        "default": {
+            "type": "manual",
+            "ip": "10.0.0.5",
+            "prefix": "32",
+            "netmask": "255.255.255.0",
+            "default": ["gateway", "dns"],
+            "cloud_properties": {"n": 1, "f": 1.5, "nested": {"l": [3, 1, 2]}, "none": None},
+            "dns": [],
+        }
+    }
+    await world.value("apply", jobs.spec(store_of(world), {}, networks=networks))
+
+    assert (await world.value("get_state"))["networks"] == networks
+    assert (await world.agent.spec.load()).networks == networks
+    assert json.loads(world.paths.spec.read_bytes())["networks"] == networks
+
+
+async def test_s6_dynamic_networks_are_filled_at_apply_and_never_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Address("10.42.0.17", "255.255.255.0", "10.42.0.1")
+    monkeypatch.setattr(network, "default_address", lambda **_: here)
+    dynamic = Network(type="dynamic", default=["dns", "gateway"])
+    source = msgspec.structs.replace(world.agent.settings.current.source, networks={"default": dynamic})
+    world.agent.settings._current = Effective(source, UpdateSettings())
+    wanted = {"type": "dynamic", "cloud_properties": {}, "prefix": "32", "default": ["dns", "gateway"]}
+
+    await world.value("apply", {"networks": {"default": wanted}, "id": "x"})
+
+    filled = wanted | {"ip": "10.42.0.17", "netmask": "255.255.255.0", "gateway": "10.42.0.1"}
+    assert (await world.value("get_state"))["networks"] == {"default": filled}
+    monkeypatch.setattr(network, "default_address", lambda **_: Address("10.42.0.99", "x", "y"))
+    assert (await world.value("get_state"))["networks"] == {"default": filled}
+    await world.value("apply", {"networks": {"default": filled}, "id": "x"})
+    assert (await world.value("get_state"))["networks"] == {"default": filled}
+
+
+async def test_s6_without_a_default_route_a_dynamic_network_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "default_address", lambda **_: None)
+    source = msgspec.structs.replace(world.agent.settings.current.source, networks={"default": Network(type="dynamic")})
+    world.agent.settings._current = Effective(source, UpdateSettings())
+
+    text = await world.error("apply", {"networks": {"default": {"type": "dynamic"}}, "id": "x"})
+
+    assert "Resolving dynamic networks: cannot find the address of 'default'" in text
