@@ -1,0 +1,608 @@
+"""The agent on NATS: one subscription, replies to where the request says, never deaf for long.
+
+Only this module knows nats-py. Of that client it uses what works, one connection from handshake to end: a connection
+that breaks in any of its parts is thrown away, and a new client takes its place. Reconnecting, liveness, back-off and
+the rotation of credentials are done here, because nats-py's own give up or go deaf in ways nobody notices.
+
+Subjects and permissions are those of nats-sync (``nats_sync/nats_auth_config.rb``), delays those of the Go agent
+(``mbus/nats_handler.go``) with jitter. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, Final, NoReturn
+from urllib.parse import urlsplit
+
+from agent_shim.bus import Handle, Stats, tls
+from agent_shim.errors import ActionError, BusError, CredentialsError, ShimError
+from agent_shim.settings import Mbus
+
+
+@contextmanager
+def _without(*absent: str, empty: str) -> Iterator[None]:
+    """Imports as if some modules were not installed and one had nothing in it."""
+    stand_ins: dict[str, Any] = dict.fromkeys(absent) | {empty: ModuleType(empty)}
+    own = {name: module for name, module in stand_ins.items() if name not in sys.modules}
+    sys.modules.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del sys.modules[name]
+
+
+# aiohttp is there for websockets, importlib.metadata for a version number, nats.js for JetStream: 15 MB for nothing.
+with _without("aiohttp", "importlib.metadata", empty="nats.js"):
+    from nats import errors as nats_errors
+    from nats.aio.client import Client
+    from nats.aio.transport import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUESTS: Final = 10_000
+MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
+"""Requests that are worked on at a time, in number and size; what comes beyond is dropped, as nats.go does."""
+
+MAX_BACKLOG: Final = 8 * 1024 * 1024
+"""Bytes that wait for a slow server; beyond it publishing fails, as in nats.go."""
+
+HOPELESS: Final = 3
+"""Failures in a row after which other settings are asked for: the bus may have moved."""
+
+NEVER: Final = 10 * 365 * 24 * 3600
+"""For the clocks of nats-py that we do not use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long the bus waits for what; tests shrink it."""
+
+    connect: float = 10.0
+    """One attempt at one address: name, TCP, TLS, subscription."""
+    ping: float = 5.0
+    """Between two pings; after ``unanswered`` of them without an answer the link counts as dead: 10 to 15 s."""
+    unanswered: int = 2
+    step: float = 2.0
+    longest: float = 10.0
+    """The pause after the n-th failure in a row is n steps, at most ``longest``, less up to half of it at random.
+
+    It must stay well below the 45 s that the Director waits for a reply.
+    """
+    early: float = 60.0
+    early_step: float = 1.0
+    """In this first time, while the server does not know us yet, the pause is one ``early_step`` (more or less)."""
+    reply: float = 45.0
+    """How long a reply waits for a link; the Director has given up then."""
+    overlap: float = 2.0
+    """How long the old link stays beside the new one when credentials are rotated."""
+    refused: float = 20.0
+    unreachable: float = 120.0
+    """How long new credentials are tried while the server refuses them, while there is no server."""
+    goodbye: float = 1.0
+    """How long the last replies may take to leave."""
+
+    def pause(self, failures: int) -> float:
+        """The pause after so many failures in a row; 0 failures: a link that worked has just broken."""
+        if failures == 0:
+            return random.uniform(0, self.step)  # noqa: S311 - no secret
+        return min(failures * self.step, self.longest) * random.uniform(0.5, 1)  # noqa: S311
+
+    def early_pause(self) -> float:
+        """The pause while nats-sync has not heard of us."""
+        return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
+
+
+# --- one connection -------------------------------------------------------------------------------------------------
+
+
+class _OverTls(asyncio.StreamReaderProtocol):
+    """Ends the connection with the server's half of it; anything else means nothing with TLS and gets logged."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False
+
+
+class _Transport(TcpTransport):
+    """TCP and TLS of one connection; closes without a farewell, for which a dead peer makes one wait 30 s."""
+
+    is_secure = False
+
+    async def connect_tls(self, uri: Any, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
+        """Goes on with a new reader: what came in the clear until now is not taken for the server's word."""
+        assert self._io_writer is not None
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        protocol = _OverTls(reader)
+        host = uri if isinstance(uri, str) else uri.hostname
+        transport = await loop.start_tls(self._io_writer.transport, protocol, ssl_context, server_hostname=host)
+        assert transport is not None
+        self._io_reader, self._io_writer = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+        tls.check_server_name(transport.get_extra_info("ssl_object"))
+        self.is_secure = True
+
+    async def readline(self) -> bytes:
+        """The next line of the handshake; news of the server in the midst of it are passed over."""
+        while True:
+            line: bytes = await super().readline()  # type: ignore[no-untyped-call]
+            if not (self.is_secure and line.startswith(b"INFO ")):
+                return line
+
+    def close(self) -> None:
+        for writer in (self._io_writer, self._bare_io_writer):
+            if writer is not None:
+                writer.transport.abort()
+
+    async def wait_closed(self) -> None:
+        """There is nothing to wait for."""
+
+    def __bool__(self) -> bool:
+        """Also before it is connected: or nats-py makes one of its own."""
+        return True
+
+
+class _Link(Client):
+    """One connection with its subscription, from the first byte to the last; it is never revived."""
+
+    def __init__(self, on_message: Callable[[_Link, bytes], None], on_denied: Callable[[str], None]) -> None:
+        super().__init__()
+        self.address = ""
+        self._on_message = on_message
+        self._on_denied = on_denied
+        self._wire = self._transport = _Transport()  # type: ignore[no-untyped-call]
+        self._parts: list[asyncio.Task[Any]] = []
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked = 0
+        self._heard = 0
+        self._ponged = asyncio.Event()
+
+    async def open(self, url: str, context: ssl.SSLContext, agent_id: str, timing: Timing) -> None:
+        """Connect and subscribe; returns when the server has confirmed the subscription."""
+        self.address = urlsplit(url).netloc.rpartition("@")[2]
+        await self.connect(
+            [url],
+            error_cb=_ignore,
+            name=agent_id,
+            allow_reconnect=False,
+            connect_timeout=NEVER,
+            ping_interval=NEVER,
+            pending_size=-1,
+            tls=context,
+        )
+        if self._reading_task is None or self._flusher_task is None or self._ping_interval_task is None:
+            raise BusError("nats-py has not begun to read")
+        self._own("reader", self._reading_task)
+        self._own("writer", self._flusher_task)
+        self._own("clock", self._ping_interval_task)
+        if not self.is_connected:
+            raise BusError("the server does not answer as a NATS server does")
+        await self._send_command(f"SUB agent.{agent_id} 1\r\n".encode())
+        await self.settle(NEVER)
+        if self.is_over:
+            raise BusError(self._ended.result())
+        self._own("liveness", asyncio.create_task(self._live(timing), name="bus liveness"))
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended.done()
+
+    async def over(self) -> str:
+        """Until the connection is over; says why."""
+        await asyncio.wait({self._ended})
+        return self._ended.result()
+
+    def end(self, why: str) -> None:
+        """The connection is over; the first reason counts."""
+        if not self._ended.done():
+            self._ended.set_result(why)
+
+    async def send(self, subject: str, data: bytes) -> None:
+        """Hand a message over to be sent; raises ``BusError``."""
+        if self.is_over:
+            raise BusError(self._ended.result())
+        if self.pending_data_size > MAX_BACKLOG:
+            raise BusError("the server does not take what is sent")
+        try:
+            await self.publish(subject, data)
+        except nats_errors.Error as exc:
+            raise BusError(str(exc) or type(exc).__name__) from exc
+
+    async def settle(self, patience: float) -> None:
+        """Until the server has dealt with all that was sent, or the link is over, or ``patience`` seconds are."""
+        arrived: asyncio.Future[Any] = asyncio.create_task(self._round_trip(), name="bus round trip")
+        try:
+            await asyncio.wait({arrived, self._ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            arrived.cancel()
+
+    async def abandon(self) -> None:
+        """Let go of the connection at once."""
+        self.end("closed")
+        self._wire.close()
+        await _ended(*self._parts)
+
+    def _own(self, name: str, part: asyncio.Task[Any]) -> None:
+        """A link lives as long as each of its parts: nats-py calls itself connected whichever of them has died."""
+        self._parts.append(part)
+        part.add_done_callback(lambda _: self.end(f"its {name} has stopped"))
+
+    async def _ask(self) -> None:
+        """Send a ping behind all that waits to be sent; nats-py's own way sends it before."""
+        self._asked += 1
+        await self._send_command(b"PING\r\n")
+        await self._flush_pending()
+
+    async def _round_trip(self) -> None:
+        await self._ask()
+        answered = self._asked
+        while self._heard < answered:
+            self._ponged.clear()
+            await self._ponged.wait()
+
+    async def _live(self, timing: Timing) -> None:
+        silent = 0
+        while silent < timing.unanswered:
+            before = self._heard
+            await self._ask()
+            await asyncio.sleep(timing.ping)
+            silent = 0 if self._heard > before else silent + 1
+        self.end(f"no answer to {silent} pings")
+
+    # What follows takes the place of methods of nats-py, which heal, queue and close by themselves.
+
+    async def _select_next_server(self) -> None:
+        self._current_server = self._server_pool[0]
+        await self._connect_to_server(self._current_server)
+
+    def _connect_command(self) -> bytes:
+        if not self._wire.is_secure:
+            raise nats_errors.SecureConnWantedError
+        return super()._connect_command()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:  # noqa: ARG002
+        self._on_message(self, data)
+
+    async def _process_pong(self) -> None:
+        self._heard += 1
+        self._ponged.set()
+
+    async def _process_err(self, err_msg: str) -> None:
+        text = err_msg.strip("'")
+        if text.startswith("permissions violation for publish"):
+            self._on_denied(text)
+        else:
+            self.end(text)
+
+    async def _process_op_err(self, e: Exception) -> None:
+        self.end(str(e) or type(e).__name__)
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks that wait inside nats-py until they are done.
+
+    Once is not enough: nats-py passes over a cancellation in places, and ``asyncio.wait_for`` of Python 3.11 does when
+    what it waited for came at the same moment.
+    """
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.1)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ignore(_: Exception) -> None:
+    """Errors that nats-py reports also end the connection or are raised."""
+
+
+# --- the bus --------------------------------------------------------------------------------------------------------
+
+
+class NatsBus:
+    """The agent's place on the bus; ``run`` is the root task that keeps it.
+
+    ``handle`` answers requests, each in an asyncio task of its own, begun in order of arrival. ``on_connected`` is
+    called whenever a link is up. ``reread`` is given the credentials that a server or TLS refused and says which to
+    try next.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        mbus: Mbus,
+        handle: Handle,
+        *,
+        on_connected: Callable[[], None] = lambda: None,
+        reread: Callable[[Mbus], Mbus] = lambda refused: refused,
+        timing: Timing | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self._agent_id = agent_id
+        self._mbus = mbus
+        self._handle = handle
+        self._on_connected = on_connected
+        self._reread = reread
+        self._timing = timing or Timing()
+        self._link: _Link | None = None
+        self._linked = asyncio.Event()
+        self._noted: set[str] = set()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._answering_bytes = 0
+        self._rotating = asyncio.Lock()
+        """There are two links at most: duplicates are told apart by that."""
+        self._retiring: asyncio.Task[None] | None = None
+        self._seen: Counter[int | tuple[_Link, int]] | None = None
+
+    @property
+    def mbus(self) -> Mbus:
+        """The addresses and credentials in use."""
+        return self._mbus
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a message published now would go out and a request sent now would arrive, as far as we know."""
+        return self._link is not None and not self._link.is_over
+
+    async def settle(self, patience: float) -> None:
+        """Until what is being answered is answered and on its way, for ``patience`` seconds at most."""
+        if self._answering:
+            await asyncio.wait(set(self._answering), timeout=patience)
+        if self._link is not None:
+            await self._link.settle(patience)
+
+    async def wait_connected(self) -> None:
+        """Until there is a link."""
+        while not self.is_connected:
+            self._linked.clear()
+            await self._linked.wait()
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send a message now or raise ``BusError``: nothing is kept for later, when it would no longer be true."""
+        if self._link is None:
+            raise BusError(f"cannot publish to {subject!r}: there is no link to the bus")
+        try:
+            async with asyncio.timeout(self._timing.connect):
+                await self._link.send(subject, data)
+        except (BusError, TimeoutError) as exc:
+            raise BusError(f"cannot publish to {subject!r}: {str(exc) or 'the server does not take it'}") from exc
+        self.stats.sent += 1
+        self.stats.sent_bytes += len(data)
+
+    async def run(self) -> NoReturn:
+        """Keep a link up, for ever. When cancelled, what was published gets a moment to leave."""
+        early_until = time.monotonic() + self._timing.early
+        failures = 0
+        try:
+            while True:
+                try:
+                    if self._link is None:
+                        await self._relink()
+                    failures = 0 if await self._stay() else failures + 1
+                    pause = self._timing.pause(failures)
+                except BusError as exc:
+                    is_refused = isinstance(exc, CredentialsError)
+                    self._note(str(exc))
+                    if is_refused or failures >= HOPELESS:
+                        self._reconsider()
+                    if is_refused and time.monotonic() < early_until:
+                        pause = self._timing.early_pause()
+                    else:
+                        failures += 1
+                        pause = self._timing.pause(failures)
+                if self._link is None:
+                    await asyncio.sleep(pause)
+        finally:
+            await self._leave()
+
+    async def rotate(self, mbus: Mbus) -> None:
+        """Go over to other credentials without a gap: the new link subscribes before the old one goes.
+
+        A request that reaches both is handled once. Raises ``ActionError`` when the new ones cannot be used, and then
+        nothing has changed.
+        """
+        async with self._rotating:
+            if self._retiring is not None:
+                await asyncio.wait({self._retiring})
+            self._seen = Counter()
+            try:
+                new = await self._insist(mbus)
+            except BaseException:
+                self._seen = None
+                raise
+            old, self._mbus = self._link, mbus
+            self._take(new)
+            self._retiring = asyncio.create_task(self._retire(old, new), name="bus rotation")
+
+    # --- links ---
+
+    async def _relink(self) -> None:
+        link = await self._connect(self._mbus)
+        if self._link is None:
+            self._take(link)
+        else:  # a rotation was faster
+            await link.abandon()
+
+    async def _insist(self, mbus: Mbus) -> _Link:
+        """A link with new credentials, however long the bus is away; raises ``ActionError`` when they are no good."""
+        began, failures = time.monotonic(), 0
+        while True:
+            try:
+                return await self._connect(mbus)
+            except BusError as exc:
+                is_refused = isinstance(exc, CredentialsError)
+                patience = self._timing.refused if is_refused else self._timing.unreachable
+                if time.monotonic() - began > patience:
+                    raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
+                failures += 1
+            await asyncio.sleep(self._timing.pause(failures))
+
+    def _reconsider(self) -> None:
+        try:
+            self._mbus = self._reread(self._mbus)
+        except (ShimError, OSError) as exc:
+            self._note(f"cannot read the credentials of the bus anew: {exc}")
+
+    async def _connect(self, mbus: Mbus) -> _Link:
+        """One try of every address, in random order; raises ``BusError``, whatever went wrong."""
+        failure = BusError("cannot reach the bus: the settings name no address")
+        for url in random.sample(mbus.urls, len(mbus.urls)):
+            try:
+                return await self._open(url, mbus)
+            except Exception as exc:  # noqa: BLE001 - whatever nats-py or a server comes up with, we try again
+                failure = _failure(url, exc)
+        raise failure
+
+    async def _open(self, url: str, mbus: Mbus) -> _Link:
+        self.stats.attempts += 1
+        link = _Link(self._received, self._denied)
+        opening = asyncio.create_task(
+            link.open(url, tls.client_context(mbus), self._agent_id, self._timing), name="bus connection"
+        )
+        try:
+            await asyncio.wait({opening}, timeout=self._timing.connect)
+            if not opening.done():
+                raise TimeoutError
+            opening.result()
+        except BaseException:
+            await _ended(opening)
+            await link.abandon()
+            raise
+        return link
+
+    def _take(self, link: _Link) -> None:
+        self._link = link
+        self.stats.connects += 1
+        self.stats.connected_at = time.monotonic()
+        self.stats.last_error = ""
+        self._noted.clear()
+        logger.info("connected to the bus at %s", link.address)
+        self._linked.set()
+        self._on_connected()
+
+    async def _stay(self) -> bool:
+        """Until the present link is over; whether it was of use, that is, held for longer than a ping."""
+        link, began = self._link, time.monotonic()
+        assert link is not None
+        try:
+            why = await link.over()
+        except asyncio.CancelledError:
+            if link is not self._link:
+                await link.abandon()
+            raise
+        await link.abandon()
+        if self._link is link:
+            self._link = None
+            self.stats.connected_at = None
+            self._note(f"the link to the bus at {link.address} is lost: {why}")
+        return time.monotonic() - began > self._timing.ping
+
+    async def _retire(self, old: _Link | None, new: _Link) -> None:
+        """Let the old link hear what was sent before the new one listened, then end it."""
+        if old is not None:
+            await old.settle(self._timing.overlap)
+            await asyncio.sleep(self._timing.overlap)
+            old.end("replaced")
+            await new.settle(self._timing.overlap)
+        self._seen = None
+
+    async def _leave(self) -> None:
+        link, self._link = self._link, None
+        tasks = [*self._answering, *([self._retiring] if self._retiring else [])]
+        for task in tasks:
+            task.cancel()
+        if link is not None:
+            await link.settle(self._timing.goodbye)
+            await link.abandon()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note(self, problem: str, kind: str = "") -> None:
+        """A trouble that lasts is logged once until there is a link again."""
+        if (kind or problem) not in self._noted:
+            logger.warning("%s", problem)
+        self._noted.add(kind or problem)
+        self.stats.last_error = problem
+
+    # --- messages ---
+
+    def _received(self, link: _Link, data: bytes) -> None:
+        self.stats.received += 1
+        self.stats.received_bytes += len(data)
+        if self._is_duplicate(link, data):
+            self.stats.duplicates += 1
+        elif len(self._answering) >= MAX_REQUESTS or self._answering_bytes + len(data) > MAX_REQUEST_BYTES:
+            self.stats.flooded += 1
+        else:
+            task = asyncio.create_task(self._answer(data), name="request")
+            task.add_done_callback(partial(self._answered, len(data)))
+            self._answering.add(task)
+            self._answering_bytes += len(data)
+
+    def _is_duplicate(self, link: _Link, data: bytes) -> bool:
+        """Whether the other link of a rotation has brought this very message: its ``reply_to`` makes it unique."""
+        if self._seen is None:
+            return False
+        message = hash(data)
+        self._seen[link, message] += 1
+        self._seen[message] += 1
+        return self._seen[message] - self._seen[link, message] >= self._seen[link, message]
+
+    async def _answer(self, data: bytes) -> None:
+        answer = await self._handle(data)
+        if answer is None:
+            self.stats.rejected += 1
+            return
+        try:
+            async with asyncio.timeout(self._timing.reply):
+                await self._reply(*answer)
+        except (BusError, TimeoutError) as exc:
+            self.stats.unanswered += 1
+            logger.warning("a reply is dropped: %s", str(exc) or "there was no link to the bus in time")
+
+    async def _reply(self, subject: str, reply: bytes) -> None:
+        """Send a reply on the present link or the next one; raises ``BusError`` when it is the reply that is wrong."""
+        while True:
+            await self.wait_connected()
+            link = self._link
+            try:
+                return await self.publish(subject, reply)
+            except BusError:
+                if self._link is link and self.is_connected:
+                    raise
+
+    def _answered(self, size: int, task: asyncio.Task[None]) -> None:
+        self._answering.discard(task)
+        self._answering_bytes -= size
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self.stats.failed += 1
+            logger.error("a request was not answered", exc_info=exc)
+
+    def _denied(self, text: str) -> None:
+        self.stats.denied += 1
+        self._note(f"the bus refuses a message: {text}", kind="denied")
+
+
+def _failure(url: str, exc: Exception) -> BusError:
+    """What went wrong at an address, in words; ``CredentialsError`` where other credentials might help."""
+    if isinstance(exc, CredentialsError):
+        return CredentialsError(f"cannot use the credentials of the bus: {exc}")
+    where = f"cannot connect to the bus at {urlsplit(url).netloc.rpartition('@')[2]}"
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return CredentialsError(f"{where}: {getattr(exc, 'verify_message', exc)}")
+    if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):
+        return CredentialsError(f"{where}: the server refuses our certificate ({exc.reason})")
+    if "authorization violation" in str(exc).lower():
+        return CredentialsError(f"{where}: the server does not know us (Authorization Violation)")
+    if isinstance(exc, TimeoutError):
+        return BusError(f"{where}: no answer in time")
+    return BusError(f"{where}: {str(exc) or type(exc).__name__}")

@@ -1,0 +1,118 @@
+"""The bus of the tests has the permissions and the port of a real one, and can be killed, paused and told new users."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agent_shim.demo import broker
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import HealthMonitor, joined
+from agent_shim.demo.pki import DIRECTOR, HEALTH_MONITOR
+from agent_shim.errors import ConfigError, ShimError
+from agent_shim.settings import Mbus
+from tests.support.bus import until
+
+
+async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
+    """An agent may tell the Health Monitor of itself, and of nobody else."""
+    async with NatsServer(tmp_path) as server:
+        await server.add_agent("agent")
+        async with (
+            HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
+            joined(server.mbus("agent"), ("agent.agent",), lambda *_: None) as agent,
+        ):
+            await agent.publish("hm.agent.alert.agent", b"1")
+            await monitor.wait_for("alert", "agent")
+            await agent.publish("hm.agent.alert.other", b"2")
+            await until(
+                lambda: (
+                    "Permissions Violation" in server.log.read_text() or "Publish Violation" in server.log.read_text()
+                )
+            )
+            await asyncio.sleep(0.05)
+
+            assert monitor.of("alert", "other") == []
+
+
+@pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
+async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
+    """Another subscription is refused."""
+    async with NatsServer(tmp_path) as server:
+        await server.add_agent("agent")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3), joined(server.mbus("agent"), (subject,), lambda *_: None):
+                pass
+
+
+async def test_users(tmp_path: Path) -> None:
+    """Director and Health Monitor are there at once; an agent by the certificates it is let in with."""
+    async with NatsServer(tmp_path) as server:
+        assert await lets_in(server.peer(DIRECTOR), "director.x.>")
+        assert await lets_in(server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
+
+        await server.add_agent("agent", permanent=False)
+
+        assert await lets_in(server.mbus("agent", bootstrap=True), "agent.agent")
+        assert not await lets_in(server.mbus("agent"), "agent.agent")
+
+        await server.add_agent("agent", bootstrap=False)
+
+        assert not await lets_in(server.mbus("agent", bootstrap=True), "agent.agent")
+        assert await lets_in(server.mbus("agent"), "agent.agent")
+
+        await server.remove_agent("agent")
+
+        assert not await lets_in(server.mbus("agent"), "agent.agent")
+
+
+async def lets_in(mbus: Mbus, subject: str) -> bool:
+    """Whether somebody gets onto the bus."""
+    try:
+        async with asyncio.timeout(0.3), joined(mbus, (subject,), lambda *_: None):
+            return True
+    except TimeoutError:
+        return False
+
+
+async def test_port_stays(tmp_path: Path) -> None:
+    """A server that was killed comes back where it was; stopping twice is fine."""
+    server = NatsServer(tmp_path)
+    async with server:
+        url = server.url
+        await server.kill()
+        await server.kill()
+        await server.start()
+
+        assert server.url == url
+
+        server.pause()
+        await server.stop()
+        with pytest.raises(ShimError, match="it does not run"):
+            server.pause()
+
+
+async def test_keys_are_private(tmp_path: Path) -> None:
+    """Nobody else reads them."""
+    async with NatsServer(tmp_path):
+        assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.pem")} == {0}
+
+
+async def test_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says where to look."""
+    monkeypatch.setattr(broker, "PATIENCE", 0.2)
+    server = NatsServer(tmp_path, ping_max=-1, ping_interval=-1)
+    server.port = 1 << 20
+    with pytest.raises(ShimError, match=r"cannot start nats-server within 0\.2 s: see .*nats\.log"):
+        await server.start()
+    await server.stop()
+
+
+def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a nats-server the error says what is missing."""
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="nats-server"):
+        broker.nats_server()

@@ -1,0 +1,305 @@
+"""The responder of metrics and probes over real sockets: good clients, slow ones, rude ones, many."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from agent_shim import metrics
+from agent_shim.metrics import Metrics, Readings, Routes, listening
+
+Where = tuple[str, int]
+
+
+class Readiness:
+    """What the agent would say of itself; a test sets it."""
+
+    def __init__(self) -> None:
+        self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
+
+    def __call__(self, level: str) -> tuple[bool, str]:
+        return self.answers[level]
+
+
+@pytest.fixture
+def readiness() -> Readiness:
+    return Readiness()
+
+
+@pytest.fixture
+async def where(readiness: Readiness) -> AsyncIterator[Where]:
+    """A responder on a free port."""
+    async with listening("127.0.0.1:0", Routes(Metrics(Readings).render, readiness)) as found:
+        assert found is not None
+        yield found
+
+
+async def ask(where: Where, request: bytes) -> bytes:
+    """Send ``request`` as it is and read until the other side closes."""
+    reader, writer = await asyncio.open_connection(*where)
+    try:
+        writer.write(request)
+        async with asyncio.timeout(5):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def get(where: Where, target: str, *headers: str, method: str = "GET") -> tuple[int, str, bytes]:
+    """Status, head and body of a request."""
+    lines = [f"{method} {target} HTTP/1.1", "Host: agent", *headers]
+    answer = await ask(where, ("\r\n".join(lines) + "\r\n\r\n").encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode(), body
+
+
+async def test_metrics(where: Where) -> None:
+    """A scraper gets the text format with its length, and the connection ends."""
+    status, head, body = await get(where, "/metrics")
+
+    assert status == 200
+    assert "Content-Type: text/plain; version=0.0.4; charset=utf-8" in head
+    assert f"Content-Length: {len(body)}" in head
+    assert "Connection: close" in head
+    assert b"agent_shim_build_info{" in body
+
+
+async def test_openmetrics_on_request(where: Where) -> None:
+    """A scraper that prefers OpenMetrics, as Prometheus does, gets it."""
+    accept = "accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
+    _, head, body = await get(where, "/metrics", accept)
+
+    assert "Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8" in head
+    assert body.endswith(b"# EOF\n")
+
+
+async def test_head_has_no_body(where: Where) -> None:
+    """HEAD says what GET would bring."""
+    _, head, body = await get(where, "/healthz", method="HEAD")
+
+    assert "Content-Length: 3" in head
+    assert body == b""
+
+
+async def test_health(where: Where, readiness: Readiness) -> None:
+    """An agent that is not ready is alive all the same."""
+    readiness.answers["jobs"] = (False, "web is failing")
+
+    assert (await get(where, "/healthz"))[::2] == (200, b"ok\n")
+
+
+async def test_readiness_says_why(where: Where, readiness: Readiness) -> None:
+    """Not ready is 503 with the reason in the body."""
+    readiness.answers["jobs"] = (False, "web is failing")
+
+    assert (await get(where, "/readyz"))[::2] == (503, b"web is failing\n")
+    assert (await get(where, "/readyz?level=jobs"))[::2] == (503, b"web is failing\n")
+    assert (await get(where, "/readyz?level=agent"))[::2] == (200, b"connected\n")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("GET / HTTP/1.1", 404),
+        ("GET /metrics/../etc/passwd HTTP/1.1", 404),
+        ("GET //metrics HTTP/1.1", 404),
+        ("GET /readyz?level=x HTTP/1.1", 400),
+        ("GET /[:: HTTP/1.1", 404),
+        ("GET //[::/metrics HTTP/1.1", 404),
+        ("GET /metrics", 400),
+        ("GET metrics HTTP/1.1", 400),
+        ("GET  /metrics HTTP/1.1", 400),
+        ("PRI * HTTP/2.0", 400),
+        ("\x16\x03\x01 not a request", 400),
+        ("POST /metrics HTTP/1.1", 405),
+        ("DELETE /healthz HTTP/1.1", 405),
+    ],
+)
+async def test_what_is_not_there(where: Where, request_line: str, status: int) -> None:
+    """Anything else is refused in a readable way, and the next request is answered."""
+    answer = await ask(where, f"{request_line}\r\n\r\n".encode())
+
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert (await get(where, "/healthz"))[0] == 200
+
+
+async def test_body_does_not_destroy_the_answer(where: Where) -> None:
+    """A client that goes on sending a body it should not send still reads the whole refusal."""
+    reader, writer = await asyncio.open_connection(*where)
+    writer.write(b"POST /metrics HTTP/1.1\r\nContent-Length: 20000\r\n\r\n")
+    assert await reader.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
+    for _ in range(10):
+        writer.write(b"x" * 2000)
+        await writer.drain()
+        await asyncio.sleep(0)
+    rest = await reader.read()
+    writer.close()
+
+    assert b"\r\nAllow: GET, HEAD\r\n" in rest
+    assert rest.endswith(b"only GET and HEAD\n")
+
+
+@pytest.mark.parametrize("filler", [b"X: " + b"y" * 9000, b"X: y\r\n" * 2000])
+async def test_big_headers(where: Where, filler: bytes) -> None:
+    """More than 8 KiB of headers, in one line or in many, is refused without waiting for the end."""
+    answer = await ask(where, b"GET /metrics HTTP/1.1\r\n" + filler)
+
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_request_in_pieces(where: Where) -> None:
+    """A request is one request however it is cut."""
+    reader, writer = await asyncio.open_connection(*where)
+    for byte in b"GET /healthz HTTP/1.1\r\n\r\n":
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(0)
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.endswith(b"ok\n")
+
+
+async def test_half_closed_client(where: Where) -> None:
+    """A client that closes its sending half behind the request gets the answer."""
+    reader, writer = await asyncio.open_connection(*where)
+    writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.endswith(b"ok\n")
+
+
+async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that does not end in time, though bytes trickle in, costs its connection and nobody else's."""
+    monkeypatch.setattr(metrics, "HEADER_TIME", 0.2)
+    reader, writer = await asyncio.open_connection(*where)
+    dropped = asyncio.create_task(reader.read())
+    with suppress(ConnectionError):
+        async with asyncio.timeout(5):
+            while not dropped.done():
+                writer.write(b"x")
+                await writer.drain()
+                assert (await get(where, "/healthz"))[0] == 200
+    writer.close()
+
+    with suppress(ConnectionError):
+        assert await dropped == b""
+
+
+async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float) -> None:
+    """Send until the other side will have no more."""
+    async with asyncio.timeout(5):
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause)
+
+
+async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who keeps the connection after the answer loses it."""
+    monkeypatch.setattr(metrics, "ANSWER_TIME", 0.2)
+    reader, writer = await asyncio.open_connection(*where)
+    writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert (await reader.read()).endswith(b"ok\n")
+
+    with pytest.raises(ConnectionError):
+        await keep_sending(writer, b"x", 0.01)
+    writer.close()
+
+
+async def test_endless_client_is_dropped(where: Where) -> None:
+    """Who goes on sending after the answer is not listened to for ever."""
+    _, writer = await asyncio.open_connection(*where)
+    writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+
+    with pytest.raises(ConnectionError):
+        await keep_sending(writer, b"x" * 4096, 0)
+    writer.close()
+
+
+async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every place taken by connections that say nothing, a probe is answered at once and the oldest goes."""
+    monkeypatch.setattr(metrics, "HEADER_TIME", 600.0)
+    idle = [await asyncio.open_connection(*where) for _ in range(metrics.MAX_CONNECTIONS + 10)]
+    try:
+        assert (await get(where, "/healthz"))[0] == 200
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(idle[0][0].read(), 5) == b""
+        assert not idle[-1][0].at_eof()
+    finally:
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_many_at_once(where: Where) -> None:
+    """As many scrapers as there are places are all answered."""
+    answers = await asyncio.gather(*(get(where, "/metrics") for _ in range(metrics.MAX_CONNECTIONS)))
+
+    assert {status for status, _, _ in answers} == {200}
+
+
+async def test_off() -> None:
+    """Off is off."""
+    async with listening("off", Routes(Metrics(Readings).render, Readiness())) as found:
+        assert found is None
+
+
+async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    """A port that somebody else has is an error that names the address; the agent goes on without."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        async with listening(address, Routes(Metrics(Readings).render, Readiness())) as found:
+            assert found is None
+
+    assert caplog.record_tuples == [
+        (
+            "agent_shim.metrics",
+            logging.ERROR,
+            f"cannot listen on {address} for metrics and probes: Address already in use",
+        )
+    ]
+
+
+async def test_end_leaves_nothing() -> None:
+    """After the block the port is free and open connections are gone."""
+    routes = Routes(Metrics(Readings).render, Readiness())
+    async with listening("127.0.0.1:0", routes) as where:
+        assert where is not None
+        reader, writer = await asyncio.open_connection(*where)
+        assert (await get(where, "/healthz"))[0] == 200
+
+    with suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    async with listening(f"127.0.0.1:{where[1]}", routes) as again:
+        assert again == where
+
+
+async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is held shows in the histogram."""
+    monkeypatch.setattr(metrics, "LAG_PERIOD", 0.01)
+    made = Metrics(Readings)
+    watch = asyncio.create_task(made.watch_lag())
+    await asyncio.sleep(0.05)
+    time.sleep(0.3)  # noqa: ASYNC251 holding the loop is the point
+    await asyncio.sleep(0.05)
+    watch.cancel()
+    with suppress(asyncio.CancelledError):
+        await watch
+    counts = {
+        sample.labels["le"]: sample.value
+        for family in made.collect()
+        for sample in family.samples
+        if sample.name == "agent_shim_loop_lag_seconds_bucket"
+    }
+
+    assert counts["+Inf"] > 1
+    assert counts["+Inf"] - counts["0.25"] == 1
