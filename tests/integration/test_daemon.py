@@ -1,0 +1,238 @@
+"""The daemon as a process: signals, a second one, settings that come late, shutdown, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.demo.director import HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.host import process
+from benchmarks.world import AGENT, COMMAND, World
+from benchmarks.world import world as made
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with made(COMMAND) as one:
+        yield one
+
+
+async def until(holds: Any, seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def log_of(world: World) -> str:
+    path = world.scratch / "agent.log"
+    return path.read_text() if path.exists() else ""
+
+
+async def command(world: World, *words: str) -> tuple[int | None, str]:
+    """Run an ``agent-shim`` command against this agent: exit code and output."""
+    out = world.scratch / "command.out"
+    out.unlink(missing_ok=True)
+    argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(world.base)]
+    status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
+    return status, out.read_text()
+
+
+async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(world: World) -> None:
+    await world.start_agent()
+    await world.director.run(AGENT, "apply", world.spec(2, 0))
+    await world.run("start")
+    await world.until_running()
+    before = world.pids()
+
+    assert world.agent is not None
+    world.agent.send(signal.SIGTERM)
+
+    assert await world.agent.wait() == 0
+    assert all(Path(f"/proc/{pid}").exists() for pid in before.values())
+    await world.start_agent()
+    await world.until_running()
+    assert world.pids() == before
+
+
+async def test_a_second_agent_on_the_same_tree_ends_with_3_and_touches_nothing(world: World) -> None:
+    await world.start_agent()
+    argv = [word.format(config=world.scratch / "agent.json", base=world.base) for word in shlex.split(COMMAND)]
+    out = world.scratch / "second.out"
+
+    second = process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out)
+
+    assert await second.wait() == 3
+    assert "cannot start: another agent holds" in out.read_text()
+    assert await world.director.value(AGENT, "ping") == "pong"
+
+
+async def test_settings_that_come_late_and_in_parts_are_waited_for(world: World) -> None:
+    write = world._write_settings
+    whole: list[str] = []
+
+    def late() -> Path:
+        config = write()
+        source = world.scratch / "settings.json"
+        whole.append(source.read_text())
+        source.write_text(whole[0][:100])
+        return config
+
+    world._write_settings = late  # type: ignore[method-assign]
+    starting = asyncio.create_task(world.start_agent())
+    await until(lambda: "waiting for it to change" in log_of(world))
+    assert (await command(world, "probe", "live"))[0] == 0
+    status, output = await command(world, "probe", "ready")
+    assert (status, "waiting for settings" in output) == (1, True)
+
+    (world.scratch / "settings.json").write_text(whole[0])
+
+    await starting
+    assert (await command(world, "probe", "ready"))[0] == 0
+
+
+async def test_no_agent_answers_69(world: World) -> None:
+    status, output = await command(world, "status")
+
+    assert status == 69
+    assert "cannot ask the agent at" in output
+
+
+async def test_wrong_agent_json_ends_with_78(world: World) -> None:
+    broken = world.scratch / "broken.json"
+    broken.write_text("{")
+    out = world.scratch / "out"
+    argv = [*shlex.split(COMMAND)[:3], "run", "-C", str(broken), "-b", str(world.base)]
+
+    assert await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait() == 78
+    assert "cannot read the agent's configuration from" in out.read_text()
+
+
+async def test_bosh_agent_takes_the_flags_that_cpis_pass(world: World) -> None:
+    world.command = COMMAND.replace(
+        "-m agent_shim.cli run -C {config}",
+        "-c 'import sys; from agent_shim.cli import bosh_agent; sys.exit(bosh_agent())' -P ubuntu -M monit -C={config}",
+    )
+
+    assert await world.start_agent() > 0
+
+
+async def test_shutdown_stops_the_jobs_and_stays_idle_over_a_restart(world: World) -> None:
+    await world.start_agent()
+    await world.director.run(AGENT, "apply", world.spec(1, 0))
+    await world.run("start")
+    await world.until_running()
+    (pid,) = world.pids().values()
+
+    assert await world.director.value(AGENT, "shutdown") == ""
+
+    await until(lambda: not Path(f"/proc/{pid}").exists())
+    status: int | None = 0
+    output = ""
+    async with asyncio.timeout(20):
+        while status == 0:
+            status, output = await command(world, "probe", "ready")
+    assert "shut down by the Director" in output
+    assert world.agent is not None
+    world.agent.send(signal.SIGTERM)
+    assert await world.agent.wait() == 0
+    argv = [word.format(config=world.scratch / "agent.json", base=world.base) for word in shlex.split(COMMAND)]
+    log = world.scratch / "agent.log"
+    world.agent = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)
+    await until(lambda: "stays idle until it gets another agent_id" in log_of(world))
+    assert (await command(world, "probe", "live"))[0] == 0
+
+
+async def test_heartbeat_comes_at_once_and_again_after_the_bus_was_away(world: World) -> None:
+    monitor = HealthMonitor()
+    async with monitor.on(world.server.peer(HEALTH_MONITOR)):
+        await world.start_agent()
+        first = await monitor.wait_for("heartbeat", AGENT)
+        assert set(first.body) == {
+            *("deployment", "job", "index", "job_state", "vitals", "node_id", "number_of_processes"),
+        }
+        assert first.body["vitals"]["load"]
+        seen = len(monitor.of("heartbeat", AGENT))
+
+        await world.server.kill()
+        await world.server.start()
+
+        await until(lambda: len(monitor.of("heartbeat", AGENT)) > seen, 60)
+    health = json.loads((world.base / "instance/health.json").read_bytes())
+    assert health == {"state": "running"}
+
+
+async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_it(world: World) -> None:
+    await world.server.remove_agent(AGENT)
+    starting = asyncio.create_task(world.start_agent())
+    await until(lambda: "Authorization Violation" in log_of(world))
+
+    await world.server.add_agent(AGENT)
+
+    assert await starting > 0
+
+
+async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(world: World) -> None:
+    await world.start_agent()
+    mbus: dict[str, Any] = json.loads((world.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
+    key_line = mbus["cert"]["private_key"].splitlines()[3]
+    await world.director.run(AGENT, "update_settings", {"mbus": mbus | {"urls": []}, "trusted_certs": ""})
+
+    proc = Path(f"/proc/{world.pid}")
+    shown = [log_of(world), (proc / "environ").read_text(), (proc / "cmdline").read_text(), world.base.as_posix()]
+    assert [text for text in shown if key_line in text] == []
+    readable = [
+        path
+        for path in world.base.rglob("*")
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) & 0o077 and key_line.encode() in path.read_bytes()
+    ]
+    assert readable == []
+    assert any(key_line.encode() in path.read_bytes() for path in (world.base / "bosh").glob("*.json"))
+
+
+async def test_call_asks_what_the_director_would_ask(world: World) -> None:
+    await world.start_agent()
+
+    status, output = await command(world, "call", "get_state", "full")
+
+    assert status == 0
+    assert json.loads(output)["value"]["agent_id"] == AGENT
+    status, output = await command(world, "call", "nonsense")
+    assert (status, "unknown message nonsense" in output) == (1, True)
+
+
+async def test_settings_with_credentials_that_cannot_be_used_do_not_end_the_agent(world: World) -> None:
+    await world.start_agent()
+    source = world.scratch / "settings.json"
+    document = json.loads(source.read_text())
+    document["env"]["bosh"]["mbus"]["cert"]["certificate"] = "nonsense"
+
+    source.write_text(json.dumps(document))
+
+    await until(lambda: "the settings have changed" in log_of(world))
+    await until(lambda: "cannot use the new bus credentials" in log_of(world), 60)
+    assert await world.director.value(AGENT, "ping") == "pong"
+
+
+async def test_new_settings_of_the_cpi_are_taken_without_a_restart(world: World) -> None:
+    await world.start_agent()
+    await world.server.add_agent(AGENT, bootstrap=True, permanent=True)
+    source = world.scratch / "settings.json"
+    document = json.loads(source.read_text())
+    mbus = world.server.mbus(AGENT, bootstrap=True)
+    document["env"]["bosh"]["mbus"]["cert"] |= {"certificate": mbus.certificate, "private_key": mbus.private_key}
+
+    source.write_text(json.dumps(document))
+    await until(lambda: log_of(world).count("connected to the bus") > 1)
+    await world.server.add_agent(AGENT, bootstrap=True, permanent=False)
+
+    assert await world.director.value(AGENT, "ping") == "pong"

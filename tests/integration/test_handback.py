@@ -1,0 +1,171 @@
+"""The way back to the Go agent and monit: what is left for them, and that no process notices."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim import mirror
+from agent_shim.disks import identity
+from agent_shim.disks.identity import Marker
+from agent_shim.handback import hand_back
+from agent_shim.host import files, process
+from agent_shim.paths import Paths
+from benchmarks.world import AGENT, COMMAND, World
+from benchmarks.world import world as made
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with made(COMMAND) as one:
+        yield one
+
+
+async def deploy(world: World, jobs: int = 2) -> dict[str, int]:
+    """An agent and running jobs; their processes."""
+    await world.start_agent()
+    await world.director.run(AGENT, "apply", world.spec(jobs, 1))
+    await world.run("start")
+    await world.until_running()
+    return world.pids()
+
+
+async def handback(world: World) -> tuple[int | None, str]:
+    """Run the command: exit code and output."""
+    out = world.scratch / "handback.out"
+    out.unlink(missing_ok=True)
+    argv = [*shlex.split(COMMAND)[:3], "handback", "-b", str(world.base)]
+    status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
+    return status, out.read_text()
+
+
+async def test_jobs_run_on_and_are_described_to_monit(world: World) -> None:
+    """State that the Go agent keeps itself stays as it is; ours alone is gone."""
+    before = await deploy(world)
+    kept = {path.name: path.read_bytes() for path in (world.base / "bosh").glob("*s*.json")}
+    await world.stop_agent()
+
+    status, output = await handback(world)
+
+    assert status == 0
+    assert [f"job0 runs on as {before['job0']}" in output, f"job1 runs on as {before['job1']}" in output] == [True] * 2
+    assert all(Path(f"/proc/{pid}").exists() for pid in before.values())
+    monit = world.base / "monit"
+    assert sorted(path.name for path in (monit / "job").iterdir()) == ["0000_job1.monitrc", "0001_job0.monitrc"]
+    assert (monit / "job/0001_job0.monitrc").read_text() == (world.base / "jobs/job0/monit").read_text()
+    assert not (monit / "stopped").exists()
+    left = {path.name: path.read_bytes() for path in (world.base / "bosh").glob("*s*.json")}
+    assert left == {name: raw for name, raw in kept.items() if name != "agent_shim.json"}
+    assert {path.name for path in (world.base / "data/bosh").iterdir()} <= {"lease.json"}
+    assert not (world.base / "data/sys/run/agent_shim").exists()
+
+
+async def test_there_and_back_again(world: World) -> None:
+    """After a handback the next agent of ours takes over as from the Go agent: none is started a second time."""
+    before = await deploy(world)
+    for _ in range(2):
+        await world.stop_agent()
+        assert (await handback(world))[0] == 0
+        await world.start_agent()
+        await world.until_running()
+
+        assert world.pids() == before
+        assert {job: len(pids) for job, pids in world.starts().items()} == {"job0": 1, "job1": 1}
+        names = [process["name"] for process in (await world.director.value(AGENT, "get_state"))["processes"]]
+        assert names == ["job0", "job1"]
+
+
+async def test_stopped_jobs_are_not_described(world: World) -> None:
+    """monit would start them; the Director still sees that they are stopped."""
+    await deploy(world)
+    await world.director.run(AGENT, "stop")
+    await world.stop_agent()
+
+    _, output = await handback(world)
+
+    assert "the jobs are stopped" in output
+    assert list((world.base / "monit/job").iterdir()) == []
+    assert (world.base / "monit/stopped").exists()
+    await world.start_agent()
+    assert (await world.director.value(AGENT, "get_state"))["job_state"] == "stopped"
+    assert world.pids() == {}
+
+
+async def test_what_monit_would_start_is_told(world: World) -> None:
+    """What died meanwhile, and what it would take for dead."""
+    before = await deploy(world, 3)
+    await world.stop_agent()
+    victim = process.adopt(before["job0"])
+    assert victim is not None
+    await victim.terminate(1)
+    pidfile = world.base / "data/sys/run/job1/job1.pid"
+    text = pidfile.read_text()
+    pidfile.unlink()
+
+    _, output = await handback(world)
+
+    pidfile.write_text(text)
+    assert "job0 does not run: monit will start it" in output
+    assert f"job1 runs as {before['job1']}, which {pidfile} does not say: monit will start it a second time" in output
+    assert f"job2 runs on as {before['job2']}" in output
+
+
+async def test_not_while_the_agent_runs(world: World) -> None:
+    """It would go on as if nothing had happened."""
+    await deploy(world, 1)
+
+    status, output = await handback(world)
+
+    assert (status, "cannot hand back: another agent holds" in output) == (3, True)
+    assert (world.base / "bosh/agent_shim.json").exists()
+
+
+async def test_fresh_machine_and_second_time(world: World) -> None:
+    """Nothing to do is no failure."""
+    assert (await handback(world))[0] == 0
+
+    status, output = await handback(world)
+
+    assert (status, "no jobs were supervised" in output) == (0, True)
+
+
+def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
+    """The Go agent would copy them from disk to disk; which one is the store it keeps in a file of its own."""
+    paths = Paths(tmp_path / "vcap")
+    paths.bosh.mkdir(parents=True)
+    store, other = tmp_path / "disk-1", tmp_path / "disk-2"
+    for volume in (store, other):
+        volume.mkdir()
+        (volume / "data").write_text("x")
+    identity.write(store, Marker("disk-1", "store"))
+    paths.managed_disk.write_text("disk-1")
+    paths.settings_cache.write_text(
+        f'{{"agent_id": "a-1", "disks": {{"persistent": {{"disk-1": "{store}", "disk-2": {{"path": "{other}"}}}}}}}}'
+    )
+    files.swap_link(store, paths.store)
+
+    said = hand_back(paths)
+
+    assert sorted(path.name for path in store.iterdir()) == ["data"]
+    assert f"disk disk-1: our mark is removed; {paths.managed_disk} says it is the store" in said
+    assert paths.managed_disk.read_text() == "disk-1"
+    assert any("is a link to the disk" in line for line in said)
+    assert not any("disk-2" in line for line in said)
+
+
+def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
+    """It may hold secrets, and nobody looks after it any more."""
+    paths = Paths(tmp_path / "vcap")
+    (paths.mirror / mirror.SET_ASIDE / "a-0").mkdir(parents=True)
+    (paths.mirror / mirror.SET_ASIDE / "a-0/update_settings.json").write_text("secret")
+    paths.given_up.parent.mkdir()
+    paths.given_up.write_text("a-1")
+
+    hand_back(paths)
+
+    assert list(paths.mirror.iterdir()) == []
+    assert not paths.given_up.exists()

@@ -1,0 +1,235 @@
+"""The agent without a Director: a directory with rendered jobs is all it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim import standalone
+from agent_shim.errors import ActionError, ConfigError
+from agent_shim.host import proc, process
+from agent_shim.host.process import Process
+from agent_shim.paths import Paths
+from tests.support import jobs
+
+
+@dataclass
+class Place:
+    """A scratch directory with the agent's tree, what it is to deploy, and what it says."""
+
+    scratch: Path
+    agent: Process | None = None
+
+    @property
+    def paths(self) -> Paths:
+        return Paths(self.scratch / "vcap")
+
+    @property
+    def rendered(self) -> Path:
+        return self.scratch / "rendered"
+
+    @property
+    def log(self) -> str:
+        return (self.scratch / "agent.log").read_text()
+
+    @property
+    def trace(self) -> list[str]:
+        """What scripts of jobs have left, in order."""
+        path = self.scratch / "trace"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def lay(self, name: str, files: Mapping[str, str]) -> None:
+        """A job or package below the directory: ``jobs/NAME``."""
+        for path, text in files.items():
+            place = self.rendered / name / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text.lstrip("\n"))
+
+    def job(self, name: str) -> None:
+        """A job that sleeps, with scripts that leave a trace."""
+        scripts = {
+            f"bin/{script}": f"#!/bin/sh\necho {name} {script} >>{self.scratch}/trace\n"
+            for script in ("pre-start", "post-start", "pre-stop", "post-stop")
+        }
+        drain = {"bin/drain": f"#!/bin/sh\necho {name} drain >>{self.scratch}/trace\necho 0\n"}
+        self.lay(f"jobs/{name}", {**jobs.sleeper(self.paths, name), **scripts, **drain})
+
+    def start(self) -> None:
+        config = self.scratch / "agent.json"
+        config.write_text(json.dumps({"AgentShim": {"http": "off", "spec": str(self.rendered)}}))
+        argv = [sys.executable, "-m", "agent_shim.cli", "run", "-C", str(config), "-b", str(self.paths.base)]
+        log = self.scratch / "agent.log"
+        self.agent = process.spawn(argv, env=dict(os.environ), cwd=Path.cwd(), stdout=log, stderr=log)
+
+    async def end(self, sig: int = signal.SIGTERM) -> None:
+        if self.agent is not None:
+            self.agent.send(sig)
+            await self.agent.wait()
+            self.agent = None
+
+    async def ask(self, *words: str) -> tuple[int | None, str]:
+        """An ``agent-shim`` command: exit code and output."""
+        out = self.scratch / "command.out"
+        out.unlink(missing_ok=True)
+        argv = [sys.executable, "-m", "agent_shim.cli", *words, "-b", str(self.paths.base)]
+        status = await process.spawn(argv, env=dict(os.environ), cwd=Path.cwd(), stdout=out, stderr=out).wait()
+        return status, out.read_text().strip()
+
+    async def until_ready(self, wanted: tuple[int, str] = (0, "jobs are running")) -> None:
+        said: Any = ""
+        try:
+            async with asyncio.timeout(20):
+                while (said := await self.ask("probe", "ready")) != wanted:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pytest.fail(f"it is not ready: {said}\n{self.log}")
+
+    def pid(self, job: str) -> int:
+        return int((self.paths.run / job / f"{job}.pid").read_text())
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    made = Place(tmp_path)
+    try:
+        yield made
+    finally:
+        await made.ask("drain", "--timeout", "5")
+        await made.end()
+
+
+async def test_jobs_are_deployed_as_a_director_would(place: Place) -> None:
+    """pre-start, start, post-start, links to packages, names of the instance; ready only when all of it is done."""
+    place.job("web")
+    place.lay("packages/tool", {"bin/tool": "x"})
+    place.lay("", {"instance.json": '{"name": "front", "id": "front-0", "deployment": "shop"}'})
+    place.start()
+    await place.until_ready()
+
+    assert place.trace == ["web pre-start", "web post-start"]
+    assert (place.paths.jobs / "web/packages/tool/bin/tool").read_text() == "x"
+    assert (place.paths.packages / "tool").resolve() == place.rendered / "packages/tool"
+    assert (place.paths.instance / "name").read_text() == "front"
+    status = json.loads((await place.ask("status", "--json"))[1])
+    assert (status["agent_id"], status["deployment"], status["instance"]) == ("front-0", "shop", "front/front-0")
+
+
+async def test_an_agent_that_is_restarted_restarts_no_job(place: Place) -> None:
+    """The same directory is no news."""
+    place.job("web")
+    place.start()
+    await place.until_ready()
+    pid = place.pid("web")
+    await place.end(signal.SIGKILL)
+    place.start()
+    await place.until_ready()
+
+    assert place.pid("web") == pid
+    assert place.trace == ["web pre-start", "web post-start"]
+
+
+async def test_another_content_is_deployed_anew(place: Place) -> None:
+    """What was there is stopped, what is gone is removed, what has come runs."""
+    place.job("web")
+    place.start()
+    await place.until_ready()
+    pid = place.pid("web")
+    await place.end()
+    shutil.rmtree(place.rendered / "jobs/web")
+    place.job("db")
+    place.start()
+    await place.until_ready()
+
+    left = proc.stat(pid)
+    assert left is None or not left.is_alive
+    assert [path.name for path in place.paths.jobs.iterdir() if path.name != "bpm"] == ["db"]
+    assert place.trace[-2:] == ["db pre-start", "db post-start"]
+
+
+async def test_the_end_is_orderly(place: Place) -> None:
+    """What a preStop hook runs drains and stops."""
+    place.job("web")
+    place.start()
+    await place.until_ready()
+
+    assert await place.ask("drain", "--timeout", "10") == (0, "all jobs stopped in order")
+    assert place.trace[2:] == ["web pre-stop", "web drain", "web post-stop"]
+
+
+async def test_what_is_in_the_way_is_told_and_tried_again(place: Place) -> None:
+    """A pre-start that fails is the answer of the probe; once it is mended all goes on."""
+    place.job("web")
+    pre_start = place.rendered / "jobs/web/bin/pre-start"
+    good = pre_start.read_text()
+    pre_start.write_text("#!/bin/sh\nexit 1\n")
+    place.start()
+    await place.until_ready((1, "pre-start: 1 of 1 pre-start scripts failed. Failed Jobs: web."))
+    pre_start.write_text(good)
+    await place.until_ready()
+
+    assert place.trace == ["web pre-start", "web post-start"]
+
+
+async def test_an_empty_directory_is_waited_for(place: Place) -> None:
+    """A volume that is filled late is fine; the agent lives meanwhile."""
+    place.start()
+    await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
+    place.job("web")
+
+    assert await place.ask("probe", "live") == (0, "alive")
+    await place.until_ready()
+
+
+def test_jobs_of_a_config_map(tmp_path: Path) -> None:
+    """The kubelet's links are followed, what it keeps beside is passed over, and scripts become programs."""
+    kept = tmp_path / "rendered/jobs/web/..2026_01_01"
+    (kept / "bin").mkdir(parents=True)
+    (kept / "bin/ctl").write_text("#!/bin/sh\n")
+    (kept.parent / "..data").symlink_to(kept.name)
+    (kept.parent / "bin").symlink_to("..data/bin")
+    found = standalone.read(tmp_path / "rendered")
+    target = tmp_path / "data/jobs/web/1"
+    standalone.install(Paths(tmp_path), {target: ("job", found.jobs["web"])})
+
+    assert sorted(path.name for path in target.iterdir()) == ["bin"]
+    assert not (target / "bin").is_symlink()
+    assert os.access(target / "bin/ctl", os.X_OK)
+
+
+def test_a_new_version_is_seen(tmp_path: Path) -> None:
+    """Each file counts; nothing else does."""
+    (tmp_path / "jobs/web").mkdir(parents=True)
+    monit = tmp_path / "jobs/web/monit"
+    monit.write_text("a")
+    before = standalone.read(tmp_path).spec.configuration_hash
+
+    assert standalone.read(tmp_path).spec.configuration_hash == before
+    os.utime(monit, (1, 1))
+    assert standalone.read(tmp_path).spec.configuration_hash != before
+
+
+def test_files_and_hidden_directories_are_no_jobs(tmp_path: Path) -> None:
+    """Without a directory that has a name there is nothing to deploy."""
+    (tmp_path / "jobs/.hidden").mkdir(parents=True)
+    (tmp_path / "jobs/file").write_text("x")
+
+    with pytest.raises(ActionError, match="no job lies in"):
+        standalone.read(tmp_path)
+
+
+def test_wrong_instance_is_named(tmp_path: Path) -> None:
+    """The file and what is wrong with it."""
+    (tmp_path / "instance.json").write_text('{"index": "one"}')
+
+    with pytest.raises(ConfigError, match=r"cannot read .*instance.json: .*index"):
+        standalone.instance(tmp_path)

@@ -1,0 +1,433 @@
+"""The worker as a process: what it does, what it leaves when it fails or is killed, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import hashlib
+import io
+import os
+import random
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import ActionError
+from agent_shim.host import files, helper, process
+from agent_shim.host.helper import BlobRef, Done, Get, Install, Outcome, Pack, Put, Request, Target, Tree
+from agent_shim.paths import Paths
+from agent_shim.settings import Blobstore
+from tests.support import http
+from tests.support.http import Server, http_server
+
+DUMMY = Blobstore()
+CANARY = "c4n4ry"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path / "vcap")
+    for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs, paths.data_jobs, paths.data_packages):
+        directory.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with http_server() as server:
+        yield server
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
+    """Every process that the helper starts."""
+    started: list[process.Process] = []
+    honest = process.spawn
+
+    def spawn(*arguments: object, **options: object) -> process.Process:
+        started.append(honest(*arguments, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    monkeypatch.setattr(process, "spawn", spawn)
+    return started
+
+
+def tgz(
+    members: Mapping[str, bytes], *, mode: int = 0o644, compress: Callable[[bytes], bytes] = gzip.compress
+) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(data), mode, 1_600_000_000
+            tar.addfile(info, io.BytesIO(data))
+    return compress(out.getvalue())
+
+
+def sha1(data: bytes) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+def kept(paths: Paths, data: bytes) -> BlobRef:
+    """A blob that lies on this machine already."""
+    blob_id = str(uuid.uuid4())
+    (paths.blobs / blob_id).write_bytes(data)
+    return BlobRef(blob_id, digest=sha1(data))
+
+
+def package(paths: Paths, name: str, source: BlobRef) -> Target:
+    return Target("package", name, str(paths.data_packages / name / "digest"), source)
+
+
+def tree(path: Path) -> dict[str, tuple[int, bytes]]:
+    """Files below with mode and content."""
+    found = sorted(path.rglob("*"))
+    return {str(p.relative_to(path)): (stat.S_IMODE(p.stat().st_mode), p.read_bytes()) for p in found if p.is_file()}
+
+
+def left_half_made(paths: Paths) -> list[Path]:
+    return [path for path in paths.base.rglob("*") if files.is_leftover(path.name)]
+
+
+async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blobstore = DUMMY) -> list[Outcome]:
+    return (await helper.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
+
+
+# --- install --------------------------------------------------------------------------------------------------------
+
+
+async def test_jobs_packages_and_sources_are_unpacked_each_in_its_way(paths: Paths) -> None:
+    """A job gets the modes of jobs, a package keeps its own, a source lies where compiling looks for it."""
+    templates = kept(
+        paths,
+        tgz({"./web/monit": b"m", "./web/bin/run": b"r", "./web/bin/sub/x": b"x", "./db/bin/drain": b"d"}, mode=0o604),
+    )
+    compiled = kept(paths, tgz({"./bin/tool": b"t"}, mode=0o4755))
+    source = kept(paths, tgz({"./packaging": b"p"}, compress=bytes))
+    web, db = (Target("job", name, str(paths.data_jobs / name / "d"), templates) for name in ("web", "db"))
+    outcomes = await install(
+        paths, web, package(paths, "tool", compiled), db, Target("source", "src", str(paths.compile / "src"), source)
+    )
+
+    assert outcomes == [Outcome(), Outcome(), Outcome(), Outcome(compressed=False, newest=1_600_000_000)]
+    assert tree(paths.data_jobs) == {
+        "db/d/bin/drain": (0o750, b"d"),
+        "web/d/bin/run": (0o750, b"r"),
+        "web/d/bin/sub/x": (0o750, b"x"),
+        "web/d/monit": (0o640, b"m"),
+    }
+    assert tree(paths.data_packages) == {"tool/digest/bin/tool": (0o4755, b"t")}
+    assert tree(paths.compile) == {"src/packaging": (0o644, b"p")}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths.data_jobs.rglob("*") if path.is_dir()}
+    assert modes == {"web": 0o750, "db": 0o750, "d": 0o750, "bin": 0o750, "sub": 0o750}
+    for path in (paths.data_packages / "tool", paths.data_packages / "tool" / "digest", paths.compile / "src"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert left_half_made(paths) == []
+
+
+async def test_one_archive_of_many_jobs_is_fetched_once(paths: Paths, server: Server) -> None:
+    """All jobs of an instance come in one."""
+    data = tgz({f"job{number}/monit": b"m" for number in range(8)})
+    server.blobs["/templates"] = data
+    source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
+    names = [f"job{number}" for number in range(8)]
+    outcomes = await install(paths, *(Target("job", name, str(paths.data_jobs / name / "d"), source) for name in names))
+
+    assert outcomes == [Outcome()] * 8
+    assert len(server.requests) == 1
+    assert len(tree(paths.data_jobs)) == 8
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 0])
+async def test_transfers_run_side_by_side_up_to_a_number(paths: Paths, server: Server, parallel: int) -> None:
+    """That of ``env.bosh.parallel``."""
+    data = tgz({"a": b"a"})
+    server.delay = 0.05
+    targets = []
+    for number in range(6):
+        server.blobs[f"/{number}"] = data
+        targets.append(package(paths, f"p{number}", BlobRef(signed_url=f"{server.url}/{number}", digest=sha1(data))))
+    outcomes = await install(paths, *targets, parallel=parallel)
+
+    assert outcomes == [Outcome()] * 6
+    assert server.busiest == max(parallel, 1)
+
+
+async def test_what_fails_is_told_and_keeps_nothing_else_from_succeeding(paths: Paths) -> None:
+    """Each in the Go agent's words, and nothing half made is left."""
+    good = kept(paths, tgz({"a": b"a"}))
+    evil = kept(paths, tgz({"../../evil": b"x"}))
+    missing = BlobRef("missing", digest="00")
+    wrong = BlobRef(good.blob_id, digest="00")
+    outcomes = await install(
+        paths,
+        package(paths, "evil", evil),
+        package(paths, "good", good),
+        package(paths, "missing", missing),
+        package(paths, "wrong", wrong),
+        Target("job", "web", str(paths.data_jobs / "web" / "d"), good),
+        Target("job", "db", str(paths.data_jobs / "db" / "d"), missing),
+        Target("source", "src", str(paths.compile / "src"), missing),
+    )
+
+    mismatch = f"Expected stream to have digest '00' but was '{good.digest}'"
+    nowhere = "Getting blob from inner blobstore: cannot get missing: the blobstore is a dummy"
+    assert [outcome.error for outcome in outcomes] == [
+        "Installing package directory: cannot unpack the archive: '../../evil': it does not lie below the archive",
+        "",
+        f"Fetching package blob: {nowhere}",
+        f"Fetching package blob: Checking blob '{good.blob_id}': {mismatch}",
+        "Installing job bundle: Detecting prefix of package files: no file with prefix 'web' found",
+        f"Getting job source from blobstore: {nowhere}",
+        nowhere,
+    ]
+    assert list(tree(paths.data_packages)) == ["good/digest/a"]
+    assert left_half_made(paths) == []
+
+
+async def test_a_bundle_that_somebody_else_installed_meanwhile_stays(paths: Paths) -> None:
+    """Whoever was faster has the same content."""
+    (paths.data_packages / "p" / "digest").mkdir(parents=True)
+    (paths.data_packages / "p" / "digest" / "theirs").touch()
+    outcomes = await install(paths, package(paths, "p", kept(paths, tgz({"ours": b""}))))
+
+    assert outcomes == [Outcome()]
+    assert list(tree(paths.data_packages)) == ["p/digest/theirs"]
+    assert left_half_made(paths) == []
+
+
+async def test_an_older_source_is_replaced(paths: Paths) -> None:
+    """What an interrupted compilation left."""
+    (paths.compile / "src").mkdir(parents=True)
+    (paths.compile / "src" / "old").touch()
+    await install(paths, Target("source", "src", str(paths.compile / "src"), kept(paths, tgz({"new": b""}))))
+
+    assert list(tree(paths.compile)) == ["src/new"]
+
+
+# --- other requests -------------------------------------------------------------------------------------------------
+
+
+async def test_a_blob_becomes_a_file(paths: Paths) -> None:
+    """With the mode that was asked for."""
+    target = paths.tmp / "records.json"
+    await helper.work(Get(str(paths.base), DUMMY, kept(paths, b"data"), str(target), mode=0o640))
+
+    assert target.read_bytes() == b"data"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+async def test_a_file_becomes_a_blob(paths: Paths, tmp_path: Path, server: Server) -> None:
+    """In the blobstore under a new id, or where the signed URL leads."""
+    (tmp_path / "file").write_bytes(b"data")
+    store = Blobstore("local", {"blobstore_path": str(tmp_path / "store")})
+    stored = await helper.work(Put(str(paths.base), store, str(tmp_path / "file")))
+    signed = await helper.work(Put(str(paths.base), DUMMY, str(tmp_path / "file"), f"{server.url}/new", {"h": "v"}))
+
+    assert (tmp_path / "store" / stored.blob_id).read_bytes() == b"data"
+    assert signed == Done()
+    assert server.blobs["/new"] == b"data"
+
+
+async def test_a_tree_becomes_an_archive(tmp_path: Path) -> None:
+    """With its digests, and nothing beside it."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_bytes(b"line\n")
+    (tmp_path / "logs" / "b.txt").write_bytes(b"text\n")
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "logs.tgz"
+    done = await helper.work(Pack([Tree(str(tmp_path / "logs"), patterns=["*.log"])], str(path)))
+
+    assert (done.sha1, done.sha512) == (sha1(path.read_bytes()), hashlib.sha512(path.read_bytes()).hexdigest())
+    with tarfile.open(path) as tar:
+        assert tar.getnames() == ["./a.log"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["logs.tgz"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base: Get(base, DUMMY, BlobRef("missing", digest="00"), f"{base}/file"),
+        lambda base: Get(base, DUMMY, BlobRef(digest="00"), f"{base}/file"),
+        lambda base: Put(base, Blobstore("local", {"blobstore_path": f"{base}/store"}), f"{base}/missing"),
+        lambda base: Put(base, Blobstore("local"), "/etc/passwd"),
+        lambda base: Pack([Tree(f"{base}/missing")], f"{base}/file"),
+        lambda base: Pack([Tree(base)], f"{base}/missing/file"),
+    ],
+)
+async def test_a_failure_is_told_and_leaves_nothing(paths: Paths, make: Callable[[str], Request]) -> None:
+    """As an error of the action."""
+    with pytest.raises(ActionError):
+        await helper.work(make(str(paths.base)))
+
+    assert [path for path in paths.base.rglob("*") if path.is_file()] == []
+
+
+# --- how it ends ----------------------------------------------------------------------------------------------------
+
+
+async def begun(paths: Paths, server: Server, workers: list[process.Process]) -> asyncio.Task[list[Outcome]]:
+    """An install of two packages that hangs: one is being unpacked for good, the other's server has stalled."""
+    data = tgz({"a": os.urandom(100_000)})
+    server.blobs = {"/one": data, "/two": data}
+    server.plan = [http.STALL, http.STALL]
+    targets = [
+        package(paths, name, BlobRef(signed_url=f"{server.url}/{name}?{CANARY}", digest=sha1(data)))
+        for name in ("one", "two")
+    ]
+    task = asyncio.create_task(install(paths, *targets))
+    while len(server.requests) < 2:
+        await asyncio.sleep(0.01)
+    assert len(workers) == 1
+    return task
+
+
+async def test_cancelling_ends_the_worker(paths: Paths, server: Server, workers: list[process.Process]) -> None:
+    """At once, and it tidies up."""
+    task = await begun(paths, server, workers)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert not workers[0].is_alive
+    assert left_half_made(paths) == []
+
+
+async def test_a_terminated_worker_tidies_up(paths: Paths, server: Server, workers: list[process.Process]) -> None:
+    """And whoever waits for it is told."""
+    task = await begun(paths, server, workers)
+    workers[0].send(signal.SIGTERM)
+    with pytest.raises(ActionError, match="cannot finish the work: the worker was killed by SIGTERM"):
+        await task
+
+    assert left_half_made(paths) == []
+
+
+async def test_a_killed_worker_is_told(paths: Paths, server: Server, workers: list[process.Process]) -> None:
+    """As when the kernel runs out of memory."""
+    task = await begun(paths, server, workers)
+    workers[0].send(signal.SIGKILL)
+    with pytest.raises(ActionError, match="cannot finish the work: the worker was killed by SIGKILL"):
+        await task
+
+
+async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, workers: list[process.Process]) -> None:
+    """Threads cannot be ended from outside; they notice that their file is closed."""
+    source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
+    task = asyncio.create_task(install(paths, package(paths, "p", source)))
+    while not left_half_made(paths):
+        await asyncio.sleep(0.001)
+    workers[0].send(signal.SIGTERM)
+    with contextlib.suppress(ActionError):
+        await task
+
+    assert left_half_made(paths) == []
+    assert len(tree(paths.data_packages)) in (0, 5000)
+
+
+async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
+    paths: Paths, workers: list[process.Process]
+) -> None:
+    """A directory that looks installed is complete."""
+    sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
+    chance = random.Random(7)
+    for _ in range(12):
+        task = asyncio.create_task(install(paths, *(package(paths, f"p{n}", ref) for n, ref in enumerate(sources))))
+        await asyncio.sleep(0.05)
+        await asyncio.sleep(chance.random() * 0.15)
+        workers[-1].send(signal.SIGKILL)
+        with contextlib.suppress(ActionError):
+            await task
+        for bundle in paths.data_packages.glob("*/digest"):
+            assert len(tree(bundle)) == 150
+            files.remove_tree(bundle)
+
+    outcomes = await install(paths, *(package(paths, f"p{n}", ref) for n, ref in enumerate(sources)))
+    assert outcomes == [Outcome(compressed=False)] * 3
+
+
+async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
+    """Even if that was killed: nobody is left to wait for it."""
+    server.plan = [http.SILENT]
+    program = f"""
+import asyncio
+from agent_shim.host import helper, process
+from agent_shim.settings import Blobstore
+spawn = process.spawn
+def spy(*arguments, **options):
+    worker = spawn(*arguments, **options)
+    print(worker.pid, flush=True)
+    return worker
+process.spawn = spy
+source = helper.BlobRef(signed_url="{server.url}/b", digest="00")
+asyncio.run(helper.work(helper.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
+"""
+    parent = await asyncio.to_thread(
+        subprocess.Popen, [sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0
+    )
+    assert parent.stdout is not None
+    worker = int(await asyncio.to_thread(parent.stdout.readline))
+    while not server.requests:
+        await asyncio.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
+            await asyncio.sleep(0.01)
+
+    assert not (tmp_path / "file").exists()
+
+
+async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text() -> None:
+    """The place and the kind of error, not the words: they may hold a secret."""
+    with pytest.raises(ActionError) as caught:
+        await helper.run_worker(b'{"type": "Guess", "password": "' + CANARY.encode() + b'"}')
+
+    assert str(caught.value).startswith(
+        'cannot finish the work: the worker ended with code 1: msgspec.ValidationError in File "'
+    )
+    assert CANARY not in str(caught.value)
+
+
+# --- what it keeps to itself ----------------------------------------------------------------------------------------
+
+
+async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
+    paths: Paths, server: Server, workers: list[process.Process]
+) -> None:
+    """Nor in a file: ``ps`` and the disk show nothing."""
+    task = await begun(paths, server, workers)
+    seen = Path(f"/proc/{workers[0].pid}")
+    told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
+    written = [path.read_bytes() for path in paths.base.rglob("*") if path.is_file()]
+    limits = (seen / "limits").read_text()
+    score = (seen / "oom_score_adj").read_text()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+    assert not any(CANARY.encode() in text for text in told + written)
+    assert re.search(r"Max core file size +0 +0 ", limits)
+    assert score == "500\n"
+
+
+async def test_a_failed_transfer_is_told_without_its_secrets(paths: Paths, server: Server) -> None:
+    """All the way from the worker to the caller."""
+    server.plan = ["403"]
+    (paths.tmp / "file").write_bytes(b"data")
+    url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"
+    with pytest.raises(ActionError) as caught:
+        await helper.work(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
+
+    assert str(caught.value) == f"Error executing PUT, response was 403 from {server.host}"
+    assert CANARY not in repr(BlobRef(signed_url=url))

@@ -1,0 +1,55 @@
+"""A machine with users, homes and logs of its own, and Python run inside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.machine import Machine, machine
+
+Inside = Callable[..., Any]
+
+_PRELUDE = """
+import asyncio, json, os, sys
+from pathlib import Path
+from agent_shim.errors import HostError, ShimError
+from agent_shim.paths import Paths
+
+async def main():
+{body}
+
+try:
+    print(json.dumps({{"value": asyncio.run(main())}}))
+except (ShimError, HostError) as exc:
+    print(json.dumps({{"error": str(exc)}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A machine for the tests of one module; what they do to users, mounts and logs ends with it."""
+    with machine(tmp_path_factory.mktemp("machine")) as made:
+        yield made
+
+
+@pytest.fixture
+def inside(box: Machine) -> Inside:
+    """``inside("return 1 + 1") == 2``: the body of a coroutine, run on the machine; what fails on purpose is a text."""
+    root = Path(__file__).parents[2]
+
+    def run(body: str, *prefix: str) -> Any:
+        lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+        argv = [*prefix, sys.executable, "-c", _PRELUDE.format(body=lines)]
+        done = box.popen(argv, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = done.communicate(timeout=60)
+        assert done.returncode == 0, err.decode()
+        answer = json.loads(out)
+        return answer.get("value", answer.get("error"))
+
+    return run
