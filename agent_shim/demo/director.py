@@ -1,0 +1,287 @@
+"""A Director and a Health Monitor, as far as an agent sees them; they speak the protocol and know no agent.
+
+What the Director does with a reply, how long it waits and what it asks again are those of the real one
+(``agent_client.rb``, ``nats_rpc.rb`` of bosh-director), so that a test waits for what a user would wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from agent_shim.bus import tls
+from agent_shim.errors import ShimError
+from agent_shim.settings import Mbus
+
+PROTOCOL: Final = 3
+
+RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob": 3}
+"""How often a request is sent anew after no reply came; everything else is sent once."""
+
+STOP_LIMIT: Final = 300.0
+"""Seconds the Director polls a ``stop``."""
+
+
+class RpcTimeoutError(ShimError):
+    """No reply came in time."""
+
+
+class RpcRemoteError(ShimError):
+    """The agent replied with an exception; the text is its message."""
+
+
+# --- the bus, raw ---------------------------------------------------------------------------------------------------
+
+OnMessage = Callable[[str, bytes], None]
+
+
+class Peer:
+    """One client of the bus that subscribes first and comes back by itself; made by ``joined``."""
+
+    def __init__(self, mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> None:
+        self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - no secret
+        self._context = tls.client_context(mbus)
+        self._hello = b"".join(
+            [
+                b'CONNECT {"verbose":false,"pedantic":false,"lang":"python","version":"0","protocol":1}\r\n',
+                *(f"SUB {subject} {number}\r\n".encode() for number, subject in enumerate(subjects, 1)),
+                b"PING\r\n",
+            ]
+        )
+        self._on_message = on_message
+        self._writer: asyncio.StreamWriter | None = None
+        self._joined = asyncio.Event()
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Hand a message to the bus, once there is one."""
+        await self._joined.wait()
+        if self._writer is not None:
+            self._writer.write(b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(data), data))
+            await self._writer.drain()
+
+    async def serve(self) -> None:
+        """Be on the bus, for ever."""
+        while True:
+            with contextlib.suppress(OSError, EOFError):
+                await self._connect()
+            self._joined.clear()
+            await asyncio.sleep(0.1)
+
+    async def wait_joined(self) -> None:
+        """Until the subscriptions hold."""
+        await self._joined.wait()
+
+    async def _connect(self) -> None:
+        reader, self._writer = await asyncio.open_connection(self._url.hostname, self._url.port)
+        try:
+            await reader.readline()
+            await self._writer.start_tls(self._context, server_hostname=self._url.hostname)
+            self._writer.write(self._hello)
+            await self._read(reader, self._writer)
+        finally:
+            self._writer.transport.abort()
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        buffer = bytearray()
+        while data := await reader.read(1 << 16):
+            buffer += data
+            begin = 0
+            while (end := buffer.find(b"\r\n", begin)) >= 0:
+                verb, _, rest = buffer[begin:end].partition(b" ")
+                begin, here = end + 2, begin
+                if verb == b"MSG":
+                    words = rest.split()
+                    size = int(words[-1])
+                    if len(buffer) < begin + size + 2:
+                        begin = here
+                        break
+                    self._on_message(words[0].decode(), bytes(buffer[begin : begin + size]))
+                    begin += size + 2
+                elif verb == b"PING":
+                    writer.write(b"PONG\r\n")
+                elif verb == b"PONG":
+                    self._joined.set()
+                elif verb == b"-ERR":
+                    raise ConnectionError(rest.decode(errors="replace"))
+            del buffer[:begin]
+
+
+@asynccontextmanager
+async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> AsyncIterator[Peer]:
+    """A peer on the bus for the length of the block."""
+    peer = Peer(mbus, subjects, on_message)
+    serving = asyncio.create_task(peer.serve(), name="peer")
+    try:
+        async with asyncio.timeout(30):
+            await peer.wait_joined()
+        yield peer
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+# --- Director -------------------------------------------------------------------------------------------------------
+
+
+class Director:
+    """Asks agents; ``poll`` is the pause between two looks at a task (the real one makes it a second)."""
+
+    def __init__(self, *, poll: float = 1.0) -> None:
+        self.uuid = str(uuid.uuid4())
+        self.poll = poll
+        self._peer: Peer | None = None
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+
+    @asynccontextmanager
+    async def on(self, mbus: Mbus) -> AsyncIterator[Director]:
+        """This Director on a bus, for the length of the block."""
+        async with joined(mbus, (f"director.{self.uuid}.>",), self._received) as self._peer:
+            yield self
+
+    async def tell(self, agent_id: str, method: str, *arguments: Any) -> None:
+        """Ask and do not wait (``shutdown``, ``delete_arp_entries``)."""
+        await self._send(agent_id, method, arguments, str(uuid.uuid4()))
+
+    async def call(
+        self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
+    ) -> dict[str, Any]:
+        """One reply as it came, value or exception; raises ``RpcTimeoutError`` after ``timeout`` seconds of silence.
+
+        ``retries`` says how often it is asked anew; None is what the Director does for this method.
+        """
+        times = RETRIES.get(method, 0) if retries is None else retries
+        for _ in range(1 + times):
+            request_id = str(uuid.uuid4())
+            reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            self._waiting[request_id] = reply
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._send(agent_id, method, arguments, request_id)
+                    return await reply
+            except TimeoutError:
+                continue
+            finally:
+                self._waiting.pop(request_id, None)
+        raise RpcTimeoutError(f"Timed out sending '{method}' to agent {agent_id!r} after {timeout:g} seconds")
+
+    async def value(self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0) -> Any:
+        """The value of one reply; raises ``RpcRemoteError`` for an exception."""
+        return _value(await self.call(agent_id, method, *arguments, timeout=timeout))
+
+    async def run(
+        self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, limit: float | None = None
+    ) -> Any:
+        """The result of an action, whether it is answered at once or as a task, which is then polled to its end.
+
+        ``limit`` bounds the polling (300 s for ``stop``, else none); raises ``RpcTimeoutError`` and ``RpcRemoteError``.
+        """
+        limit = STOP_LIMIT if limit is None and method == "stop" else limit
+        until = time.monotonic() + limit if limit is not None else float("inf")
+        answer = await self.value(agent_id, method, *arguments, timeout=timeout)
+        while task_id := _running(answer):
+            answer = await self.value(agent_id, "get_task", task_id, timeout=timeout)
+            if _running(answer):
+                if time.monotonic() > until:
+                    raise RpcTimeoutError(f"Timed out waiting for '{method}' of agent {agent_id!r} to end")
+                await asyncio.sleep(self.poll)
+        return answer
+
+    async def wait_until_ready(self, agent_id: str, *, timeout: float = 600.0) -> None:
+        """Ping once a second until the agent answers."""
+        async with asyncio.timeout(timeout):
+            while True:
+                with contextlib.suppress(RpcTimeoutError):
+                    await self.value(agent_id, "ping", timeout=1.0)
+                    return
+
+    async def _send(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
+        if self._peer is None:
+            raise ShimError("cannot ask an agent: this Director is on no bus")
+        request = {
+            "protocol": PROTOCOL,
+            "method": method,
+            "arguments": arguments,
+            "reply_to": f"director.{self.uuid}.{agent_id}.{request_id}",
+        }
+        await self._peer.publish(f"agent.{agent_id}", json.dumps(request).encode())
+
+    def _received(self, subject: str, data: bytes) -> None:
+        reply = self._waiting.pop(subject.rpartition(".")[2], None)
+        with contextlib.suppress(ValueError):
+            document = json.loads(data)
+            # What is no object is dropped, and the request is used up: it times out.
+            if reply is not None and not reply.done() and isinstance(document, dict) and document:
+                reply.set_result(document)
+
+
+def _value(reply: dict[str, Any]) -> Any:
+    if "exception" in reply:
+        exception = reply["exception"]
+        raise RpcRemoteError(str(exception.get("message", "") if isinstance(exception, dict) else exception))
+    return reply.get("value")
+
+
+def _running(answer: Any) -> str:
+    """The id of the task that an answer speaks of while it runs, else ""."""
+    if isinstance(answer, dict) and answer.get("state") == "running":
+        return str(answer.get("agent_task_id", ""))
+    return ""
+
+
+# --- Health Monitor -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What an agent said by itself: ``kind`` is heartbeat, alert or shutdown; ``at`` is monotonic time."""
+
+    kind: str
+    agent_id: str
+    body: Any
+    at: float = field(default_factory=time.monotonic)
+
+
+class HealthMonitor:
+    """Collects what agents say by themselves, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.notices: list[Notice] = []
+        self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def on(self, mbus: Mbus) -> AsyncIterator[HealthMonitor]:
+        """This Health Monitor on a bus, for the length of the block."""
+        subjects = tuple(f"hm.agent.{kind}.*" for kind in ("heartbeat", "alert", "shutdown"))
+        async with joined(mbus, subjects, self._received):
+            yield self
+
+    def of(self, kind: str, agent_id: str) -> list[Notice]:
+        """All notices of one kind and agent so far."""
+        return [notice for notice in self.notices if (notice.kind, notice.agent_id) == (kind, agent_id)]
+
+    async def wait_for(
+        self, kind: str, agent_id: str, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = 30.0
+    ) -> Notice:
+        """The first notice whose body is as asked, now or within ``timeout`` seconds; raises ``TimeoutError``."""
+        async with asyncio.timeout(timeout):
+            while True:
+                for notice in self.of(kind, agent_id):
+                    if where(notice.body):
+                        return notice
+                await self._news.wait()
+
+    def _received(self, subject: str, data: bytes) -> None:
+        _, _, kind, agent_id = subject.split(".", 3)
+        self.notices.append(Notice(kind, agent_id, json.loads(data)))
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,0 +1,165 @@
+"""Certificates of a bus as BOSH makes them, good ones and bad ones, for the demo, the tests and the benchmarks.
+
+Subjects are those of the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
+elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
+
+Needs ``cryptography``, which comes with the extra ``test``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from agent_shim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+SERVER: Final = "default.nats.bosh-internal"
+DIRECTOR: Final = "default.director.bosh-internal"
+HEALTH_MONITOR: Final = "default.hm.bosh-internal"
+
+HOUR: Final = 3600.0
+GOOD: Final = (-HOUR, 2 * 365 * 24 * HOUR)
+EXPIRED: Final = (-2 * HOUR, -HOUR)
+NOT_YET_VALID: Final = (HOUR, 2 * HOUR)
+"""Begin and end of validity, in seconds from now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its private key, both PEM."""
+
+    certificate: str
+    private_key: str
+
+
+def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
+    """The common name of an agent's certificate; the short-lived first one is told apart by its name alone."""
+    return f"{agent_id}.bootstrap.agent.bosh-internal" if bootstrap else f"{agent_id}.agent.bosh-internal"
+
+
+def subject(common_name: str) -> str:
+    """The user that a NATS server makes of a certificate: its subject, as nats-sync writes it."""
+    return f"C=USA, O=Cloud Foundry, CN={common_name}"
+
+
+class Authority:
+    """A certificate authority of its own; ``ca`` is its certificate (PEM).
+
+    ``bits`` is the length of all RSA keys below it, 0 stands for elliptic ones (P-256).
+    """
+
+    def __init__(self, common_name: str = "default.nats-ca.bosh-internal", *, bits: int = 0) -> None:
+        self._bits = bits
+        self._key = _key(bits)
+        self._name = _name(common_name)
+        self.ca = _pem(self._sign(self._name, self._key.public_key(), GOOD, _authority()))
+
+    def server(
+        self,
+        common_name: str = SERVER,
+        *,
+        hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
+        valid: tuple[float, float] = GOOD,
+    ) -> Pair:
+        """A server's certificate for ``hosts`` (names and addresses, the only thing that clients verify a host by)."""
+        return self._pair(common_name, valid, _server(hosts))
+
+    def client(self, common_name: str, *, valid: tuple[float, float] = GOOD) -> Pair:
+        """A client's certificate, as the Director makes it for every VM."""
+        return self._pair(common_name, valid, _client())
+
+    def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
+        """The client certificate of an agent."""
+        return self.client(agent_name(agent_id, bootstrap=bootstrap), valid=valid)
+
+    def _pair(self, common_name: str, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]) -> Pair:
+        key = _key(self._bits)
+        return Pair(_pem(self._sign(_name(common_name), key.public_key(), valid, extensions)), _key_pem(key))
+
+    def _sign(
+        self, name: x509.Name, public_key: Any, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]
+    ) -> x509.Certificate:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+
+        now = datetime.now(UTC)
+        builder = x509.CertificateBuilder(
+            issuer_name=self._name,
+            subject_name=name,
+            public_key=public_key,
+            serial_number=x509.random_serial_number(),
+            not_valid_before=now + timedelta(seconds=valid[0]),
+            not_valid_after=now + timedelta(seconds=valid[1]),
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        return builder.sign(self._key, hashes.SHA256())
+
+
+def _key(bits: int) -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ec, rsa
+    except ImportError as exc:
+        raise ConfigError("cannot make certificates: the package cryptography is not installed (extra: test)") from exc
+    return rsa.generate_private_key(65537, bits) if bits else ec.generate_private_key(ec.SECP256R1())
+
+
+def _name(common_name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    parts = {
+        NameOID.COUNTRY_NAME: "USA",
+        NameOID.ORGANIZATION_NAME: "Cloud Foundry",
+        NameOID.COMMON_NAME: common_name,
+    }
+    with warnings.catch_warnings():
+        # A country has two letters and a name at most 64; BOSH writes three, and 66 for a UUID that bootstraps.
+        warnings.simplefilter("ignore")
+        return x509.Name([x509.NameAttribute(oid, text, _validate=False) for oid, text in parts.items()])
+
+
+def _authority() -> list[x509.ExtensionType]:
+    from cryptography import x509
+
+    return [x509.BasicConstraints(ca=True, path_length=None)]
+
+
+def _server(hosts: Sequence[str]) -> list[x509.ExtensionType]:
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    names: list[x509.GeneralName] = []
+    for host in hosts:
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    return [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), x509.SubjectAlternativeName(names)]
+
+
+def _client() -> list[x509.ExtensionType]:
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    return [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM).decode()
+
+
+def _key_pem(key: Any) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    pem: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+    return pem.decode()

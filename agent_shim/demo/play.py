@@ -1,0 +1,291 @@
+"""The demonstration: a Director deploys a small release to an agent of its own, over a real bus with mutual TLS.
+
+No root and no network beyond the loopback are needed; everything lives in a scratch directory, removed at the end.
+Every step is printed with its time and is checked: the exit code is 0 only if all of it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.demo.release import Release
+from agent_shim.errors import ShimError
+from agent_shim.host import process
+
+AGENT = "demo-agent"
+NETWORKS = {
+    "default": {
+        "type": "manual",
+        "ip": "127.0.0.1",
+        "prefix": "32",
+        "netmask": "255.0.0.0",
+        "default": ["dns", "gateway"],
+    }
+}
+
+
+class DemoError(ShimError):
+    """Something that should have held did not."""
+
+    exit_code = 1
+
+
+def main() -> int:
+    """Play it once; returns 0, or raises what did not hold."""
+    scratch = Path(tempfile.mkdtemp(prefix="agent-shim-demo-"))
+    try:
+        asyncio.run(_play(scratch))
+    except BaseException:
+        print(f"\nthe demonstration failed; the agent's log is {_log(scratch)}", file=sys.stderr)
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+async def _play(scratch: Path) -> None:
+    async with asyncio.timeout(120), NatsServer(scratch / "bus") as server:
+        await server.add_agent(AGENT)
+        monitor, director = HealthMonitor(), Director()
+        async with monitor.on(server.peer(HEALTH_MONITOR)), director.on(server.peer()):
+            await Story(scratch, server, director, monitor).tell()
+
+
+def _log(scratch: Path) -> Path:
+    return scratch / "agent.log"
+
+
+class Story:
+    """The steps, in order; ``tell`` plays them all."""
+
+    def __init__(self, scratch: Path, server: NatsServer, director: Director, monitor: HealthMonitor) -> None:
+        self.base = scratch / "vcap"
+        self.scratch = scratch
+        self.server = server
+        self.director = director
+        self.monitor = monitor
+        store, web, flaky, self.http = _free_ports(4)
+        self.release = Release(self.base, {"store": store, "web": web, "flaky": flaky})
+        self.begun_at = time.monotonic()
+
+    def say(self, what: str, *details: str) -> None:
+        print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}", flush=True)
+        for detail in details:
+            print("".join(f"           {line}\n" for line in detail.splitlines()), end="", flush=True)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[list[str]]:
+        """Print ``name`` with how long the block took; what the block appends is printed below it."""
+        begun_at = time.monotonic()
+        details: list[str] = []
+        yield details
+        self.say(f"{name:<42} {(time.monotonic() - begun_at) * 1000:8.1f} ms", *details)
+
+    async def tell(self) -> None:
+        agent = await self._boot()
+        try:
+            await self._deploy()
+            await self._be_killed()
+            await self._crash()
+            await self._look()
+            await self._errand()
+            await self._stop()
+        finally:
+            agent.send(signal.SIGTERM)
+            status = await agent.wait()
+        require(status == 0, f"the agent ended with status {status}")
+        self.say("the agent ended with status 0")
+
+    async def _boot(self) -> process.Process:
+        self._write_settings()
+        with self.step("agent started, until its first pong") as details:
+            agent = process.spawn(
+                [
+                    *(sys.executable, "-m", "agent_shim.cli", "run", "-C", str(self.scratch / "agent.json")),
+                    *("-b", str(self.base), "--http", f"127.0.0.1:{self.http}"),
+                ],
+                env=dict(os.environ),
+                stdout=_log(self.scratch),
+                stderr=_log(self.scratch),
+            )
+            await self._until_pong()
+            details.append(f"pid {agent.pid}, user {os.geteuid()}, all files below {self.base}")
+        with self.step("first heartbeat") as details:
+            notice = await self.monitor.wait_for("heartbeat", AGENT)
+            details.append(json.dumps(notice.body))
+        return agent
+
+    async def _until_pong(self) -> None:
+        while True:
+            with contextlib.suppress(ShimError):
+                await self.director.value(AGENT, "ping", timeout=0.05)
+                return
+
+    def _write_settings(self) -> None:
+        blobs = self.scratch / "blobs"
+        blobs.mkdir()
+        mbus = self.server.mbus(AGENT, bootstrap=True)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        settings = {
+            "agent_id": AGENT,
+            "vm": {"name": "vm-demo"},
+            "networks": NETWORKS,
+            "blobstore": {"provider": "local", "options": {"blobstore_path": str(blobs)}},
+            "env": {"bosh": {"mbus": {"urls": list(mbus.urls), "cert": cert}}},
+        }
+        source = self.scratch / "settings.json"
+        source.touch(mode=0o600)
+        source.write_text(json.dumps(settings))
+        config = {"Infrastructure": {"Settings": {"Sources": [{"Type": "File", "SettingsPath": str(source)}]}}}
+        (self.scratch / "agent.json").write_text(json.dumps(config))
+
+    async def _run(self, method: str, *arguments: Any, title: str = "") -> Any:
+        """One action as the Director runs it, printed with the time the Director waited."""
+        with self.step(title or method) as details:
+            result = await self.director.run(AGENT, method, *arguments)
+            details.append(f"-> {json.dumps(result)}"[:200])
+        return result
+
+    async def _deploy(self) -> None:
+        spec = self.release.spec(AGENT, NETWORKS)
+        for blob_id, content in self.release.blobs.items():
+            (self.scratch / "blobs" / blob_id).write_bytes(content)
+        await self._run("apply", {name: spec[name] for name in ("deployment", "job", "index", "id", "networks")})
+        state = await self.director.value(AGENT, "get_state")
+        require(state["networks"] == NETWORKS, "the networks came back changed")
+        spec["rendered_templates_archive"] = await self._upload()
+        await self._run("prepare", spec)
+        spec["rendered_templates_archive"] = await self._upload()
+        await self._run("apply", spec)
+        await self._run("run_script", "pre-start", {}, title="pre-start")
+        require((self.base / "data/web/prepared").exists(), "pre-start of web left no trace")
+        await self._run("start")
+        with self.step("job state is running") as details:
+            details.append(", ".join(f"{entry['name']} {entry['state']}" for entry in await self._until_running()))
+        with self.step("the deployed web service answers") as details:
+            details.append((await self._until_answered(self.release.url)).strip())
+        await self._run("run_script", "post-start", {}, title="post-start")
+
+    async def _upload(self) -> dict[str, str]:
+        content = self.release.templates()
+        blob_id = str(uuid.uuid4())
+        checksum = hashlib.sha1(content, usedforsecurity=False).hexdigest()
+        payload = base64.encodebytes(content).decode()
+        await self._run("upload_blob", {"blob_id": blob_id, "checksum": checksum, "payload": payload})
+        return {"blobstore_id": blob_id, "sha1": checksum}
+
+    async def _until_running(self) -> list[dict[str, Any]]:
+        while True:
+            state = await self.director.value(AGENT, "get_state")
+            if state["job_state"] == "running":
+                processes: list[dict[str, Any]] = state["processes"]
+                return processes
+            await asyncio.sleep(0.02)
+
+    async def _be_killed(self) -> None:
+        pidfile = self.base / "sys/run/web/web.pid"
+        before = pidfile.read_text()
+        with self.step("web killed with SIGKILL, until it answers again") as details:
+            os.kill(int(before), signal.SIGKILL)  # the demonstration is the murderer here
+            while pidfile.read_text().strip() in ("", before.strip()):
+                await asyncio.sleep(0.001)
+            details.append((await self._until_answered(self.release.url)).strip())
+        alert = await self.monitor.wait_for("alert", AGENT, lambda body: body["title"].startswith("web "))
+        state = await self.director.value(AGENT, "get_state")
+        require(state["job_state"] != "running", "a process that has just died counted as running")
+        self.say(f"alert: {alert.body['title']}, severity {alert.body['severity']}; job state {state['job_state']}")
+        with self.step("running again once it has stayed up"):
+            await self._until_running()
+
+    async def _until_answered(self, url: str) -> str:
+        while True:
+            with contextlib.suppress(OSError):
+                return await asyncio.to_thread(_get, url)
+            await asyncio.sleep(0.001)
+
+    async def _crash(self) -> None:
+        with self.step("flaky crashes by itself, until it is back"):
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(_get, self.release.flaky_url + "crash")
+            await self.monitor.wait_for("alert", AGENT, lambda body: body["title"].startswith("flaky "))
+            await self._until_answered(self.release.flaky_url)
+        await self._until_running()
+
+    async def _look(self) -> None:
+        state = await self.director.value(AGENT, "get_state", "full")
+        vitals = state["vitals"]
+        self.say(
+            "vitals",
+            f"load {' '.join(vitals['load'])}, cpu user {vitals['cpu']['user']} % sys {vitals['cpu']['sys']} %, "
+            f"memory {vitals['mem']['percent']} %, system disk {vitals['disk']['system']['percent']} %",
+        )
+        command = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(self.base)]
+        table = self.scratch / "status.txt"
+        require(await process.spawn(command, env=dict(os.environ), stdout=table, stderr=table).wait() == 0, "no status")
+        self.say("agent-shim status", table.read_text())
+        metrics = await asyncio.to_thread(_get, f"http://127.0.0.1:{self.http}/metrics")
+        wanted = ("agent_shim_process_up", "agent_shim_process_restarts_total")
+        lines = [line for line in metrics.splitlines() if line.startswith(wanted)]
+        require(len(lines) >= 6, "metrics of the processes are missing")
+        self.say("metrics", "\n".join(lines))
+
+    async def _errand(self) -> None:
+        result = await self._run("run_errand", "smoke")
+        require(result["exit_code"] == 0, "the errand failed")
+        require(result["stdout"].startswith("hello, visitor"), "the errand did not reach the web service")
+
+    async def _stop(self) -> None:
+        keep = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
+        await self._run("run_script", "pre-stop", {"env": keep}, title="pre-stop")
+        require(await self._run("drain", "shutdown", {}) == 0, "drain did not end with 0")
+        await self.monitor.wait_for("shutdown", AGENT)
+        await self._run("stop")
+        await self._run("run_script", "post-stop", {}, title="post-stop")
+        state = await self.director.value(AGENT, "get_state")
+        require(state["job_state"] == "stopped", f"the job state after stop is {state['job_state']}")
+        for url in (self.release.url, self.release.flaky_url):
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(_get, url)
+                raise DemoError(f"cannot stop: something still answers at {url}")
+        self.say("nothing of the release runs any more")
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Fail the demonstration unless something holds."""
+    if not holds:
+        raise DemoError(f"cannot go on: {otherwise}")
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [int(opened.getsockname()[1]) for opened in sockets]

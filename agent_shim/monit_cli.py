@@ -1,0 +1,300 @@
+"""The command ``monit``: what release scripts and operators call, answered by the running agent.
+
+Options, texts and exit codes are those of monit 5.2.5 (monitor.c, control.c, http/cervlet.c), which scripts grep.
+Quick to start: the standard library alone, and what only one action needs is imported there.
+"""
+
+from __future__ import annotations
+
+import getopt
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim import __version__, asking
+from agent_shim.errors import ConfigError, NoAgentError
+from agent_shim.paths import VCAP, Paths
+
+VERSION: Final = "5.2.5"
+"""The monit that scripts believe to talk to."""
+FAILED: Final = 1
+NOT_RUNNING: Final = "the monit daemon is not running"
+USAGE: Final = """\
+usage: monit [-g GROUP] [-b DIR] ACTION
+
+  summary                                     a line for each service
+  status                                      all that is known of each service
+  start|stop|restart|monitor|unmonitor NAME   a service, or "all", or with -g those of a group
+  reload, validate, quit                      as monit has them
+  -t [FILE...]                                check the syntax of monit files
+  -V                                          the version
+
+  -b DIR                                      what stands for /var/vcap"""
+
+CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
+
+_TYPES: Final = {
+    "process": "Process",
+    "file": "File",
+    "directory": "Directory",
+    "filesystem": "Filesystem",
+    "host": "Remote Host",
+    "fifo": "Fifo",
+    "system": "System",
+    "status": "Status",
+}
+_GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
+"""What is said of a service without a fault; ``accessible`` of all others."""
+_WORDS: Final = {
+    "stopped": "not monitored",
+    "unmonitored": "not monitored",
+    "stopping": "not monitored - stop pending",
+    "starting": "initializing - start pending",
+    "restarting": "Does not exist - restart pending",
+    "settling": "initializing",
+    "broken": "Execution failed",
+}
+
+
+class MonitError(Exception):
+    """What monit tells after its name; the exit code is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line, read."""
+
+    name: str
+    """What it was called as: its messages begin with it."""
+    paths: Paths
+    options: Mapping[str, str]
+    words: Sequence[str]
+
+    @property
+    def group(self) -> str:
+        return self.options.get("-g", "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``monit``: 0 done or no agent to ask for a status, 1 not done."""
+    name = Path(sys.argv[0]).name
+    try:
+        options, words = getopt.gnu_getopt(list(sys.argv[1:] if argv is None else argv), "b:c:d:g:l:p:s:iItvVh")
+        given = dict(options)
+        command = Command(name, Paths(Path(given.get("-b", VCAP)).absolute()), given, words)
+        return _run(command)
+    except (MonitError, getopt.GetoptError) as exc:
+        print(f"{name}: {exc}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # Somebody closed the pipe we print into, as `grep -q` does: no news for anybody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _run(command: Command) -> int:
+    if "-h" in command.options:
+        print(USAGE)
+        return 0
+    if "-V" in command.options:
+        print(f"This is Monit version {VERSION}\nas agent-shim {__version__} has it")
+        return 0
+    if "-t" in command.options:
+        return _check(command)
+    action = command.words[0] if command.words else ""
+    if action in CHANGES:
+        return _change(command, action)
+    actions: Mapping[str, Callable[[Command], int]] = {
+        "summary": _show,
+        "status": _show,
+        "reload": _reload,
+        "validate": _validate,
+        "quit": _quit,
+    }
+    if action not in actions:
+        raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
+    return actions[action](command)
+
+
+def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """What the agent says; raises ``MonitError`` if it refuses, ``NoAgentError`` if there is none."""
+    request = {"command": "services", "action": action, "names": list(names), "group": command.group}
+    reply: dict[str, Any] = asking.ask(command.paths.control_socket, request)
+    if "exception" in reply:
+        raise MonitError(f"action failed -- {reply['exception']['message']}")
+    return reply
+
+
+# --- what is asked to happen -----------------------------------------------------------------------------------------
+
+
+def _change(command: Command, action: str) -> int:
+    """Silent; returns when it is asked for, not when it is done."""
+    names = command.words[1:2]
+    if not names and not command.group:
+        raise MonitError(f"please specify a service name or 'all' after {action}")
+    _need(command, action, ["all"] if command.group else names)
+    return 0
+
+
+def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    try:
+        return _ask(command, action, names)
+    except NoAgentError as exc:
+        raise MonitError(_why_none(exc)) from exc
+
+
+def _why_none(exc: NoAgentError) -> str:
+    return str(exc) if isinstance(exc.__cause__, PermissionError) else NOT_RUNNING
+
+
+def _reload(command: Command) -> int:
+    """There is nothing to read again: the agent takes files from the Director as they come."""
+    _need(command, "show")
+    print("Reinitializing monit daemon", file=sys.stderr)
+    return 0
+
+
+def _quit(command: Command) -> int:
+    """What comes after the end of monit: jobs run on and nobody restarts them. The agent itself stays."""
+    pid = _need(command, "quit")["pid"]
+    print(f"monit daemon with pid [{pid}] killed")
+    return 0
+
+
+def _validate(command: Command) -> int:
+    """The agent always looks, so this only tells what it has found; 1 if that is anything.
+
+    5.2.5 has the exit codes the wrong way round (validate.c), and newer monits as here.
+    """
+    wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
+    for service in wrong:
+        print(f"'{service['name']}' {service['reason'] or 'process is not running'}", file=sys.stderr)
+    return FAILED if wrong else 0
+
+
+def _check(command: Command) -> int:
+    """Judge the named files, else those of the deployed jobs."""
+    from agent_shim.supervisor import monitrc
+
+    named = [*command.words, *filter(None, [command.options.get("-c")])]
+    paths = [Path(name) for name in named] or sorted(command.paths.monit_job.glob("*.monitrc"))
+    try:
+        files = [monitrc.parse(path.read_text(), origin=str(path)) for path in paths]
+    except (ConfigError, OSError, UnicodeDecodeError) as exc:
+        raise MonitError(str(exc)) from exc
+    if problems := monitrc.problems(files):
+        raise MonitError("\n".join(map(str, problems)))
+    print("Control file syntax OK", file=sys.stderr)
+    return 0
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _show(command: Command) -> int:
+    """``summary`` and ``status``: always of all services, names and groups are ignored. Without an agent still 0."""
+    try:
+        shown = _ask(command, "show")
+    except NoAgentError as exc:
+        print(f"{command.name}: no status available -- {_why_none(exc)}", file=sys.stderr)
+        return 0
+    here = Machine(os.uname().nodename, os.getloadavg(), time.ctime())
+    print(summary(shown, here) if command.words[0] == "summary" else status(shown, here))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is shown of the machine, and the time it is shown at."""
+
+    name: str
+    load: tuple[float, float, float]
+    time: str
+
+
+def summary(shown: Mapping[str, Any], machine: Machine) -> str:
+    """A header and a line for each service, the system last."""
+    rows = [(_title(service), words(service)) for service in shown["services"]]
+    rows.append((f"System 'system_{machine.name}'", "running"))
+    return "\n".join([_header(shown), "", *(f"{title:<35} {text}" for title, text in rows)])
+
+
+def status(shown: Mapping[str, Any], machine: Machine) -> str:
+    """A header and a paragraph for each service, the system last."""
+    lines = [_header(shown), ""]
+    for service in shown["services"]:
+        text = words(service)
+        is_monitored = not text.startswith("not monitored")
+        lines.append(_title(service))
+        lines += _fields({"status": text, "monitoring status": "monitored" if is_monitored else "not monitored"})
+        if service["kind"] == "process" and service["pid"] and is_monitored:
+            lines += _fields(_numbers(service))
+        if service["reason"]:
+            lines += _fields({"message": service["reason"]})
+        lines += [*_fields({"data collected": machine.time}), ""]
+    load = " ".join(f"[{number:.2f}]" for number in machine.load)
+    lines.append(f"System 'system_{machine.name}'")
+    lines += _fields({"status": "running", "monitoring status": "monitored", "load average": load})
+    return "\n".join([*lines, *_fields({"data collected": machine.time}), ""])
+
+
+def _fields(values: Mapping[str, str]) -> list[str]:
+    return [f"  {name:<33} {value}" for name, value in values.items()]
+
+
+def _numbers(service: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "pid": str(service["pid"]),
+        "parent pid": str(service["parent"]),
+        "uptime": duration(service["uptime_secs"]),
+        "children": str(service["children"]),
+        "memory kilobytes": str(service["own_mem_kb"]),
+        "memory kilobytes total": str(service["mem_kb"]),
+        "memory percent": f"{service['own_mem_percent']:.1f}%",
+        "memory percent total": f"{service['mem_percent']:.1f}%",
+        "cpu percent": f"{service['own_cpu']:.1f}%",
+        "cpu percent total": f"{service['cpu_total']:.1f}%",
+    }
+
+
+def _header(shown: Mapping[str, Any]) -> str:
+    return f"The Monit daemon {VERSION} uptime: {duration(shown['uptime_secs'])}"
+
+
+def _title(service: Mapping[str, Any]) -> str:
+    return f"{_TYPES[service['kind']]} '{service['name']}'"
+
+
+def words(service: Mapping[str, Any]) -> str:
+    """The status of a service as monit words it, with what is still to come after a dash."""
+    phase = service["phase"]
+    if phase == "down":
+        is_dead = service["kind"] == "process" and not service["reason"].startswith("cannot start")
+        return "Does not exist" if is_dead else "Execution failed"
+    if phase == "running":
+        is_good = service["state"] != "failing"
+        return _GOOD.get(service["kind"], "accessible") if is_good else _fault(service["reason"])
+    return _WORDS[phase]
+
+
+def _fault(reason: str) -> str:
+    """Of a process that runs and fails a check."""
+    return "Connection failed" if "connection" in reason.lower() else "Resource limit matched"
+
+
+def duration(seconds: int) -> str:
+    """``1d 2h 3m ``: days and hours only from the first on that is not 0, and a blank after each."""
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    text = f"{minutes}m "
+    if days or hours:
+        text = f"{hours}h {text}"
+    return f"{days}d {text}" if days else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
