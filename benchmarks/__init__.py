@@ -1,0 +1,1 @@
+"""What an agent costs and how long it makes one wait, measured through the wire alone."""

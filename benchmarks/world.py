@@ -1,0 +1,214 @@
+"""A private bus, a Director, and any agent under measurement in a scratch directory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim.demo.release import archive
+from agent_shim.host import process
+
+AGENT: Final = "bench-agent"
+NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
+COMMAND: Final = f"{shlex.quote(sys.executable)} -m agent_shim.cli run -C {{config}} -b {{base}}"
+
+_CTL = """
+#!/bin/sh
+run={base}/data/sys/run/{job}
+case $1 in
+start) mkdir -p $run; echo $$ | tee -a {base}/data/{job}/starts > $run/{job}.pid; exec sleep 100000 ;;
+stop) kill $(cat $run/{job}.pid); rm -f $run/{job}.pid ;;
+esac
+"""
+_MONIT = """
+check process {job}
+  with pidfile {base}/data/sys/run/{job}/{job}.pid
+  start program "{base}/jobs/{job}/bin/ctl start"
+  stop program "{base}/jobs/{job}/bin/ctl stop"
+  group vcap
+"""
+
+
+@dataclass
+class World:
+    """One scratch directory with everything in it; ``command`` has ``{config}`` and ``{base}`` in it."""
+
+    scratch: Path
+    command: str
+    server: NatsServer
+    director: Director
+    agent: process.Process | None = None
+    blobs: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Path:
+        return self.scratch / "vcap"
+
+    @property
+    def pid(self) -> int:
+        assert self.agent is not None
+        return self.agent.pid
+
+    async def start_agent(self) -> float:
+        """Start the agent; seconds from exec to its first pong."""
+        config = self._write_settings()
+        argv = [word.format(config=config, base=self.base) for word in shlex.split(self.command)]
+        log = self.scratch / "agent.log"
+        begun_at = time.monotonic()
+        self.agent = process.spawn(argv, env=dict(os.environ), cwd=self.scratch, stdout=log, stderr=log)
+        async with asyncio.timeout(120):
+            while True:
+                try:
+                    await self.director.value(AGENT, "ping", timeout=0.01)
+                    return time.monotonic() - begun_at
+                except RpcTimeoutError:
+                    continue
+
+    async def kill_agent(self) -> None:
+        """End the agent without a word."""
+        assert self.agent is not None
+        self.agent.send(signal.SIGKILL)
+        await self.agent.wait()
+        self.agent = None
+
+    def starts(self) -> dict[str, list[int]]:
+        """The pids under which each job was ever started."""
+        return {
+            path.parent.name: [int(line) for line in path.read_text().split()]
+            for path in (self.base / "data").glob("job*/starts")
+        }
+
+    async def stop_agent(self) -> None:
+        """End the agent in order, if it runs."""
+        if self.agent is not None:
+            self.agent.send(signal.SIGTERM)
+            await self.agent.wait()
+            self.agent = None
+
+    def _write_settings(self) -> Path:
+        mbus = self.server.mbus(AGENT)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        source, config = self.scratch / "settings.json", self.scratch / "agent.json"
+        self.store.mkdir(exist_ok=True)
+        document = {
+            "agent_id": AGENT,
+            "vm": {"name": "vm-bench"},
+            "networks": NETWORKS,
+            "blobstore": {"provider": "local", "options": {"blobstore_path": str(self.store)}},
+            "env": {"bosh": {"mbus": {"urls": list(mbus.urls), "cert": cert}}},
+        }
+        source.touch(mode=0o600)
+        source.write_text(json.dumps(document))
+        sources = {"Sources": [{"Type": "File", "SettingsPath": str(source)}]}
+        config.write_text(json.dumps({"Infrastructure": {"Settings": sources}, "AgentShim": {"http": "127.0.0.1:0"}}))
+        return config
+
+    @property
+    def store(self) -> Path:
+        """The directory of the local blobstore."""
+        return self.scratch / "blobs"
+
+    def blob(self, name: str, content: bytes) -> dict[str, str]:
+        """Put a blob into the store; its id and digest."""
+        (self.store / name).write_bytes(content)
+        return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}  # noqa: S324 - the protocol's
+
+    def spec(self, jobs: int, packages: int, size: int = 0, *, version: str = "1") -> dict[str, Any]:
+        """A spec of ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them random."""
+        names = [f"job{number}" for number in range(jobs)]
+        files: dict[str, str | bytes] = {}
+        for name in names:
+            words = {"base": self.base, "job": name}
+            files[f"{name}/monit"] = _MONIT.format(**words)
+            files[f"{name}/bin/ctl"] = _CTL.format(**words)
+            files[f"{name}/version"] = version
+        packed = {
+            f"package{number}": {
+                "name": f"package{number}",
+                "version": version,
+                **self.blob(f"package{number}-{version}", _content(number, size)),
+            }
+            for number in range(packages)
+        }
+        templates = [{"name": name, "version": version} for name in names]
+        return {
+            "deployment": "bench",
+            "job": {"name": "bench", "template": names[0], "version": version, "templates": templates},
+            "index": 0,
+            "id": "bench-instance",
+            "name": "bench",
+            "az": "z1",
+            "networks": NETWORKS,
+            "packages": packed,
+            "configuration_hash": version,
+            "persistent_disk": 0,
+            "rendered_templates_archive": self.blob(f"templates-{version}", archive(files)),
+        }
+
+    def pids(self) -> dict[str, int]:
+        """The pids that the pidfiles of the jobs name now."""
+        found = {}
+        for path in (self.base / "data/sys/run").glob("job*/*.pid"):
+            text = path.read_text().strip()
+            if text.isdigit():
+                found[path.stem] = int(text)
+        return found
+
+    async def run(self, method: str, *arguments: Any) -> float:
+        """Seconds an action takes when it is polled without a pause."""
+        begun_at = time.monotonic()
+        await self.director.run(AGENT, method, *arguments)
+        return time.monotonic() - begun_at
+
+    async def until_running(self) -> float:
+        """Seconds until the agent says that the jobs run."""
+        begun_at = time.monotonic()
+        async with asyncio.timeout(120):
+            while (await self.director.value(AGENT, "get_state"))["job_state"] != "running":
+                await asyncio.sleep(0.002)
+        return time.monotonic() - begun_at
+
+
+def _content(seed: int, size: int) -> bytes:
+    """A package: half random bytes, half text."""
+    random_half = random.Random(seed).randbytes(size // 2)
+    text_half = (b"all work and no play makes a dull package\n" * (size // 80 + 1))[: size // 2]
+    return archive({"content": random_half + text_half})
+
+
+@asynccontextmanager
+async def world(command: str) -> AsyncIterator[World]:
+    """A world with a bus and a Director in it, and no agent yet."""
+    scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
+    director = Director(poll=0)
+    try:
+        async with NatsServer(scratch / "bus") as server:
+            await server.add_agent(AGENT)
+            async with director.on(server.peer()):
+                made = World(scratch, command, server, director)
+                try:
+                    yield made
+                finally:
+                    await made.stop_agent()
+                    for pid in made.pids().values():
+                        survivor = process.adopt(pid)
+                        if survivor is not None:
+                            await survivor.terminate(1)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

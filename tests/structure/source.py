@@ -1,0 +1,110 @@
+"""The source of the project as syntax trees, for the tests that read it.
+
+A module is known by its dotted name below ``agent_shim``: ``host.files``; a package by its own: ``supervisor``; the
+top package is ``""``. Nothing is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "agent_shim"
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One module: its name below the package, its text, its tree."""
+
+    name: str
+    text: str
+    is_package: bool = False
+    tree: ast.Module = field(init=False)
+    lines: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tree", ast.parse(self.text))
+        object.__setattr__(self, "lines", self.text.splitlines())
+
+    @property
+    def package(self) -> str:
+        """The package whose parts it reaches by a leading dot."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
+
+    @property
+    def top(self) -> str:
+        """The first part of its name: what the floor table speaks of."""
+        return self.name.partition(".")[0]
+
+
+@cache
+def modules() -> Mapping[str, Module]:
+    """Every module of the package, by name."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        found[name] = Module(name, path.read_text(), is_package)
+    return found
+
+
+def imports(module: Module) -> Iterator[tuple[str, int]]:
+    """Every import with its line, wherever it stands: ``nats.errors``, ``agent_shim.host.files.write_atomic``.
+
+    A name taken from a module is reported below it, because it may be a module itself.
+    """
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(module, node)
+            for alias in node.names:
+                yield f"{origin}.{alias.name}", node.lineno
+
+
+def uses(module: Module) -> Iterator[tuple[str, int]]:
+    """Every name that leads outside the module, as the full name behind its aliases, with its line.
+
+    ``import os as o; o.kill`` and ``from os import kill`` both give ``os.kill``; builtins keep their own name.
+    """
+    aliases = {name: name for name in dir(builtins)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                aliases[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{_origin(module, node)}.{alias.name}"
+    yield from imports(module)
+    parts = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name | ast.Attribute) and id(node) not in parts:
+            first, dot, rest = _dotted(node).partition(".")
+            if first in aliases:
+                yield aliases[first] + dot + rest, node.lineno
+
+
+def _origin(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    here = [PACKAGE, *filter(None, module.package.split("."))]
+    here = here[: len(here) - (node.level - 1)]
+    return ".".join([*here, *filter(None, [node.module])])
+
+
+def _dotted(node: ast.AST) -> str:
+    """``a.b.c`` for a chain of names; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""

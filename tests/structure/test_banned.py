@@ -1,0 +1,182 @@
+"""Calls that this program does not make, each with the place that may and the reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from tests.structure.source import Module, modules, uses
+
+SENDERS = frozenset({"host", "demo.play"})
+"""Who may signal by number: the demonstration is the murderer of a process that is not its own."""
+
+COMMANDS = frozenset({"check", "cli", "monit_cli", "bpm_cli", "demo"})
+
+
+@dataclass(frozen=True)
+class Ban:
+    """Names (and all below them) that only some places may use; a package stands for all its modules."""
+
+    names: tuple[str, ...]
+    why: str
+    places: frozenset[str] = frozenset()
+
+    def covers(self, name: str) -> bool:
+        """Whether a full name is one of ours or lies below one."""
+        return any(name == banned or name.startswith(f"{banned}.") for banned in self.names)
+
+    def allows(self, module: Module) -> bool:
+        """Whether ``module`` is one of the places."""
+        return any(module.name == place or module.name.startswith(f"{place}.") for place in self.places)
+
+
+WALL_CLOCK: Mapping[str, str] = {
+    "alerts": "created_at of an alert",
+    "demo.pki": "validity of a certificate",
+    "host.clock": "the one place that knows all clocks",
+    "log": "stamps of log lines",
+}
+"""Who may read the wall clock, and for which stamp."""
+
+BROAD: Mapping[str, str] = {
+    "bus.nats": "whatever the client library raises, the bus is tried again",
+    "dispatch": "a bug in an action becomes an exception reply, not the end of the agent",
+    "tasks": "the lane outlives whatever a task raises",
+}
+"""Who may catch anything; the line itself must carry a comment as well."""
+
+BANS = (
+    Ban(
+        ("asyncio.subprocess", "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
+        "loses exit codes and waits for inherited pipes: use host.process",
+    ),
+    Ban(
+        ("os.fork", "os.forkpty", "os.posix_spawn", "os.posix_spawnp", "pty", "multiprocessing", "subprocess"),
+        "only host makes processes",
+        frozenset({"host"}),
+    ),
+    Ban(("os.kill", "os.killpg", "signal.pidfd_send_signal"), "only host sends signals", SENDERS),
+    Ban(("os.system", "os.popen"), "a shell reads the string"),
+    Ban(("pickle", "marshal", "shelve", "eval", "exec"), "runs what it reads"),
+    Ban(("importlib.import_module", "__import__"), "hides an import from the floor test"),
+    Ban(("print",), "the daemon speaks through logging", COMMANDS | {"worker"}),
+    Ban(("time.sleep",), "holds the event loop", COMMANDS),
+    Ban(
+        (
+            "time.time",
+            "time.time_ns",
+            "datetime.datetime.now",
+            "datetime.datetime.utcnow",
+            "datetime.datetime.today",
+            "datetime.date.today",
+        ),
+        "jumps: intervals are time.monotonic, stamps are for the places in WALL_CLOCK",
+        frozenset(WALL_CLOCK),
+    ),
+)
+
+EVERYTHING = frozenset({"Exception", "BaseException"})
+
+
+def violations(module: Module) -> Iterator[str]:
+    """Every banned thing in ``module``, with its line."""
+    for name, line in sorted(set(uses(module)), key=lambda use: use[1]):
+        for ban in BANS:
+            if ban.covers(name) and not ban.allows(module):
+                yield f"{module.name}:{line} uses {name}: {ban.why}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.keyword) and node.arg == "shell" and not _is_false(node.value):
+            yield f"{module.name}:{node.value.lineno} uses shell=: a shell reads the string"
+        elif isinstance(node, ast.ExceptHandler) and _is_broad(node) and not _ends_in_raise(node):
+            if module.name not in BROAD:
+                yield f"{module.name}:{node.lineno} catches everything: name what can happen"
+            elif not re.search(r"#.*\w", re.sub(r"#\s*noqa:\s*\w+", "#", module.lines[node.lineno - 1])):
+                yield f"{module.name}:{node.lineno} catches everything and does not say why on the line"
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or (isinstance(kind, ast.Name) and kind.id in EVERYTHING) for kind in kinds)
+
+
+def _ends_in_raise(handler: ast.ExceptHandler) -> bool:
+    """Tidies up and passes it on: that catches nothing."""
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def test_nothing_banned_is_used() -> None:
+    """No module calls what it must not."""
+    found = [wrong for module in modules().values() for wrong in violations(module)]
+
+    assert found == []
+
+
+def test_lists_name_modules_that_exist() -> None:
+    """A permission ends with the module it was given to."""
+    allowed = {place for ban in BANS for place in ban.places} | set(BROAD)
+
+    assert allowed - NOT_YET <= set(modules())
+
+
+NOT_YET = frozenset({"monit_cli"})
+"""Modules that the lists speak of before they are written; it only shrinks."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("host.process", "import asyncio\nasyncio.subprocess.PIPE", "uses asyncio.subprocess.PIPE"),
+        ("scripts", "from asyncio import create_subprocess_exec as run", "uses asyncio.create_subprocess_exec"),
+        ("scripts", "import os\nos.fork()", "scripts:2 uses os.fork: only host"),
+        ("daemon", "import os\nasync def stop():\n    os.kill(1, 15)", "daemon:3 uses os.kill"),
+        ("daemon", "from os import killpg", "uses os.killpg"),
+        ("agent", "import os as o\nsend = o.kill", "uses os.kill"),
+        ("agent", "import subprocess", "uses subprocess"),
+        ("agent", "def f():\n    from subprocess import run", "agent:2 uses subprocess.run"),
+        ("host.process", "import os\nos.system('true')", "uses os.system"),
+        ("host.process", "run('true', shell=True)", "uses shell="),
+        ("tasks", "import pickle", "uses pickle"),
+        ("tasks", "eval('1')", "uses eval"),
+        ("tasks", "import importlib\nimportlib.import_module('nats')", "hides an import"),
+        ("tasks", "print('x')", "uses print"),
+        ("tasks", "import time\ntime.sleep(1)", "holds the event loop"),
+        ("tasks", "import time\nat = time.time()", "uses time.time"),
+        ("tasks", "from datetime import datetime, UTC\ndatetime.now(UTC)", "uses datetime.datetime.now"),
+        ("scripts", "try:\n    f()\nexcept Exception:\n    pass", "scripts:3 catches everything: name"),
+        ("scripts", "try:\n    f()\nexcept:\n    pass", "scripts:3 catches everything: name"),
+        ("scripts", "try:\n    f()\nexcept (OSError, BaseException) as e:\n    log(e)", "catches everything: name"),
+        ("dispatch", "try:\n    f()\nexcept Exception:  # noqa: BLE001\n    pass", "does not say why"),
+    ],
+)
+def test_violation_is_found(name: str, text: str, complaint: str) -> None:
+    """Each ban is one that can be broken."""
+    found = list(violations(Module(name, text)))
+
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("host.process", "import os, signal\nos.fork()\nos.killpg(1, 9)"),
+        ("tasks", "import time\nat = time.monotonic()"),
+        ("tasks", "class T:\n    def print(self): ...\nT().print()"),
+        ("log", "import time\nat = time.time()"),
+        ("cli", "print('done')"),
+        ("tasks", "try:\n    f()\nexcept BaseException:\n    close()\n    raise"),
+        ("dispatch", "try:\n    f()\nexcept Exception:  # noqa: BLE001 a bug becomes a reply\n    pass"),
+    ],
+)
+def test_good_code_passes(name: str, text: str) -> None:
+    """What is allowed is not complained about."""
+    assert list(violations(Module(name, text))) == []

@@ -1,0 +1,82 @@
+"""No function stands in two places under other names."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tests.structure.source import Module, modules
+
+SMALLEST = 45
+"""Syntax nodes below which two alike functions are no copy: a property, a one-line wrapper."""
+
+
+class _Plain(ast.NodeTransformer):
+    """Numbers the local names in order of appearance and drops what says nothing: docstrings, annotations."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name(self.names.setdefault(node.id, f"n{len(self.names)}"), node.ctx)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.arg(self.names.setdefault(node.arg, f"n{len(self.names)}"), None)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        return self.generic_visit(ast.Assign([node.target], node.value)) if node.value else None
+
+
+def shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """What a function does, without its names; "" when it is too small to matter."""
+    if sum(1 for _ in ast.walk(function)) < SMALLEST:
+        return ""
+    # Parsed anew: the transformer writes into the tree, which other tests share.
+    own = ast.parse(ast.unparse(function)).body[0]
+    assert isinstance(own, ast.FunctionDef | ast.AsyncFunctionDef)
+    own.name, own.returns, own.decorator_list = "", None, []
+    if ast.get_docstring(own) is not None:
+        del own.body[0]
+    return ast.dump(_Plain().visit(own))
+
+
+def duplicates(of: Iterable[Module]) -> list[list[str]]:
+    """Groups of functions that do the same, as ``module.function:line``."""
+    groups = defaultdict(list)
+    for module in of:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (key := shape(node)):
+                groups[key].append(f"{module.name}.{node.name}:{node.lineno}")
+    return [places for places in groups.values() if len(places) > 1]
+
+
+def test_nothing_stands_twice() -> None:
+    """What two modules need is written once, on a floor below both."""
+    assert duplicates(modules().values()) == []
+
+
+COPY = '''
+def {name}({text}: str, limit: int = 3) -> list[str]:
+    """{doc}"""
+    {found}: list[str] = []
+    for line in {text}.splitlines():
+        if len(line) > limit and line not in {found}:
+            {found}.append(line.strip().lower())
+    return {found}
+'''
+
+
+def test_copy_is_found() -> None:
+    """Other names and another docstring do not hide a copy."""
+    here = Module("dns", COPY.format(name="long_lines", text="text", found="found", doc="One."))
+    there = Module("logs", COPY.format(name="pick", text="raw", found="kept", doc="Two."))
+
+    assert duplicates([here, there]) == [["dns.long_lines:2", "logs.pick:2"]]
+
+
+def test_another_constant_is_no_copy() -> None:
+    """Two functions that differ in what they do are two functions."""
+    here = COPY.format(name="long_lines", text="text", found="found", doc="One.")
+
+    assert duplicates([Module("dns", here), Module("logs", here.replace("lower", "upper"))]) == []

@@ -1,0 +1,73 @@
+"""The project speaks of itself alone: no file knows where it was written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.structure.source import ROOT
+
+NOT_OURS = frozenset({".git", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
+NEIGHBOUR = re.compile(r"\.\./" + "shared")
+HOMES = re.compile(r"/(home|Users)/(?!vcap\b)[a-z]" + r"|(?<![\w.])/root/")
+CORPUS = "tests/support/corpus.py"
+"""The one helper that may read a neighbouring directory."""
+
+
+def violations(name: str, text: str, root: Path) -> Iterator[str]:
+    """Lines of the file ``name`` that speak of the machine it was written on; ``root`` is where the project lies."""
+    here = re.compile(re.escape(str(root)) + r"\b")
+    for number, line in enumerate(text.splitlines(), 1):
+        if here.search(line) or HOMES.search(line) or (name != CORPUS and NEIGHBOUR.search(line)):
+            yield f"{name}:{number} {line.strip()}"
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Every text file of the project with its name; binary files are passed over."""
+    for directory, below, files in os.walk(ROOT):
+        below[:] = [name for name in below if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
+        for name in files:
+            path = Path(directory, name)
+            raw = path.read_bytes() if path.is_file() else b""
+            if path.name != Path(__file__).name and b"\0" not in raw:
+                yield str(path.relative_to(ROOT)), raw.decode(errors="replace")
+
+
+def test_no_file_names_the_workplace() -> None:
+    """No path of this checkout, its neighbours or a home directory stands in a file."""
+    found = [wrong for name, text in texts() for wrong in violations(name, text, ROOT)]
+
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("docs/a.md", "see ../" + "shared/design.md"),
+        ("agent_shim/a.py", 'BASE = Path("/srv/checkout/agent_shim")'),
+        ("dev", "cd /srv/checkout && ./dev test"),
+        ("dev", "PATH=/home/jane/bin"),
+        ("docs/a.md", "in /root/project"),
+        (CORPUS, "/srv/checkout"),
+    ],
+)
+def test_violation_is_found(name: str, text: str) -> None:
+    """Each kind of path is found."""
+    assert len(list(violations(name, text, Path("/srv/checkout")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (CORPUS, "../" + "shared/corpus"),
+        ("users.py", "HOME = '/home/vcap'"),
+        ("a.md", "/srv/checkouts and /var/vcap/data/root_log, rootfs/root/.bashrc, tests/root/test_x.py"),
+    ],
+)
+def test_good_text_passes(name: str, text: str) -> None:
+    """What belongs to the product is not complained about."""
+    assert list(violations(name, text, Path("/srv/checkout"))) == []

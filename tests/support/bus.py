@@ -1,0 +1,193 @@
+"""An agent's place on the bus with nothing behind it, and a NATS server that does what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_shim.bus import Handle, tls
+from agent_shim.bus.nats import NatsBus, Timing
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR, Authority, Pair
+from agent_shim.settings import Mbus
+
+FAST = Timing(
+    connect=10.0,
+    ping=0.2,
+    step=0.02,
+    longest=0.1,
+    early_step=0.02,
+    overlap=0.1,
+    refused=0.3,
+    unreachable=20.0,
+    goodbye=0.2,
+)
+"""The times of the bus in tests: everything that is waited for is short, what only bounds is long."""
+
+
+async def echo(data: bytes) -> tuple[str, bytes] | None:
+    """Answers a request with its method; ``sleep`` with one argument takes that many seconds."""
+    request = json.loads(data)
+    if request["method"] == "sleep":
+        await asyncio.sleep(request["arguments"][0])
+    return request["reply_to"], json.dumps({"value": request["method"]}).encode()
+
+
+@asynccontextmanager
+async def on_bus(
+    mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: Timing = FAST, **options: Any
+) -> AsyncIterator[NatsBus]:
+    """A ``NatsBus`` that is run for the length of the block; it need not be connected yet."""
+    bus = NatsBus(agent_id, mbus, handle, timing=timing, **options)
+    running = asyncio.create_task(bus.run(), name="bus")
+    try:
+        yield bus
+        assert not running.done(), "nothing ends the bus"
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Who is there."""
+
+    server: NatsServer
+    bus: NatsBus
+    director: Director
+    monitor: HealthMonitor
+
+
+@asynccontextmanager
+async def talking(where: Path, *, agent_id: str = "agent", **options: Any) -> AsyncIterator[Talk]:
+    """A server, an agent that echoes on it, a Director and a Health Monitor."""
+    async with NatsServer(where) as server:
+        await server.add_agent(agent_id)
+        async with (
+            on_bus(server.mbus(agent_id), agent_id, **options) as bus,
+            Director(poll=0.01).on(server.peer()) as director,
+            HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
+        ):
+            await connected(bus)
+            yield Talk(server, bus, director, monitor)
+
+
+async def connected(bus: NatsBus) -> None:
+    """Wait for a link, for 30 s at most."""
+    async with asyncio.timeout(30):
+        await bus.wait_connected()
+
+
+async def until(is_so: Callable[[], bool], *, timeout: float = 30.0) -> None:
+    """Wait for a fact that nobody announces."""
+    async with asyncio.timeout(timeout):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+class Wire:
+    """One connection of a client, seen from a server after TLS: lines come in, bytes go out."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.lines: list[str] = []
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def expect(self, start: str) -> str:
+        """The next line, which must begin so."""
+        line = (await self._reader.readuntil(b"\r\n")).decode().rstrip("\r\n")
+        self.lines.append(line)
+        assert line.startswith(start), f"{start!r} expected, not {line!r}"
+        return line
+
+    async def payload(self, size: int) -> bytes:
+        return (await self._reader.readexactly(size + 2))[:-2]
+
+    async def greet(self) -> None:
+        """The handshake up to the confirmed subscription."""
+        await self.expect("CONNECT ")
+        await self.expect("PING")
+        self.send(b"PONG\r\n")
+        await self.expect("SUB agent.agent ")
+        await self.expect("PING")
+        self.send(b"PONG\r\n")
+
+    async def answer_pings(self) -> None:
+        """Be a quiet, living server until the client goes; what it says besides is passed over."""
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                if await self.expect("") == "PING":
+                    self.send(b"PONG\r\n")
+
+
+Script = Callable[[Wire], Awaitable[None]]
+
+INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_required":true}\r\n'
+
+
+class FakeServer:
+    """Plays one script for each connection, the last one again and again; failures of a script fail the test."""
+
+    def __init__(self, *scripts: Script, info: bytes = INFO, authority: Authority, pair: Pair | None = None) -> None:
+        self.port = 0
+        self.connections = 0
+        self.failures: list[BaseException] = []
+        self._scripts = scripts
+        self._info = info
+        self._authority = authority
+        pair = pair or authority.server()
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_pair(self._context, pair.certificate, pair.private_key)
+        self._context.load_verify_locations(cadata=authority.ca)
+        self._context.verify_mode = ssl.CERT_REQUIRED
+
+    @property
+    def mbus(self) -> Mbus:
+        pair = self._authority.agent("agent")
+        return Mbus((f"nats://127.0.0.1:{self.port}",), self._authority.ca, pair.certificate, pair.private_key)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[FakeServer]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._playing: set[asyncio.Task[None]] = set()
+        try:
+            yield self
+        finally:
+            server.close()
+            for playing in self._playing:
+                playing.cancel()
+            await asyncio.gather(*self._playing, return_exceptions=True)
+        assert self.failures == []
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        script = self._scripts[min(self.connections, len(self._scripts) - 1)]
+        self.connections += 1
+        playing = asyncio.create_task(self._play(script, reader, writer), name="script")
+        self._playing.add(playing)
+        await asyncio.wait({playing})
+
+    async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(self._info)
+            if b"tls_required" in self._info:
+                await writer.start_tls(self._context)
+            await script(Wire(reader, writer))
+        except (OSError, EOFError):
+            pass
+        except AssertionError as exc:
+            self.failures.append(exc)
+        finally:
+            writer.transport.abort()

@@ -1,0 +1,148 @@
+"""The bosh CLI of ``create-env``: all it knows is HTTP over TLS, written here; and an agent's server to talk to.
+
+Requests, statuses and polling as in cloudfoundry/bosh-agent ``agentclient/http`` and bosh-davcli ``client/client.go``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agent_shim.bus import Handle
+from agent_shim.bus.https import Bounds, HttpsBus
+from agent_shim.demo.pki import Authority, Pair
+from agent_shim.settings import Mbus
+
+USER = "mbus"
+PASSWORD = "p/ss:w%rd"
+IN_URL = "p%2Fss%3Aw%25rd"
+
+
+@cache
+def authority() -> Authority:
+    """RSA, because the suites of TLS 1.2 want it."""
+    return Authority("bosh", bits=2048)
+
+
+@cache
+def pair() -> Pair:
+    return authority().server("agent")
+
+
+def mbus(port: int = 0, **changes: Any) -> Mbus:
+    """The address and certificate of an agent made by create-env."""
+    good = {"certificate": pair().certificate, "private_key": pair().private_key, "ca": ""}
+    return Mbus(**{"urls": (f"https://{USER}:{IN_URL}@127.0.0.1:{port}",)} | good | changes)
+
+
+@asynccontextmanager
+async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bounds: Any) -> AsyncIterator[HttpsBus]:
+    """An ``HttpsBus`` that listens for the length of the block."""
+    listening = asyncio.Event()
+    bus = HttpsBus(wanted or mbus(), handle, blobs, on_connected=listening.set, bounds=Bounds(**bounds))
+    running = asyncio.create_task(bus.run(), name="bus")
+    try:
+        async with asyncio.timeout(10):
+            await listening.wait()
+        yield bus
+        assert not running.done(), "nothing ends the bus"
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+@dataclass
+class Answer:
+    """What came back; header names in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def basic(user: str = USER, password: str = PASSWORD) -> str:
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+
+
+@dataclass
+class Cli:
+    """Talks to the agent behind ``port``."""
+
+    port: int
+    context: ssl.SSLContext = field(default_factory=lambda: ssl.create_default_context(cadata=authority().ca))
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.context)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def send(self, method: str, path: str, body: bytes = b"", auth: str | None = None, **headers: str) -> Answer:
+        """One request; ``auth`` is the header to send, "" for none."""
+        auth = basic() if auth is None else auth
+        async with asyncio.timeout(60), self.connected() as (reader, writer):
+            writer.write(head(method, path, len(body), auth, **headers) + body)
+            return await read_answer(reader, method)
+
+    async def put_blob(self, blob_id: str, content: bytes) -> Answer:
+        """As bosh-davcli does it."""
+        return await self.send("PUT", dav_path(blob_id), content)
+
+    async def get_blob(self, blob_id: str) -> Answer:
+        return await self.send("GET", dav_path(blob_id))
+
+    async def call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """One request to the agent: no ``protocol``, no ``reply_to`` that means anything."""
+        body = json.dumps({"method": method, "arguments": arguments, "reply_to": "unused"}).encode()
+        answer = await self.send("POST", "/agent", body)
+        assert answer.status == 200, answer
+        document: dict[str, Any] = json.loads(answer.body)
+        return document
+
+    async def value(self, method: str, *arguments: Any) -> Any:
+        """The value of what is answered at once."""
+        reply = await self.call(method, *arguments)
+        assert "value" in reply, reply
+        return reply["value"]
+
+    async def run(self, method: str, *arguments: Any) -> Any:
+        """The result of what must be answered with a task, which is polled."""
+        value = await self.value(method, *arguments)
+        assert value["state"] == "running"
+        task_id = value["agent_task_id"]
+        async with asyncio.timeout(60):
+            while isinstance(value, dict) and "agent_task_id" in value:
+                value = await self.value("get_task", task_id)
+        return value
+
+
+def dav_path(blob_id: str) -> str:
+    """Spread over directories by the sha1 of the id."""
+    return f"/blobs/{hashlib.sha1(blob_id.encode()).hexdigest()[:2]}/{blob_id}"
+
+
+def head(method: str, path: str, length: int, auth: str, **headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: agent", f"Content-Length: {length}"]
+    lines += [f"Authorization: {auth}"] if auth else []
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+async def read_answer(reader: asyncio.StreamReader, method: str = "GET") -> Answer:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
+    length = 0 if method == "HEAD" else int(headers.get("content-length", 0))
+    return Answer(int(first.split(" ")[1]), headers, await reader.readexactly(length))

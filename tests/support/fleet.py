@@ -1,0 +1,85 @@
+"""Machines with an agent on each, a bus and a Director: ``agent-shim run`` as root with a real ``/var/vcap``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director
+from tests.support.machine import Machine, machine
+
+BLOBS = Machine.SCRATCH / "blobs"
+"""The local blobstore as a machine sees it."""
+
+CONFIG = {
+    "Platform": {"Linux": {"UseDefaultTmpDir": True, "SkipDiskSetup": True}},
+    "Infrastructure": {
+        "Settings": {"Sources": [{"Type": "File", "SettingsPath": "/var/vcap/bosh/warden-cpi-agent-env.json"}]}
+    },
+    "AgentShim": {"http": "off"},
+}
+
+
+@dataclass
+class Fleet:
+    """``machines`` by agent id; everything ends with ``fleet``'s block."""
+
+    scratch: Path
+    server: NatsServer
+    director: Director
+    stack: ExitStack
+    machines: dict[str, Machine] = field(default_factory=dict)
+
+    def blobs(self, agent_id: str) -> Path:
+        """The blobstore of one machine, from outside."""
+        return self.scratch / agent_id / "blobs"
+
+    def credentials(self, agent_id: str, *, bootstrap: bool = False) -> dict[str, str]:
+        """A new client certificate as settings carry it."""
+        mbus = self.server.mbus(agent_id, bootstrap=bootstrap)
+        return {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+
+    async def add(self, agent_id: str, networks: dict[str, Any], **members: Any) -> Machine:
+        """One more machine, whose agent answers."""
+        self.blobs(agent_id).mkdir(parents=True)
+        await self.server.add_agent(agent_id)
+        made = self.stack.enter_context(machine(self.scratch / agent_id))
+        cert = self.credentials(agent_id, bootstrap=True)
+        settings = {
+            "agent_id": agent_id,
+            "vm": {"name": f"vm-{agent_id}"},
+            "networks": networks,
+            "disks": {"system": "", "ephemeral": "", "persistent": {}},
+            "env": {
+                "bosh": {
+                    "mbus": {"urls": [self.server.url], "cert": cert},
+                    "blobstores": [{"provider": "local", "options": {"blobstore_path": str(BLOBS)}}],
+                }
+            },
+        }
+        made.write("/var/vcap/bosh/agent.json", CONFIG)
+        made.write("/var/vcap/bosh/warden-cpi-agent-env.json", settings | members)
+        log = self.stack.enter_context((self.scratch / agent_id / "agent.log").open("wb"))
+        argv = [sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
+        agent = made.popen(argv, stdout=log, stderr=subprocess.STDOUT)
+        self.stack.callback(agent.wait)
+        self.stack.callback(agent.terminate)
+        self.machines[agent_id] = made
+        await self.director.wait_until_ready(agent_id, timeout=30)
+        return made
+
+
+@asynccontextmanager
+async def fleet(scratch: Path) -> AsyncIterator[Fleet]:
+    """A bus, a Director that polls without pause, and no machine yet."""
+    director = Director(poll=0.01)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(NatsServer(scratch / "bus"))
+        await stack.enter_async_context(director.on(server.peer()))
+        yield Fleet(scratch, server, director, stack.enter_context(ExitStack()))

@@ -1,0 +1,246 @@
+"""A small HTTP server that keeps what is PUT and gives it back, and misbehaves when told to; and a proxy.
+
+Bytes on sockets, written here: a server that cuts, stalls or lies cannot be made from one that is correct.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agent_shim.demo.pki import Pair
+
+HALF = "half"
+"""Says how long the body is, sends half of it and closes."""
+STALL = "stall"
+"""Sends half of the body and then nothing more."""
+SILENT = "silent"
+"""Takes the request and never answers."""
+DRIBBLE = "dribble"
+"""Sends a byte every 50 milliseconds."""
+NO_LENGTH = "no length"
+"""Does not say how long the body is; its end is the end of the connection."""
+WRONG = "wrong"
+"""Sends other bytes, as many as it should."""
+ENCODED = "encoded"
+"""Says that the body is compressed for the way, as some do of whatever ends in gz."""
+THINK = "think"
+"""Takes all of a PUT and answers half a second later."""
+
+
+@dataclass
+class Request:
+    """What came in; header names in lower case."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+@dataclass
+class Server:
+    """``blobs`` by path without query. ``plan`` says how to answer the coming requests, one entry each: a status
+    (refused before the body is read), ``redirect:URL`` or one of the words above; when it is empty the server behaves.
+    """
+
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    plan: list[str] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    user: str = ""
+    """``name:password`` that every request must bring."""
+    continues: bool = True
+    """Says "100 Continue" to those who wait for it."""
+    delay: float = 0
+    """Seconds it thinks about every request."""
+    busiest: int = 0
+    """The most requests it has worked on at a time."""
+    port: int = 0
+    scheme: str = "http"
+    _busy: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, ssl.SSLError):
+            self._busy += 1
+            self.busiest = max(self.busiest, self._busy)
+            try:
+                await self._answer(reader, writer)
+                await writer.drain()
+            finally:
+                self._busy -= 1
+                writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await read_head(reader)
+        self.requests.append(request)
+        await asyncio.sleep(self.delay)
+        how = self.plan.pop(0) if self.plan else ""
+        if self.user and request.headers.get("authorization") != basic(self.user):
+            how = "401"
+        if how.isdigit():
+            await respond(writer, int(how), b"this is not said to anybody")
+        elif how.startswith("redirect:"):
+            await respond(writer, 302, b"", location=how.removeprefix("redirect:"))
+        elif how == SILENT:
+            await reader.read()
+        elif request.method == "PUT":
+            await self._take(request, reader, writer)
+            await asyncio.sleep(0.5 if how == THINK else 0)
+            await respond(writer, 201, b"")
+        else:
+            await self._give(request, writer, how)
+
+    async def _take(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.continues and request.headers.get("expect") == "100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.body = await reader.readexactly(int(request.headers["content-length"]))
+        self.blobs[urlsplit(request.target).path] = request.body
+
+    async def _give(self, request: Request, writer: asyncio.StreamWriter, how: str) -> None:
+        body = self.blobs.get(urlsplit(request.target).path)
+        if body is None:
+            await respond(writer, 404, b"no such blob")
+        elif how == NO_LENGTH:
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+        elif how == ENCODED:
+            await respond(writer, 200, body, encoding="gzip")
+        elif how == WRONG:
+            await respond(writer, 200, bytes(len(body)))
+        elif how in (HALF, STALL, DRIBBLE):
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            if how == DRIBBLE:
+                for byte in body:
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+            else:
+                writer.write(body[: len(body) // 2])
+                await writer.drain()
+                await asyncio.sleep(3600 if how == STALL else 0)
+        else:
+            await respond(writer, 200, body)
+
+
+async def read_head(reader: asyncio.StreamReader) -> Request:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    method, target, _ = head[0].split(" ")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
+    return Request(method, target, headers)
+
+
+async def respond(writer: asyncio.StreamWriter, status: int, body: bytes, **headers: str) -> None:
+    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"{name.replace('encoding', 'Content-Encoding')}: {value}" for name, value in headers.items()]
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+    await writer.drain()
+
+
+def basic(user: str) -> str:
+    """The header for ``name:password``."""
+    return f"Basic {base64.b64encode(user.encode()).decode()}"
+
+
+@asynccontextmanager
+async def http_server(where: Path | None = None, pair: Pair | None = None) -> AsyncIterator[Server]:
+    """A server for the length of the block; with a certificate (its files go to ``where``) it speaks TLS."""
+    server = Server()
+    context = None
+    if pair is not None:
+        assert where is not None
+        (where / "server.pem").write_text(pair.certificate + pair.private_key)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(where / "server.pem")
+        server.scheme = "https"
+    async with _listening(server.serve, context) as server.port:
+        yield server
+
+
+@dataclass
+class Proxy:
+    """A forward proxy: hands requests on and opens tunnels; ``seen`` are the requests made to it."""
+
+    seen: list[Request] = field(default_factory=list)
+    port: int = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            try:
+                await self._hand_on(reader, writer)
+            finally:
+                writer.close()
+
+    async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await read_head(reader)
+        self.seen.append(request)
+        tunnel = request.method == "CONNECT"
+        there = urlsplit(f"//{request.target}" if tunnel else request.target)
+        their_reader, their_writer = await asyncio.open_connection(there.hostname, there.port)
+        try:
+            if tunnel:
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            else:
+                lines = [f"{request.method} {there.path}?{there.query} HTTP/1.1"]
+                lines += [f"{name}: {value}" for name, value in request.headers.items()]
+                their_writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pour(reader, their_writer))
+                both.create_task(_pour(their_reader, writer))
+        finally:
+            their_writer.close()
+
+
+async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+@asynccontextmanager
+async def http_proxy() -> AsyncIterator[Proxy]:
+    """A proxy for the length of the block."""
+    proxy = Proxy()
+    async with _listening(proxy.serve, None) as proxy.port:
+        yield proxy
+
+
+_Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def _listening(serve: _Serve, context: ssl.SSLContext | None) -> AsyncIterator[int]:
+    """Whatever still runs when the block ends is ended, so that a test leaves nothing behind."""
+    talks: set[asyncio.Task[None]] = set()
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(serve(reader, writer))
+        talks.add(task)
+        task.add_done_callback(talks.discard)
+
+    server = await asyncio.start_server(begin, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in talks:
+            task.cancel()
+        await asyncio.gather(*talks, return_exceptions=True)
+        await server.wait_closed()

@@ -1,0 +1,73 @@
+"""Jobs and packages for tests: rendered, packed, put into the local blobstore, and the spec that names them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_shim.demo.release import archive
+from agent_shim.paths import Paths
+
+NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "prefix": "32"}}
+
+
+def blob(store: Path, content: bytes, name: str = "") -> dict[str, str]:
+    """Put content into a local blobstore; its id and digest as a spec names them."""
+    digest = hashlib.sha1(content).hexdigest()
+    blob_id = name or f"blob-{digest[:8]}"
+    store.mkdir(parents=True, exist_ok=True)
+    (store / blob_id).write_bytes(content)
+    return {"blobstore_id": blob_id, "sha1": digest}
+
+
+def spec(
+    store: Path,
+    jobs: Mapping[str, Mapping[str, str | bytes]],
+    packages: Mapping[str, Mapping[str, str | bytes]] | None = None,
+    *,
+    version: str = "1",
+    **members: Any,
+) -> dict[str, Any]:
+    """A full apply spec; ``jobs`` and ``packages`` map names to their files."""
+    files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
+    templates = [{"name": name, "version": version} for name in jobs]
+    first = next(iter(jobs), "")
+    return {
+        "deployment": "dep",
+        "job": {"name": "group", "template": first, "version": version, "templates": templates},
+        "index": 0,
+        "name": "group",
+        "id": "instance-id",
+        "az": "z1",
+        "networks": NETWORKS,
+        "packages": {
+            name: {"name": name, "version": version, **blob(store, archive(content))}
+            for name, content in (packages or {}).items()
+        },
+        "configuration_hash": f"hash-{version}",
+        "persistent_disk": 0,
+        "rendered_templates_archive": blob(store, archive(files)),
+    } | members
+
+
+def sleeper(paths: Paths, job: str) -> dict[str, str]:
+    """The files of a job whose one process sleeps."""
+    pidfile = paths.run / job / f"{job}.pid"
+    ctl = paths.jobs / job / "bin/ctl"
+    return {
+        "monit": f"""
+check process {job}
+  with pidfile {pidfile}
+  start program "{ctl} start"
+  stop program "{ctl} stop"
+  group vcap
+""",
+        "bin/ctl": f"""#!/bin/sh
+case $1 in
+start) echo $$ > {pidfile}; exec sleep 1000 ;;
+stop) kill $(cat {pidfile}); rm -f {pidfile} ;;
+esac
+""",
+    }

@@ -1,0 +1,141 @@
+"""A machine of our own in private mount and pid namespaces, with a real ``/var/vcap`` and ``/etc``. Needs root.
+
+It shares the rest of the disk with the machine that runs the tests, and a tool told the wrong name removes a home: so
+all else is read-only but for fresh ``/home``, ``/tmp``, ``/var/log`` and the like, and nobody's home is where it really
+is. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper; its end takes every process of the
+machine with it. What runs inside is seen from outside below ``Machine.root``. Volumes outlive it: with the same ones
+the next machine is the same container, restarted in place or made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+_INIT = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.write(int(sys.argv[1]), b"up")
+os.close(int(sys.argv[1]))
+while True:
+    signal.pause()
+"""
+
+_SETUP = """
+set -eu
+mkdir -p /var/vcap {scratch}/code
+mount --bind {code} {scratch}/code
+mount --rbind {scratch} /mnt
+mount --bind {scratch}/etc /etc
+mount -t tmpfs -o mode=0755 tmpfs /var/vcap
+{volumes}
+for place in /home /tmp /var/tmp /var/log /var/mail; do mount -t tmpfs -o mode=1777 tmpfs $place; done
+mkdir -p {code}
+mount --bind /mnt/code {code}  # it may have lain where there are fresh directories now
+mkdir -m 700 /home/vcap
+chown vcap:vcap /home/vcap
+mount -o remount,bind,ro /
+exec {python} -c "$INIT" {ready}
+"""
+
+CODE = Path(__file__).parents[2]
+"""Where the agent and its interpreter are."""
+
+GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
+
+
+@dataclass
+class Machine:
+    """``pid`` is the machine's PID 1 as seen from outside."""
+
+    SCRATCH: ClassVar = Path("/mnt")
+    """Where the test's scratch directory is inside."""
+
+    pid: int
+
+    @property
+    def root(self) -> Path:
+        """The machine's file tree, from outside."""
+        return Path(f"/proc/{self.pid}/root")
+
+    @property
+    def vcap(self) -> Path:
+        return self.root / "var/vcap"
+
+    def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Run a program inside."""
+        return subprocess.Popen(["nsenter", "-t", str(self.pid), "-m", "-p", "--", *argv], **options)
+
+    def run(self, command: str) -> str:
+        """Run a shell command inside; its output, and a test failure if it fails."""
+        done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = done.communicate(timeout=60)
+        assert done.returncode == 0, f"{command}: {err.decode()}"
+        return out.decode()
+
+    def write(self, path: str, document: Any, *, mode: int = 0o600) -> None:
+        """Write JSON at an absolute path inside."""
+        place = self.root / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(document))
+        place.chmod(mode)
+
+
+@contextmanager
+def machine(scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({})) -> Iterator[Machine]:
+    """A machine for the length of the block; everything that runs in it is killed at the end.
+
+    ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there.
+    """
+    etc = scratch / "etc"
+    shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
+    _make_users(etc)
+    reading, writing = os.pipe()
+    mounts = [f"mkdir -p {point}; mount --bind {shlex.quote(str(path))} {point}" for point, path in volumes.items()]
+    setup = _SETUP.format(
+        scratch=shlex.quote(str(scratch)),
+        code=shlex.quote(str(CODE)),
+        volumes="\n".join(mounts),
+        python=shlex.quote(sys.executable),
+        ready=writing,
+    )
+    keeper = subprocess.Popen(
+        ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", setup],
+        env={**os.environ, "INIT": _INIT},
+        pass_fds=[writing],
+    )
+    os.close(writing)
+    try:
+        assert os.read(reading, 2) == b"up", "the machine did not come up"
+        children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+        yield Machine(int(children[0]))
+    finally:
+        os.close(reading)
+        keeper.kill()
+        keeper.wait()
+
+
+def _make_users(etc: Path) -> None:
+    """The users and groups of a stemcell, in a copy of /etc: others with their numbers or names go, homes too."""
+
+    def others(file: str, column: int) -> list[list[str]]:
+        entries = [line.split(":") for line in (etc / file).read_text().splitlines()]
+        return [entry for entry in entries if entry[0] not in GROUPS and entry[column] not in map(str, GROUPS.values())]
+
+    groups = others("group", 2) + [[name, "x", str(number), ""] for name, number in GROUPS.items()]
+    users = [[*entry[:5], "/nonexistent", entry[6]] for entry in others("passwd", 2)]
+    users.append(["vcap", "x", "1000", "1000", "", "/home/vcap", "/bin/bash"])
+    shadow = [line for line in (etc / "shadow").read_text().splitlines() if not line.startswith("vcap:")]
+    (etc / "group").write_text("".join(f"{':'.join(entry)}\n" for entry in groups))
+    (etc / "passwd").write_text("".join(f"{':'.join(entry)}\n" for entry in users))
+    (etc / "shadow").write_text("\n".join([*shadow, "vcap:*:19000:0:99999:7:::", ""]))

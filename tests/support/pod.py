@@ -1,0 +1,191 @@
+"""An instance whose containers come and go while its volumes stay, with a bus and a Director. Needs root.
+
+Each container is a machine of its own (``tests.support.machine``): new process numbers, a new root file system, and the
+same volumes as long as the test wants. Nobody ends anything in it: it is killed, as containers are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, RpcTimeoutError
+from tests.support.machine import Machine, machine
+
+AGENT: Final = "pod-agent"
+NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
+BLOBS: Final = Path("/var/vcap/blobs")
+CONFIG: Final = {
+    "Infrastructure": {
+        "Settings": {"Sources": [{"Type": "File", "SettingsPath": "/var/vcap/bosh/warden-cpi-agent-env.json"}]}
+    },
+    "AgentShim": {"http": "off"},
+}
+
+
+def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
+    """End what ``Machine.popen`` has started, which only stands for the process inside, and wait for it."""
+    for child in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
+        os.kill(int(child), number)
+    entered.wait()
+
+
+class Pod:
+    """``disks`` are the cids of attached volumes; ``keeps_root`` has containers share their root file system.
+
+    ``prefix`` is a command that runs the agent: the beginning of an argument list.
+    """
+
+    def __init__(self, scratch: Path, server: NatsServer, director: Director) -> None:
+        self.scratch = scratch
+        self.server = server
+        self.director = director
+        self.disks: list[str] = []
+        self.env: dict[str, Any] = {}
+        self.keeps_root = False
+        self.prefix: Sequence[str] = ()
+        self.agent_id = AGENT
+        self._stack = ExitStack()
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._machine: Machine | None = None
+        self._number = 0
+        for name in ("data", "blobs", "root"):
+            (scratch / name).mkdir()
+
+    @property
+    def machine(self) -> Machine:
+        """The container of now."""
+        assert self._machine is not None
+        return self._machine
+
+    @property
+    def vcap(self) -> Path:
+        """Its ``/var/vcap``, from outside."""
+        return self.machine.vcap
+
+    @property
+    def data(self) -> Path:
+        """The volume, whether there is a container or not."""
+        return self.scratch / "data"
+
+    def volume(self, cid: str) -> Path:
+        """A persistent disk, whether there is a container or not."""
+        return self.scratch / "disks" / cid
+
+    @property
+    def log(self) -> str:
+        """What the agent of this container has said."""
+        return (self.scratch / f"agent-{self._number}.log").read_text()
+
+    def attach(self, cid: str) -> None:
+        """The next container has this disk too."""
+        self.volume(cid).mkdir(parents=True, exist_ok=True)
+        self.disks.append(cid)
+
+    def lose_data(self) -> None:
+        """As CPIs do that make a container anew."""
+        shutil.rmtree(self.data)
+        self.data.mkdir()
+
+    def start_container(self) -> None:
+        """A new one, without an agent."""
+        self._number += 1
+        volumes = {str(BLOBS): self.scratch / "blobs", "/var/vcap/data": self.data}
+        volumes |= {f"/var/vcap/bosh/disks/{cid}": self.volume(cid) for cid in self.disks}
+        if self.keeps_root:
+            volumes = {"/var/vcap": self.scratch / "root"} | volumes
+        place = self.scratch / f"container-{self._number}"
+        place.mkdir()
+        self._machine = self._stack.enter_context(machine(place, volumes))
+        mbus = self.server.mbus(self.agent_id)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
+        bosh = {"mbus": {"urls": [self.server.url], "cert": cert}, "blobstores": [blobstore]}
+        self.machine.write("/var/vcap/bosh/agent.json", CONFIG)
+        self.machine.write(
+            "/var/vcap/bosh/warden-cpi-agent-env.json",
+            {
+                "agent_id": self.agent_id,
+                "vm": {"name": "vm-1"},
+                "networks": NETWORKS,
+                "disks": {"persistent": {cid: f"/var/vcap/bosh/disks/{cid}" for cid in self.disks}},
+                "env": {"bosh": bosh | self.env},
+            },
+        )
+
+    def exec_agent(self) -> subprocess.Popen[bytes]:
+        """An agent in this container; it need not come up."""
+        log = self._stack.enter_context((self.scratch / f"agent-{self._number}.log").open("ab"))
+        argv = [*self.prefix, sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
+        agent = self.machine.popen(argv, stdout=log, stderr=subprocess.STDOUT)
+        self._agents.append(agent)
+        return agent
+
+    async def start(self) -> float:
+        """A new container and its agent; when that was executed (monotonic)."""
+        self.start_container()
+        return await self.start_agent()
+
+    async def start_agent(self) -> float:
+        """An agent that answers; when it was executed (monotonic)."""
+        begun_at = time.monotonic()
+        self.exec_agent()
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await self.director.value(self.agent_id, "ping", timeout=0.02)
+                    return begun_at
+                except RpcTimeoutError:
+                    continue
+
+    def end_agent(self) -> None:
+        """Ask the agent to end, as its service manager does; the container goes on."""
+        end(self._agents.pop())
+
+    def kill(self) -> None:
+        """End the container with everything that runs in it."""
+        self._stack.close()
+        self._machine = None
+        while self._agents:
+            self._agents.pop().wait()
+
+    async def restart(self) -> float:
+        """The container is killed, and the next one starts."""
+        self.kill()
+        return await self.start()
+
+    async def until(self, *job_states: str) -> dict[str, Any]:
+        """Wait for one of these states of the instance."""
+        async with asyncio.timeout(30):
+            while True:
+                state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
+                if state["job_state"] in job_states:
+                    return state
+                await asyncio.sleep(0.005)
+
+    async def run(self, method: str, *arguments: Any) -> Any:
+        """The value of an action."""
+        return await self.director.run(self.agent_id, method, *arguments)
+
+
+@asynccontextmanager
+async def pod(scratch: Path) -> AsyncIterator[Pod]:
+    """An instance without a container yet; what runs is killed at the end."""
+    director = Director(poll=0.01)
+    async with NatsServer(scratch / "bus") as server, director.on(server.peer()):
+        await server.add_agent(AGENT)
+        made = Pod(scratch, server, director)
+        try:
+            yield made
+        finally:
+            made.kill()

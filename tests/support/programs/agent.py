@@ -1,0 +1,24 @@
+"""agent.py BASE: supervise the jobs of a world that was left in BASE/files.json, until something ends us."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from agent_shim.host import reaper
+from agent_shim.paths import Paths
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.programs.jobs import FAST
+
+
+async def main(base: Path) -> None:
+    files = msgspec.json.decode((base / "files.json").read_bytes(), type=list[JobFile])
+    with reaper.reaping():
+        async with Supervisor(Paths(base), on_event=print, timing=FAST) as supervisor:
+            await supervisor.configure(files)
+            await supervisor.start()
+            await supervisor.run()
+
+
+asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,16 @@
+"""fork_twice.py PIDFILE [SECONDS]: become a daemon by the book, write the pidfile after SECONDS, sleep."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+pidfile = Path(sys.argv[1])
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
+pidfile.write_text(f"{os.getpid()}\n")
+os.execv("/bin/sleep", ["sleep", "600"])

@@ -1,0 +1,102 @@
+"""A scratch world of jobs with real ctl scripts and a supervisor that is in a hurry."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from agent_shim.host import reaper
+from agent_shim.paths import Paths
+from agent_shim.supervisor.identity import MARK
+from agent_shim.supervisor.supervisor import Event, JobFile, ServiceInfo, Supervisor, Timing
+from tests.support.programs import PATIENCE, argv, end_marked, eventually, is_alive, number_in
+
+FAST = Timing(settle=0.3, backoff_first=0.05, backoff_limit=0.4, stop=2, grace=0.3, linger=0.15, look=0.02, cycle=0.1)
+LASTING = "exec sleep 600"
+
+
+class World:
+    """Jobs below one directory; ``log`` is what their scripts write to."""
+
+    def __init__(self, base: Path, timing: Timing = FAST) -> None:
+        self.base = base
+        self.paths = Paths(base)
+        self.timing = timing
+        self.events: list[Event] = []
+        self.log = base / "log"
+        self.paths.monit.mkdir(parents=True)
+        self.paths.shim_run.mkdir(parents=True)
+        self.paths.mirror.mkdir(parents=True)
+
+    def job(
+        self,
+        name: str,
+        start: str | None = None,
+        stop: str | None = "kill $(cat $pidfile)",
+        *statements: str,
+        group: str = "group vcap",
+        timeout: int = 5,
+        file: str = "",
+    ) -> JobFile:
+        """A job of one process; ``start`` and ``stop`` are shell scripts that know ``$pidfile``, ``$log``, ``$name``.
+
+        Without ``start`` it becomes a process that writes its own pidfile and stays.
+        """
+        lines = [f"check process {name} with pidfile {self.pidfile(name)}"]
+        script = self.script(name, "start", f"echo $$ >$pidfile; {LASTING}" if start is None else start)
+        lines.append(f'start program "{script}" with timeout {timeout} seconds')
+        if stop is not None:
+            lines.append(f'stop program "{self.script(name, "stop", stop)}" with timeout {timeout} seconds')
+        return JobFile(name, file, "\n".join([*lines, *statements, group, ""]))
+
+    def script(self, name: str, verb: str, body: str) -> Path:
+        """A shell script of a job."""
+        path = self.base / "jobs" / name / "bin" / verb
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\nname={name} log={self.log} pidfile={self.pidfile(name)}\n{body}\n")
+        path.chmod(0o755)
+        return path
+
+    def pidfile(self, name: str) -> Path:
+        return self.base / f"{name}.pid"
+
+    def lines(self) -> list[str]:
+        """What the scripts have logged."""
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def supervisor(self) -> Supervisor:
+        return Supervisor(self.paths, on_event=self.events.append, timing=self.timing)
+
+    @contextlib.asynccontextmanager
+    async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:
+        """A supervisor that keeps these jobs; orphans come to us."""
+        with reaper.reaping():
+            async with self.supervisor() as supervisor:
+                await supervisor.configure(files)
+                await supervisor.start()
+                yield supervisor
+
+    def end(self) -> None:
+        """Kill what is left."""
+        end_marked(MARK, f"@{self.base}")
+        end_marked("TEST_OF", str(self.base))
+
+
+def program(name: str, *arguments: object) -> str:
+    """The shell command for a program beside this file."""
+    return " ".join(argv(name, *arguments))
+
+
+def info(supervisor: Supervisor, name: str) -> ServiceInfo:
+    """What is told of one service."""
+    return next(each for each in supervisor.services() if each.process.name == name)
+
+
+async def until(supervisor: Supervisor, name: str, *states: str) -> ServiceInfo:
+    """Wait until a service is in one of these states."""
+    await eventually(lambda: info(supervisor, name).state in states, f"{name} {states}")
+    return info(supervisor, name)
+
+
+__all__ = ["FAST", "LASTING", "PATIENCE", "World", "eventually", "info", "is_alive", "number_in", "program", "until"]

@@ -1,0 +1,13 @@
+"""new_session.py PIDFILE CHILDFILE [wipe]: write the own pid, and that of a child in a session of its own."""
+
+import os
+import sys
+from pathlib import Path
+
+_, pidfile, childfile, *how = sys.argv
+if os.fork() == 0:
+    os.setsid()
+    Path(childfile).write_text(f"{os.getpid()}\n")
+    os.execve("/bin/sleep", ["sleep", "600"], {} if how else dict(os.environ))
+Path(pidfile).write_text(f"{os.getpid()}\n")
+os.execv("/bin/sleep", ["sleep", "600"])

@@ -1,0 +1,5 @@
+# say_signals.sh LOG PIDFILE: write the name of each signal that arrives; TERM ends it.
+trap 'echo HUP >>"$1"' HUP
+trap 'echo TERM >>"$1"; exit 0' TERM
+echo $$ >"$2"
+while :; do sleep 600 & wait $!; done

@@ -1,0 +1,91 @@
+"""A TCP proxy that delays, cuts and swallows, for tests of what a bad network does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from types import TracebackType
+from typing import Final, Self
+
+IP_FREEBIND: Final = 15  # include/uapi/linux/in.h
+
+
+class Proxy:
+    """Passes connections on to a port of the loopback until told otherwise; an async context manager.
+
+    It listens on the loopback or another ``address``, which need not be there yet.
+    """
+
+    def __init__(self, target: int, address: str = "127.0.0.1") -> None:
+        self.delay = 0.0
+        """Seconds that every chunk is held back."""
+        self.connections = 0
+        """How many were made so far."""
+        self._target = target
+        self._address = address
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def __aenter__(self) -> Self:
+        listener = socket.socket()
+        listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
+        listener.bind((self._address, 0))
+        self._server = await asyncio.start_server(self._accept, sock=listener)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Reset every connection; new ones are accepted."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    def swallow(self) -> None:
+        """A black hole: connections stay and can be made, and nothing comes through, in either direction."""
+        self._flowing.clear()
+
+    def flow(self) -> None:
+        """Pass on again, beginning with what was held back."""
+        self._flowing.set()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(far_writer)
+        for pump in (self._pump(reader, far_writer), self._pump(far_reader, writer)):
+            task = asyncio.create_task(pump, name="proxy")
+            self._pumps.add(task)
+            task.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await asyncio.sleep(self.delay)
+                await self._flowing.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()

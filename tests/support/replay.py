@@ -1,0 +1,200 @@
+"""A real Director's requests, replayed against our agent, and its replies compared with those of the Go agent.
+
+The recordings are real: specs and rendered templates are taken as they are. Blobs of packages are made to fit, because
+the recording has none, and so are digests and certificates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent_shim.demo.director import Director, RpcRemoteError
+from agent_shim.demo.release import archive
+
+LEFT_OUT = frozenset({"get_task", "cancel_task"})
+"""Polls: the replaying Director makes its own."""
+
+_SERVER = """
+import http.server, socket, socketserver, sys
+
+class Server(socketserver.ThreadingTCPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
+
+Server(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+_LIBRARY = """
+hello() { echo "hello from libhello"; }
+"""
+
+PACKAGES = {
+    "hello": archive({"bin/server.py": _SERVER}),
+    "libhello": archive({"bin/lib.sh": _LIBRARY}),
+}
+
+SOURCES = {
+    "hello": archive(
+        {
+            "packaging": """
+set -e
+. /var/vcap/packages/libhello/bin/lib.sh
+[ "$(ls /var/vcap/packages | tr '\\n' ' ')" = "hello libhello " ]
+mkdir ${BOSH_INSTALL_TARGET}/bin
+cp server.py ${BOSH_INSTALL_TARGET}/bin/
+""",
+            "server.py": _SERVER,
+        }
+    ),
+    "libhello": archive(
+        {
+            "packaging": "set -e; mkdir ${BOSH_INSTALL_TARGET}/bin; cp lib.sh ${BOSH_INSTALL_TARGET}/bin/",
+            "lib.sh": _LIBRARY,
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded request; ``reply`` is None where the Director got none."""
+
+    agent_id: str
+    method: str
+    arguments: list[Any]
+    reply: dict[str, Any] | None
+
+
+def steps(recording: Path) -> Iterator[Step]:
+    """The requests of a recording in the order they were sent, each task's request with the task's result."""
+    lines = [json.loads(line) for line in recording.read_text().splitlines()]
+    results: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if line["method"] == "get_task" and line["reply"] and not _is_running(line["reply"]):
+            results[line["arguments"][0]] = line["reply"]
+    for line in lines:
+        if line["method"] in LEFT_OUT:
+            continue
+        reply = line["reply"]
+        if reply and _is_running(reply):
+            reply = results.get(reply["value"]["agent_task_id"])
+        yield Step(line["agent"], line["method"], line["arguments"], reply)
+
+
+def _is_running(reply: dict[str, Any]) -> bool:
+    value = reply.get("value")
+    return isinstance(value, dict) and value.get("state") == "running" and "agent_task_id" in value
+
+
+@dataclass
+class Replay:
+    """Sends steps to an agent; ``blobs`` is the directory of its local blobstore."""
+
+    director: Director
+    blobs: Path
+    without: frozenset[str] = frozenset()
+    mbus: dict[str, Any] | None = None
+    """Stands in for the certificates that were taken out of recorded ``update_settings``."""
+    final_spec: dict[str, Any] = field(default_factory=dict)
+
+    async def play(self, step: Step) -> None:
+        """Send one step and hold its reply against the recorded one."""
+        if step.method in self.without:
+            return
+        arguments = self._fit(step)
+        if step.reply is None:
+            await self.director.tell(step.agent_id, step.method, *arguments)
+            return
+        if "exception" in step.reply:
+            try:
+                await self.director.run(step.agent_id, step.method, *arguments)
+            except RpcRemoteError:
+                return
+            raise AssertionError(f"{step.method} should have failed: {step.reply}")
+        expected = step.reply["value"]
+        if step.method == "get_state":
+            await self._compare_state(step, arguments, expected)
+            return
+        value = await self.director.run(step.agent_id, step.method, *arguments)
+        assert shape(value) == shape(expected), f"{step.method}: {value!r} is not shaped as {expected!r}"
+        if isinstance(expected, str) and step.method != "remove_file":
+            assert value == arguments[0]["blob_id"] if step.method == "upload_blob" else value == expected
+        if step.method == "run_errand":
+            assert value["exit_code"] == expected["exit_code"]
+
+    async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> None:
+        """What the Director compares must be equal, all else of the same shape; it asks until jobs have settled."""
+        deadline = time.monotonic() + 30
+        while True:
+            value = await self.director.run(step.agent_id, step.method, *arguments)
+            if value["job_state"] == expected["job_state"]:
+                break
+            assert time.monotonic() < deadline, f"job state {value['job_state']}, recorded {expected['job_state']}"
+        for name in ("networks", "job", "deployment", "name", "index", "id", "az", "persistent_disk", "agent_id"):
+            assert value[name] == expected[name], f"{name}: {value[name]!r}, recorded {expected[name]!r}"
+        assert value["configuration_hash"] == expected["configuration_hash"]
+        assert _named_states(value) == _named_states(expected)
+        assert shape(_settled(value)) == shape(_settled(expected))
+
+    def _fit(self, step: Step) -> list[Any]:
+        """The arguments with digests and credentials that exist here."""
+        arguments: list[Any] = json.loads(json.dumps(step.arguments))
+        if step.method == "update_settings" and "mbus" in arguments[0]:
+            assert self.mbus is not None
+            arguments[0]["mbus"] = self.mbus
+        if step.method in ("prepare", "apply", "drain"):
+            spec = arguments[-1]
+            self._keep_packages(spec.get("packages", {}))
+            if step.method == "apply" and spec.get("configuration_hash"):
+                self.final_spec = spec
+        if step.method == "compile_package":
+            blob_id, _, name, _, dependencies = arguments
+            (self.blobs / blob_id).write_bytes(SOURCES[name])
+            arguments[1] = "sha256:" + hashlib.sha256(SOURCES[name]).hexdigest()
+            self._keep_packages(dependencies)
+        if step.method == "sync_dns":
+            blob_id, _, version = arguments
+            records = json.dumps({"version": version, "records": [["10.245.0.10", "web.rb.bosh"]]}).encode()
+            (self.blobs / blob_id).write_bytes(records)
+            arguments[1] = "sha256:" + hashlib.sha256(records).hexdigest()
+        return arguments
+
+    def _keep_packages(self, packages: dict[str, Any]) -> None:
+        """Put packages that a request names into the blobstore, and their digests into the request."""
+        for name, package in packages.items():
+            (self.blobs / package["blobstore_id"]).write_bytes(PACKAGES[name])
+            package["sha1"] = hashlib.sha1(PACKAGES[name]).hexdigest()
+
+
+def _named_states(state: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(process["name"], process["state"]) for process in state.get("processes", [])]
+
+
+def _settled(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without the members that come and go with time and machine: zeros of processes, disks that are mounts."""
+    state = json.loads(json.dumps(state))
+    for process in state.get("processes", []):
+        process["uptime"], process["mem"] = {}, {"percent": 0.0}
+        process["mem"]["percent"] = process["cpu"]["total"] = 0.0
+    if "vitals" in state:
+        state["vitals"]["disk"] = {"system": state["vitals"]["disk"]["system"]}
+    return state
+
+
+def shape(value: Any) -> Any:
+    """The JSON types of a value; whole and broken numbers are one type, as they are in JSON."""
+    if isinstance(value, dict):
+        return {name: shape(member) for name, member in value.items()}
+    if isinstance(value, list):
+        shapes = [shape(member) for member in value]
+        return [one for position, one in enumerate(shapes) if one not in shapes[:position]]
+    if isinstance(value, bool) or value is None:
+        return type(value).__name__
+    return "number" if isinstance(value, int | float) else "string"

@@ -1,0 +1,23 @@
+"""Tests that run as root but mean somebody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def as_ordinary_user(*own: Path) -> Iterator[None]:
+    """Root lays its rights down for the length of the block and owns these paths as somebody else."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in own:
+        os.chown(path, 1000, 1000)
+    os.seteuid(1000)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

@@ -1,0 +1,390 @@
+"""Volumes as a kubelet or a container runtime brings them, trees that are hard to copy, and mounts nobody else sees."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import hashlib
+import inspect
+import json
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim import settings
+from agent_shim.disks import Disks, Patience, identity
+from agent_shim.disks.copying import Copy
+from agent_shim.disks.identity import OURS, Marker
+from agent_shim.host import copytree, files, mounts, volumes
+from agent_shim.host.copytree import Progress
+from agent_shim.paths import Paths
+from agent_shim.settings import Effective, UpdateSettings
+
+# --- mounts of our own ----------------------------------------------------------------------------------------------
+
+
+SKIPPED = 77
+"""The exit code of a child that skipped its test."""
+
+
+def alone(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run a test, a coroutine function too, in a child with a mount namespace of its own, which ends with it."""
+
+    @functools.wraps(test)
+    def in_child(*args: Any, **kwargs: Any) -> None:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            _run_in_child(test, args, kwargs, writing)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as report:
+            text = report.read().decode(errors="replace")
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) == SKIPPED:
+            pytest.skip(text)
+        if status != 0:
+            pytest.fail(text or f"the child ended with wait status {status:#x}", pytrace=False)
+
+    return in_child
+
+
+def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int) -> None:
+    status = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with pytest
+        mounts.leave_mount_namespace()
+        outcome = test(*args, **kwargs)
+        if inspect.iscoroutine(outcome):
+            asyncio.run(outcome)
+        status = 0
+    except pytest.skip.Exception as exc:
+        os.write(report, str(exc).encode())
+        status = SKIPPED
+    except BaseException:  # noqa: BLE001 - a failure is told through the pipe; the child has no way back into pytest
+        os.write(report, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def drop_capabilities() -> None:
+    """Lay down every capability, for good, as ``capabilities: drop: [ALL]`` does; the user stays root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number in range(64):
+        libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    assert libc.capset(header, nothing) == 0, os.strerror(ctypes.get_errno())
+
+
+def mount_tmpfs(point: Path) -> Path:
+    """A memory-backed emptyDir."""
+    point.mkdir(parents=True, exist_ok=True)
+    mounts.mount_tmpfs(point)
+    return point
+
+
+def mount_overlay(point: Path, layers: Path) -> Path:
+    """The root file system of a container, say: ``layers`` must lie on a file system that can be an upper one."""
+    for name in ("lower", "upper", "work"):
+        (layers / name).mkdir(parents=True, exist_ok=True)
+    point.mkdir(parents=True, exist_ok=True)
+    options = f"lowerdir={layers}/lower,upperdir={layers}/upper,workdir={layers}/work"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(point)], check=True)
+    return point
+
+
+def mount_ext4(point: Path, image: Path, size: int = 16 << 20) -> Path:
+    """A block volume; skips the test where no loop device can be had."""
+    with image.open("wb") as file:
+        file.truncate(size)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    point.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(point)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no loop device: {done.stderr.strip()}")
+    return point
+
+
+HOLDER = """
+import ctypes, os, sys
+place, how = sys.argv[1:]
+if how == "cwd":
+    os.chdir(place)
+elif how == "map":
+    with open(place + "/file", "r+b") as file:
+        ctypes.CDLL(None).mmap(None, ctypes.c_size_t(1), 1, 1, file.fileno(), ctypes.c_long(0))
+else:
+    held = open(place + "/file")
+if how == "deleted":
+    os.unlink(place + "/file")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that keeps ``place`` busy for the length of the block: by its cwd, its file open, deleted or mapped.
+
+    ``within`` is a command that runs it: the beginning of an argument list.
+    """
+    command = [*within, sys.executable, "-c", HOLDER, str(place), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"ready\n"
+            yield program
+        finally:
+            program.kill()
+
+
+# --- an instance ----------------------------------------------------------------------------------------------------
+
+HASTY = Patience(arrival=0.3, use=0.3, grace=1.0, look=0.02)
+
+
+async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> None:
+    """The copy without a process of its own."""
+    await asyncio.to_thread(copytree.mirror, source, target, spared=OURS, report=report)
+
+
+class Instance:
+    """An instance with volumes, whose agent can be started anew and whose container can be made anew.
+
+    ``bind`` says whether disks come to their places by mounts; ``persistent`` is what the settings say of them.
+    """
+
+    def __init__(self, scratch: Path, *, bind: bool, copy: Copy | None = copy_here, system: bool = False) -> None:
+        self.scratch = scratch
+        self.paths = Paths() if system else Paths(scratch / "vcap")
+        self.bind = bind
+        self.copy = copy
+        self.persistent: dict[str, Any] = {}
+        self.env: dict[str, Any] = {}
+        self.update = UpdateSettings()
+        self.id = ""
+        self.of_jobs: set[int] = set()
+        self.start_container()
+
+    def start_container(self) -> None:
+        """An empty tree as an image has it; the real ``/var/vcap`` is in memory."""
+        if self.paths.is_system:
+            mount_tmpfs(self.paths.base)
+        for path in (self.paths.bosh, self.paths.data, self.paths.store, self.paths.shim_run):
+            path.mkdir(parents=True)
+        self.start_agent()
+
+    def start_agent(self) -> None:
+        """A new process, which remembers nothing."""
+        self.disks = Disks(
+            self.paths,
+            self.effective,
+            lambda: self.id,
+            lambda: self.of_jobs,
+            copy=self.copy,
+            patience=HASTY,
+        )
+        self.disks._places._binds = self.bind
+
+    def effective(self) -> Effective:
+        """The settings of this moment."""
+        document = {"agent_id": "a-1", "disks": {"persistent": self.persistent}, "env": self.env}
+        return Effective(settings.parse(json.dumps(document).encode(), origin="test"), self.update)
+
+    def remake_container(self) -> None:
+        """What a CPI does that attaches a disk: root file system, data and mounts are lost; volumes are not."""
+        for place in (self.paths.store, self.paths.store_migration_target, self.paths.base):
+            while not place.is_symlink() and mounts.is_mount_point(place):
+                mounts.unmount(place)
+        if not self.paths.is_system:
+            files.remove_tree(self.paths.base)
+        self.start_container()
+
+    def volume(self, cid: str) -> Path:
+        """Where a volume is, whether it is attached or not."""
+        return self.scratch / "volumes of others" / cid
+
+    def attach(self, cid: str, make: Callable[[Path], object] = Path.mkdir) -> Path:
+        """Name a volume in the settings, after it was made if it is not there yet."""
+        if not self.volume(cid).exists():
+            self.volume(cid).parent.mkdir(exist_ok=True)
+            make(self.volume(cid))
+        self.persistent[cid] = str(self.volume(cid))
+        return self.volume(cid)
+
+    def detach(self, cid: str) -> None:
+        """The settings name it no more."""
+        del self.persistent[cid]
+
+    def marker(self, cid: str) -> Marker | None:
+        return identity.read(self.volume(cid))
+
+    def write(self, name: str, text: str) -> None:
+        """As a job does: into the store, whatever that is."""
+        (self.paths.store / name).write_text(text)
+
+    def read(self, name: str) -> str:
+        return (self.paths.store / name).read_text()
+
+
+class Asked:
+    """What these actions touch of an agent."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.disks: Any = instance.disks
+        self.settings = self
+
+    async def refreshed(self) -> None:
+        """Settings are always those of the moment here."""
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing of ours handles it."""
+
+
+STEPS = [
+    (identity, "write"),
+    (volumes, "show"),
+    (volumes, "set_options"),
+    (volumes, "take_away"),
+    (copytree, "mirror"),
+    (files, "write_atomic"),
+    (files, "swap_link"),
+    (files, "remove_tree"),
+]
+"""Everything through which a migration changes a disk or a place."""
+MORE_THAN_ALL = 22
+
+
+async def migrate_until(step: int, instance: Instance, old: str = "a", new: str = "b") -> bool:
+    """Migrate, killed before the change number ``step``; True if it came to its end before."""
+    left = step
+
+    def until_then(real: Callable[..., object]) -> Callable[..., object]:
+        def change(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return change
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module, name in STEPS:
+            patched.setattr(module, name, until_then(getattr(module, name)))
+        with suppress(Killed):
+            await instance.disks.migrate(old, new)
+    return left >= 0
+
+
+# --- trees ----------------------------------------------------------------------------------------------------------
+
+ACL = struct.pack("<I", 2) + b"".join(
+    struct.pack("<HHI", tag, permission, who)
+    for tag, permission, who in [
+        (0x01, 6, 0xFFFFFFFF),
+        (0x02, 4, 1234),
+        (0x04, 4, 0xFFFFFFFF),
+        (0x10, 6, 0xFFFFFFFF),
+        (0x20, 0, 0xFFFFFFFF),
+    ]
+)
+"""What setfacl -m u:1234:r,m::rw makes of mode 0640."""
+FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
+"""What setcap cap_net_bind_service+ep writes."""
+
+
+def fill(tree: Path, *, as_root: bool = False) -> None:
+    """Put one of everything into a directory that a copy can get wrong."""
+    tree.mkdir(exist_ok=True)
+    (tree / "db/wal").mkdir(parents=True)
+    (tree / "db/data").write_bytes(os.urandom(300_000))
+    (tree / "db/data").chmod(0o640)
+    (tree / "db/wal/000001").write_bytes(b"")
+    os.link(tree / "db/data", tree / "db/wal/same as data")
+    os.link(tree / "db/data", tree / "a third name")
+    (tree / "twin").write_bytes(b"twin")
+    (tree / "another twin").write_bytes(b"twin")
+    with (tree / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"island")
+        file.truncate(4 << 20)
+    (tree / "to data").symlink_to("db/data")
+    (tree / "to nowhere").symlink_to("/does/not/exist")
+    (tree / "to above").symlink_to("..")
+    os.mkfifo(tree / "pipe", 0o622)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tree / "socket"))
+    Path(os.fsdecode(os.fsencode(tree) + b"/\xff\xfe not UTF-8\n")).write_text("x")
+    (tree / ("n" * 255)).write_text("long name")
+    os.setxattr(tree / "db/data", "user.checksum", b"\x00\x01binary\xff")
+    os.setxattr(tree / "db/data", "system.posix_acl_access", ACL)
+    os.setxattr(tree / "db", "system.posix_acl_default", ACL)
+    (tree / "db/made with the default ACL").write_text("x")
+    (tree / "setgid").mkdir()
+    (tree / "setgid").chmod(0o2775)
+    (tree / "tool").write_text("#!/bin/sh\n")
+    (tree / "tool").chmod(0o4755)
+    (tree / "read-only").mkdir()
+    (tree / "read-only/inside").write_text("x")
+    (tree / "read-only/inside").chmod(0o400)
+    deep = tree
+    for level in range(12):
+        deep /= f"level {level}"
+        deep.mkdir()
+    (deep / "bottom").write_text("x")
+    if as_root:
+        os.chown(tree / "db/data", 1000, 1001)
+        os.chown(tree / "to nowhere", 1000, 1000, follow_symlinks=False)
+        os.setxattr(tree / "tool", "security.capability", FILE_CAPABILITY)
+        os.setxattr(tree / "db", "trusted.mark", b"t")
+        os.mknod(tree / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    for path in [tree / "twin", tree / "another twin", tree / "db/wal", tree / "read-only/inside"]:
+        os.utime(path, ns=(1_000_000_000_123_456_789, 1_000_000_000_987_654_321))
+    os.utime(tree / "to data", ns=(1, 999_999_999), follow_symlinks=False)
+    (tree / "read-only").chmod(0o500)
+
+
+def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found", ".agent_shim"})) -> dict[str, Any]:
+    """Everything that has to survive a copy, by path; files with several names carry all of them."""
+    found: dict[str, Any] = {}
+    names: dict[tuple[int, int], list[str]] = {}
+    for here, below, inside in os.walk(tree):
+        if here == str(tree):
+            below[:] = [name for name in below if name not in spared]
+        for name in (*below, *inside):
+            path = Path(here, name)
+            status = path.lstat()
+            entry: list[Any] = [oct(status.st_mode), status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev]
+            if stat.S_ISREG(status.st_mode):
+                names.setdefault((status.st_dev, status.st_ino), []).append(str(path.relative_to(tree)))
+                entry += [status.st_size, hashlib.sha256(path.read_bytes()).hexdigest(), _attributes(path)]
+                entry.append(names[status.st_dev, status.st_ino])
+            elif stat.S_ISDIR(status.st_mode):
+                entry.append(_attributes(path))
+            elif stat.S_ISLNK(status.st_mode):
+                entry.append(str(path.readlink()))
+            found[str(path.relative_to(tree))] = entry
+    for entry in found.values():
+        if isinstance(entry[-1], list):
+            entry[-1] = sorted(entry[-1])
+    return found
+
+
+def _attributes(path: Path) -> dict[str, bytes]:
+    return {name: os.getxattr(path, name) for name in os.listxattr(path)}

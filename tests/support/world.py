@@ -1,0 +1,130 @@
+"""An agent with real services in a scratch tree, asked through the real dispatch; no bus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent_shim import boot, daemon
+from agent_shim.agent import Agent, Edges
+from agent_shim.comeback import Comeback
+from agent_shim.dispatch import Dispatcher
+from agent_shim.errors import ActionError
+from agent_shim.fencing import Fence
+from agent_shim.host import reaper
+from agent_shim.mirror import Mirror
+from agent_shim.paths import Paths
+from agent_shim.settings import Mbus
+from agent_shim.settings_store import SettingsStore
+from agent_shim.supervisor.supervisor import Event, Supervisor, Timing
+
+NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "default": ["dns", "gateway"]}}
+
+
+@dataclass
+class World:
+    """``call`` answers as the bus would; what the edges are asked is in ``asked``."""
+
+    agent: Agent
+    dispatcher: Dispatcher
+    asked: list[str]
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def paths(self) -> Paths:
+        return self.agent.paths
+
+    async def call(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
+        """The reply to one request."""
+        request = {"method": method, "arguments": arguments, "reply_to": "director.x.y.z", "protocol": protocol}
+        return await self.raw(request)
+
+    async def raw(self, request: Any) -> dict[str, Any]:
+        """The reply to any JSON value as a request."""
+        answer = await self.dispatcher.handle(json.dumps(request).encode())
+        assert answer is not None, f"dropped: {request}"
+        document: dict[str, Any] = json.loads(answer[1])
+        return document
+
+    async def run(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
+        """The final reply of an action: a task is polled to its end."""
+        reply = await self.call(method, *arguments, protocol=protocol)
+        async with asyncio.timeout(60):
+            while is_running(reply):
+                reply = await self.call("get_task", reply["value"]["agent_task_id"])
+        return reply
+
+    async def value(self, method: str, *arguments: Any, protocol: int = 3) -> Any:
+        """The value of an action that succeeds."""
+        reply = await self.run(method, *arguments, protocol=protocol)
+        assert "value" in reply, reply
+        return reply["value"]
+
+    async def error(self, method: str, *arguments: Any, protocol: int = 3) -> str:
+        """The text of an action that fails."""
+        reply = await self.run(method, *arguments, protocol=protocol)
+        assert "exception" in reply, reply
+        text: str = reply["exception"]["message"]
+        return text
+
+
+def is_running(reply: dict[str, Any]) -> bool:
+    value = reply.get("value")
+    return isinstance(value, dict) and value.get("state") == "running"
+
+
+def write_settings(base: Path, **members: Any) -> Path:
+    """The settings of a CPI, with a local blobstore in ``base/blobstore``."""
+    (base / "blobstore").mkdir(parents=True, exist_ok=True)
+    path = base / "settings-source.json"
+    document = {
+        "agent_id": "agent-1",
+        "vm": {"name": "vm-1"},
+        "mbus": "nats://127.0.0.1:4222",
+        "networks": NETWORKS,
+        "blobstore": {"provider": "local", "options": {"blobstore_path": str(base / "blobstore")}},
+    }
+    path.write_text(json.dumps(document | members))
+    return path
+
+
+@asynccontextmanager
+async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> AsyncIterator[World]:
+    """A booted agent for the length of the block; its jobs are stopped at the end."""
+    paths = Paths(base / "vcap")
+    await boot.boot([boot.tree_step(paths)])
+    store = SettingsStore(paths, [write_settings(base, **members)])
+    await store.refreshed()
+    asked: list[str] = []
+    events: list[Event] = []
+
+    async def announce() -> None:
+        asked.append("announce_shutdown")
+
+    async def reconnect(wanted: Mbus) -> None:
+        if wanted.certificate == "refused":
+            raise ActionError("cannot use the new bus credentials: refused")
+        asked.append("reconnect")
+
+    supervisor = Supervisor(paths, on_event=events.append, timing=timing or Timing())
+    edges = Edges(announce, reconnect, lambda: asked.append("shut_down"))
+    agent = daemon.assemble(paths, store, supervisor, edges, mirror=Mirror(paths), fence=Fence())
+    comeback = Comeback(agent, events.append)
+    with reaper.reaping():
+        async with supervisor:
+            await agent.mirror.recover(store.current.agent_id)
+            await boot.boot(boot.steps(agent, comeback))
+            dispatcher = Dispatcher(agent, agent.tasks, on_done=lambda *_: None)
+            lane = asyncio.create_task(agent.tasks.run(dispatcher.failure))
+            returning = asyncio.create_task(comeback.run())
+            try:
+                yield World(agent, dispatcher, asked, events)
+            finally:
+                await supervisor.stop(wait=True, timeout=20)
+                returning.cancel()
+                lane.cancel()
