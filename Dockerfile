@@ -1,0 +1,79 @@
+# An image that CPIs, Kubernetes and people can start as if it were a stemcell: a stemcell, or plain Debian or Ubuntu with
+# what a stemcell has, and over it the agent with an interpreter and an init of its own in /opt/agent_shim, and the
+# overlay. Nothing is fetched at run time.
+#
+#   docker build -t agent-shim .                                                      # also podman, buildah
+#   docker build --build-arg BASE_IMAGE=debian:bookworm-slim -t agent-shim .
+#   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile a package
+#   docker build --target overlay -o dist .                      # the overlay alone, to be put on a root file system
+#
+# Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither stays in
+# the image.
+ARG BASE_IMAGE=ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest
+
+# --- /opt/agent_shim --------------------------------------------------------------------------------------------------
+FROM ${BASE_IMAGE} AS build
+# 3.11 or newer: that of noble (3.12), bookworm (3.11) and trixie (3.13); python3.11 on jammy, whose own is 3.10.
+ARG PYTHON=python3
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ${PYTHON} ${PYTHON}-venv s6 patchelf \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+# An interpreter and an init that upgrades and releases do not touch.
+COPY stemcell_overlay/make make
+RUN ${PYTHON} make/interpreter /opt/agent_shim/python && make/init /opt/agent_shim/s6
+COPY requirements requirements
+# /build makes the wheel of this project and installs into /opt/agent_shim, which has no pip of its own.
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle,target=/run/secrets/ca.crt \
+    if [ -s /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
+    && export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_REQUIRE_HASHES=1 \
+    && ${PYTHON} -m venv /build \
+    && /opt/agent_shim/python/bin/python3 -m venv --without-pip /opt/agent_shim \
+    && /build/bin/pip install -r requirements/build.lock \
+    && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
+COPY LICENSE README.md pyproject.toml ./
+COPY agent_shim agent_shim
+# Compiled once and never looked at again: without these files the agent starts four times slower.
+RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
+    && /build/bin/pip --python /opt/agent_shim/bin/python3 install --no-deps --no-index /dist/*.whl \
+    && /opt/agent_shim/bin/python3 -m compileall -q -f --invalidation-mode unchecked-hash \
+        /opt/agent_shim/lib /opt/agent_shim/python/lib
+
+# --- the overlay alone ------------------------------------------------------------------------------------------------
+FROM scratch AS overlay
+COPY --from=build /opt/agent_shim /stemcell_overlay/program
+COPY stemcell_overlay /stemcell_overlay
+COPY systemd /systemd
+
+# --- the image --------------------------------------------------------------------------------------------------------
+FROM ${BASE_IMAGE}
+# What scripts of CPIs and of typical releases call; a stemcell has most of it.
+ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
+    logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
+    runit sudo tzdata unzip util-linux vim-tiny wget xz-utils zip"
+# What packages are compiled with.
+ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
+# bpm promises its processes en_US.UTF-8. Host keys belong to a machine, not to an image.
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ${PACKAGES} ${COMPILERS} \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
+    && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8
+COPY --from=build /opt/agent_shim /opt/agent_shim
+RUN --mount=type=bind,target=/mnt \
+    PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply /
+
+# The version that stands in /var/vcap/bosh/etc and in the stemcell's manifest, if it is not to be that of the base.
+ARG STEMCELL_VERSION=
+RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/vcap/bosh/etc/stemcell_version; fi
+LABEL org.opencontainers.image.title="agent_shim" \
+    org.opencontainers.image.description="A BOSH stemcell for containers and pods" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    io.bosh.stemcell.version="${STEMCELL_VERSION}" \
+    io.bosh.stemcell.api_version="3"
+
+# CPIs put their own command in place of CMD; an entry point would stand before it.
+ENTRYPOINT []
+CMD ["/sbin/init"]
+# What systemd takes for its end, SIGRTMIN+3, cannot be caught by this init.
+STOPSIGNAL SIGTERM

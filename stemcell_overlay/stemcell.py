@@ -1,0 +1,302 @@
+"""Make a stemcell that Directors and container CPIs take: ``./dev stemcell``.
+
+    ./dev stemcell [--image REF | --base REF] [--version V] [--out DIR] [-- BUILD OPTION…]
+    ./dev stemcell --light --image REF@sha256:… [--version V] [--out DIR]
+
+An image is built with the Dockerfile (``--base``: on what; options after ``--`` go to the build), or taken
+(``--image``). A light stemcell only names one that lies in a registry. Shapes are those of bosh-linux-stemcell-builder
+(``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of what CPIs read (bosh-docker-cpi
+``stemcell/metadata.go``).
+"""
+
+# ruff: noqa: INP001, T201 - a program that speaks to whoever runs it
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from isal import igzip
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+TAG: Final = "localhost/agent-shim/stemcell"
+API_VERSION: Final = 3
+"""From 3 on the Director may send signed links in place of the credentials of its blobstore."""
+HEAVY: Final = ["warden-tar", "general-tar"]
+LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
+CHUNK: Final = 1 << 20
+
+COMPILERS: Final = "gcc g++ cpp make cmake bison flex gettext pkg-config dpkg-dev binutils"
+
+FACTS: Final = """
+. /etc/os-release
+echo "os=$ID-$VERSION_CODENAME"
+echo "version=$(cat /var/vcap/bosh/etc/stemcell_version)"
+echo --
+dpkg-query --show --showformat '${Package} ${Version} ${Architecture}\\n'
+echo --
+/opt/agent_shim/bin/python3 -c '
+from importlib import metadata
+for found in sorted(metadata.distributions(), key=lambda found: found.name):
+    print(found.name, found.version)
+'
+echo --
+for package in COMPILERS; do dpkg --listfiles $package 2>/dev/null; done |
+    while read -r file; do [ -f "$file" ] && echo "$file"; done | sort -u
+echo --
+dpkg --list
+"""
+"""What is asked inside an image: its system, its packages, those of the agent, files of compilers, ``dpkg -l``."""
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    try:
+        made = light(arguments) if arguments.light else heavy(arguments)
+    except subprocess.CalledProcessError as exc:
+        print(f"stemcell: cannot make it: {exc}", file=sys.stderr)
+        return 1
+    except OSError as exc:
+        print(f"stemcell: cannot make it: {exc.strerror}: {exc.filename}", file=sys.stderr)
+        return 1
+    print(made)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="./dev stemcell", description="Make a stemcell for container CPIs.")
+    parser.add_argument("--light", action="store_true", help="only name an image in a registry")
+    parser.add_argument("--image", help="an image that is there already; with --light NAME:TAG@sha256:DIGEST")
+    parser.add_argument("--base", help="what the image is built on (default: that of the Dockerfile)")
+    parser.add_argument("--os", help="the operating system manifests ask for (default: that of the image)")
+    parser.add_argument("--version", help="the version of the stemcell (default: that of the base and ours)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the tarball goes (default: dist)")
+    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="for the build, after --")
+    return parser
+
+
+def light(arguments: argparse.Namespace) -> Path:
+    """A pointer to an image; nothing is pulled or run."""
+    reference, at, digest = (arguments.image or "").partition("@")
+    if not at or re.fullmatch(r"sha256:[0-9a-f]{64}", digest) is None:
+        raise SystemExit("stemcell: cannot make a light stemcell without --image NAME:TAG@sha256:DIGEST")
+    system, version = arguments.os or "ubuntu-noble", arguments.version or own_version()
+    pointers = {"image_reference": reference, "digest": digest, "image": f"{reference}@{digest}"}
+    files = {
+        "stemcell.MF": manifest(system, version, LIGHT, digests(iter(())), pointers).encode(),
+        "packages.txt": b"",
+        "dev_tools_file_list.txt": b"",
+        "image": b"",
+    }
+    path = _target(arguments.out, f"light-{name_of(system)}", version)
+    with _tarball(path) as tarball:
+        for name, content in files.items():
+            _add(tarball, name, content)
+    return path
+
+
+def heavy(arguments: argparse.Namespace) -> Path:
+    """The root file system itself, from an image that is built or there already."""
+    tool = shutil.which("podman") or shutil.which("docker")
+    if tool is None:
+        raise SystemExit("stemcell: cannot make it: neither podman nor docker is installed")
+    image = arguments.image or TAG
+    if not arguments.image:
+        wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version}
+        given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
+        subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
+    script = FACTS.replace("COMPILERS", COMPILERS)
+    run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", script]
+    said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 4)
+    facts = dict(line.split("=", 1) for line in said[0].split())
+    packages, modules = ([line.split() for line in part.splitlines()] for part in said[1:3])
+    system = arguments.os or facts["os"]
+    version = arguments.version or own_version(facts["version"])
+    with tempfile.TemporaryDirectory(dir=_made(arguments.out)) as scratch:
+        root = Path(scratch, "image")
+        _export(tool, image, root)
+        with root.open("rb") as file:
+            sums = digests(iter(lambda: file.read(CHUNK), b""))
+        path = _target(arguments.out, name_of(system), version)
+        with _tarball(path) as tarball:
+            _add(tarball, "stemcell.MF", manifest(system, version, HEAVY, sums, {}).encode())
+            _add(tarball, "packages.txt", said[4].encode())
+            _add(tarball, "dev_tools_file_list.txt", said[3].encode())
+            tarball.add(root, "image", filter=_owned_by_root)
+            _add(tarball, "sbom.spdx.json", _json(spdx(system, version, packages, modules)))
+            _add(tarball, "sbom.cdx.json", _json(cyclonedx(system, version, packages, modules)))
+    return path
+
+
+def own_version(base: str = "0.0.0") -> str:
+    """That of this project, after the version of the stemcell that it lies on."""
+    text = (ROOT / "agent_shim/__init__.py").read_text()
+    found = re.search(r'__version__ = "([^"]+)"', text)
+    assert found is not None
+    return found[1] if base == "0.0.0" else f"{base}+shim.{found[1]}"
+
+
+def name_of(system: str) -> str:
+    """A name of its own: a Director takes a second stemcell of one name and version for the first."""
+    return f"bosh-warden-boshlite-{system}-agent-shim"
+
+
+def manifest(system: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]) -> str:
+    """``stemcell.MF``; the values are of kinds that YAML and JSON write alike."""
+    name, distribution = name_of(system), system.partition("-")[0]
+    properties = {
+        "name": name,
+        "version": version,
+        "infrastructure": "warden",
+        "hypervisor": "boshlite",
+        "disk": 5120,
+        "disk_format": "files",
+        "container_format": "bare",
+        "os_type": "linux",
+        "os_distro": distribution,
+        "architecture": "x86_64",
+        "root_device_name": "/dev/sda1",
+        **pointers,
+    }
+    members: dict[str, Any] = {
+        "name": name,
+        "version": version,
+        "bosh_protocol": "1",
+        "api_version": API_VERSION,
+        "sha1": sums,
+        "operating_system": system,
+        "stemcell_formats": formats,
+    }
+    lines = [f"{key}: {json.dumps(value)}" for key, value in members.items()]
+    lines += ["cloud_properties:", *(f"  {key}: {json.dumps(value)}" for key, value in properties.items())]
+    return "---\n" + "\n".join(lines) + "\n"
+
+
+def digests(chunks: Iterator[bytes]) -> str:
+    """Several digests in one text, as bosh-utils reads them (crypto/multiple_digest.go)."""
+    sha1, sha256 = hashlib.sha1(usedforsecurity=False), hashlib.sha256()
+    for chunk in chunks:
+        sha1.update(chunk)
+        sha256.update(chunk)
+    return f"{sha1.hexdigest()};sha256:{sha256.hexdigest()}"
+
+
+def cyclonedx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
+    """What is in it, in CycloneDX 1.5."""
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {"type": "operating-system", "name": name_of(system), "version": version}},
+        "components": [
+            {"type": "library", "name": name, "version": number, "purl": url}
+            for name, number, url in _components(system, packages, modules)
+        ],
+    }
+
+
+def spdx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
+    """The same in SPDX 2.3."""
+    name = f"{name_of(system)}-{version}"
+    return {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": "SPDXRef-DOCUMENT",
+        "name": name,
+        "documentNamespace": f"https://spdx.org/spdxdocs/{name}",
+        "creationInfo": {"creators": ["Tool: agent-shim"], "created": "1980-01-01T00:00:00Z"},
+        "packages": [
+            {
+                "SPDXID": f"SPDXRef-{number}",
+                "name": package,
+                "versionInfo": installed,
+                "downloadLocation": "NOASSERTION",
+                "externalRefs": [
+                    {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": url}
+                ],
+            }
+            for number, (package, installed, url) in enumerate(_components(system, packages, modules))
+        ],
+    }
+
+
+def _components(system: str, packages: list[list[str]], modules: list[list[str]]) -> Iterator[tuple[str, str, str]]:
+    distribution = system.partition("-")[0]
+    for name, version, architecture in packages:
+        yield name, version, f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}"
+    for name, version in modules:
+        yield name, version, f"pkg:pypi/{name.lower()}@{version}"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _export(tool: str, image: str, target: Path) -> None:
+    """The root file system of an image as a packed tarball."""
+    create = [tool, "create", image, "true"]
+    container = subprocess.run(create, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        export = subprocess.Popen([tool, "export", container], stdout=subprocess.PIPE)
+        assert export.stdout is not None
+        with target.open("wb") as raw, _packed(raw, 2) as packed:
+            shutil.copyfileobj(export.stdout, packed, CHUNK)
+        if code := export.wait():
+            raise subprocess.CalledProcessError(code, export.args)
+    finally:
+        subprocess.run([tool, "rm", "--force", container], check=True, capture_output=True)
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _target(out: Path, name: str, version: str) -> Path:
+    return _made(out) / f"{name.replace('bosh-', 'bosh-stemcell-' + version + '-', 1)}.tgz"
+
+
+@contextmanager
+def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
+    """A tarball that has its name once it is whole."""
+    beside = path.with_name(path.name + ".part")
+    with beside.open("wb") as raw, _packed(raw, 0) as packed, tarfile.open(fileobj=packed, mode="w") as tarball:
+        yield tarball
+    beside.replace(path)
+
+
+def _packed(raw: BinaryIO, level: int) -> Any:
+    """A file that packs what is written to it; the same content gives the same bytes."""
+    return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=level, mtime=0)  # type: ignore[no-untyped-call]
+
+
+def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(content), 0o644
+    tarball.addfile(member, io.BytesIO(content))
+
+
+def _owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    member.mode = 0o644
+    return member
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""podman as the image tests use it: a base image made from Debian's packages, our image on top, containers of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.structure.source import ROOT
+
+PACKAGES = "mmdebstrap podman buildah runc netavark aardvark-dns catatonit iptables uidmap"
+IMAGE = "localhost/agent-shim/test"
+BASE = "localhost/agent-shim/debian"
+
+SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
+"""What a build behind a mirror needs to reach it; given where it exists, left in no image."""
+
+
+@dataclass(frozen=True)
+class Podman:
+    """Runs podman with a configuration of our own: not every machine can raise limits or has cgroups of one kind."""
+
+    config: Path
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> str:
+        """Run to the end; the output, or a failed test with what podman said."""
+        result = self.run(*arguments, stdin=stdin)
+        if result.returncode != 0:
+            said = (result.stdout + result.stderr).decode(errors="replace")
+            pytest.fail(f"podman {' '.join(arguments)} ended with {result.returncode}:\n{said}")
+        return result.stdout.decode(errors="replace")
+
+    def run(self, *arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+        """Run to the end, whatever it is."""
+        environment = {**os.environ, "CONTAINERS_CONF": str(self.config)}
+        return subprocess.run(["podman", *arguments], input=stdin, capture_output=True, env=environment)
+
+
+def podman(where: Path) -> Podman:
+    """podman with its configuration in ``where``; a failed test where something is not installed."""
+    missing = [name for name in ("podman", "mmdebstrap", "runc") if shutil.which(name) is None]
+    if missing:
+        pytest.fail(f"{' and '.join(missing)} missing: apt-get install --no-install-recommends {PACKAGES}")
+    limits = [("nofile", resource.RLIMIT_NOFILE, 16384), ("nproc", resource.RLIMIT_NPROC, 32768)]
+    ulimits = ", ".join(f'"{name}={most}:{most}"' for name, kind, wanted in limits for most in [_most(kind, wanted)])
+    config = where / "containers.conf"
+    config.write_text(
+        f"[containers]\ndefault_ulimits = [{ulimits}]\n"
+        '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "runc"\n'
+    )
+    return Podman(config)
+
+
+def _most(kind: int, wanted: int) -> int:
+    hard = resource.getrlimit(kind)[1]
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+
+
+def base_image(podman: Podman, where: Path) -> str:
+    """Plain Debian without a registry, made once a week so that security updates arrive."""
+    tag = f"{BASE}:bookworm-{time.strftime('%Gw%V')}"
+    if podman.run("image", "exists", tag).returncode != 0:
+        archive = where / "base.tar"
+        subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", "bookworm", archive], check=True)
+        podman("import", "--quiet", str(archive), tag)
+        archive.unlink()
+    return tag
+
+
+def build(podman: Podman, base: str) -> str:
+    """Our image from the Dockerfile, without the compilers; the one it replaces goes."""
+    before = podman.run("image", "inspect", "--format", "{{.Id}}", IMAGE).stdout.decode().strip()
+    secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
+    arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *secrets, "--tag", IMAGE]
+    podman("build", "--quiet", *arguments, str(ROOT))
+    if before and before != podman("image", "inspect", "--format", "{{.Id}}", IMAGE).strip():
+        podman.run("rmi", before)
+    return IMAGE
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of containers, whose ``gateway`` is this machine."""
+
+    name: str
+    gateway: str
+
+
+@contextmanager
+def network(podman: Podman, name: str) -> Iterator[Network]:
+    """A network for the length of the block."""
+    podman("network", "create", name)
+    try:
+        yield Network(name, json.loads(podman("network", "inspect", name))[0]["subnets"][0]["gateway"])
+    finally:
+        podman.run("network", "rm", "--force", name)
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container that runs; every call goes to a thread, so that the bus in the test goes on."""
+
+    podman: Podman
+    name: str
+
+    async def address(self) -> str:
+        """Its address on its network."""
+        form = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+        return (await asyncio.to_thread(self.podman, "inspect", "--format", form, self.name)).strip()
+
+    async def is_running(self) -> bool:
+        """Whether process 1 lives."""
+        said = await asyncio.to_thread(self.podman, "inspect", "--format", "{{.State.Running}}", self.name)
+        return said == "true\n"
+
+    async def signal(self, name: str) -> None:
+        """Send process 1 a signal."""
+        await asyncio.to_thread(self.podman, "kill", "--signal", name, self.name)
+
+    async def ended(self) -> int:
+        """Wait for its end; its exit code."""
+        return int(await asyncio.to_thread(self.podman, "wait", self.name))
+
+    async def exec(self, *command: str, stdin: bytes | None = None) -> str:
+        """The output of a command inside, which must be good."""
+        return await asyncio.to_thread(self.podman, "exec", "--interactive", self.name, *command, stdin=stdin)
+
+    async def status_of(self, *command: str) -> int:
+        """The exit code of a command inside."""
+        return (await asyncio.to_thread(self.podman.run, "exec", self.name, *command)).returncode
+
+    async def until(self, code: int, *command: str) -> None:
+        """Until a command inside ends with this exit code; a failed test when the container ends first."""
+        async with asyncio.timeout(60):
+            while await self.status_of(*command) != code:
+                if not await self.is_running():
+                    pytest.fail("the container has ended")
+                await asyncio.sleep(0.1)
+
+    async def put(self, path: str, content: str, mode: int = 0o640) -> None:
+        """Unpack one file, as the Docker CPI does it, into the running container."""
+        await self.exec("tar", "-C", "/", "-xf", "-", stdin=_archive(path, content, mode))
+
+    async def stop(self) -> int:
+        """Stop it as a runtime does, in order; its exit code."""
+        await self.signal("TERM")
+        async with asyncio.timeout(60):
+            return await self.ended()
+
+    async def changed(self) -> list[str]:
+        """Paths that differ from the image."""
+        lines = (await asyncio.to_thread(self.podman, "diff", self.name)).splitlines()
+        return [line.split(maxsplit=1)[1] for line in lines]
+
+    def logs(self) -> str:
+        """What process 1 has said so far."""
+        result = self.podman.run("logs", self.name)
+        return (result.stdout + result.stderr).decode(errors="replace")
+
+
+@asynccontextmanager
+async def running(
+    podman: Podman, image: str, *command: str, options: tuple[str, ...] = (), files: dict[str, str] | None = None
+) -> AsyncIterator[Container]:
+    """A container for the length of the block; ``files`` are put into it before it starts."""
+    no_systemd = () if any(option.startswith("--systemd") for option in options) else ("--systemd=false",)
+    create = ["create", *no_systemd, *options, image, *command]
+    container = Container(podman, (await asyncio.to_thread(podman, *create)).strip())
+    try:
+        for path, content in (files or {}).items():
+            archive = _archive(path, content, 0o644)
+            await asyncio.to_thread(podman, "cp", "-", f"{container.name}:/", stdin=archive)
+        await asyncio.to_thread(podman, "start", container.name)
+        yield container
+    finally:
+        print(await asyncio.to_thread(container.logs))  # noqa: T201 - pytest shows it when the test fails
+        await asyncio.to_thread(podman.run, "rm", "--force", "--time", "0", container.name)
+
+
+def _archive(path: str, content: str, mode: int) -> bytes:
+    raw = content.encode()
+    member = tarfile.TarInfo(path.removeprefix("/"))
+    member.size, member.mode = len(raw), mode
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(member, io.BytesIO(raw))
+    return buffer.getvalue()

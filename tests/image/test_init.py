@@ -1,0 +1,145 @@
+"""Process 1 of the image: an agent that crashes is back while jobs go on, and the end of the container is orderly."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent_shim.paths import Paths
+from tests.image import pods
+from tests.image.pods import Container, Podman
+from tests.image.site import AGENT, SETTINGS, Site
+from tests.support import jobs
+
+pytestmark = pytest.mark.image
+
+LIVE = ("agent-shim", "probe", "live")
+AGENT_PID = ("pgrep", "--full", "bin/bosh-agent")
+
+TIERS = {
+    "all capabilities": ("--cap-add=all",),
+    "default capabilities": (),
+    "a user namespace": ("--cap-add=all", "--uidmap=0:200000:65536", "--gidmap=0:200000:65536"),
+    "no capabilities": ("--cap-drop=all",),
+    "no capabilities, nobody's files": (
+        *("--cap-drop=all", "--security-opt=no-new-privileges", "--user=1000:1000"),
+        *("--read-only", "--read-only-tmpfs=false", "--volume={volume}:/var/vcap"),
+    ),
+}
+
+
+def draining(seconds: float, *, leaves: str) -> dict[str, str]:
+    """A job that sleeps, drains so long and leaves a file in its log directory."""
+    drain = f"#!/bin/sh\necho drained > {leaves}\nsleep {seconds}\necho 0\n"
+    return jobs.sleeper(Paths(), "sleeper") | {"bin/drain": drain}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+async def pid_of_job(container: Container) -> str:
+    return (await container.exec("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")).strip()
+
+
+@pytest.mark.parametrize("options", TIERS.values(), ids=TIERS.keys())
+async def test_it_comes_up_whatever_is_taken_from_it(
+    podman: Podman, image: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """With any capabilities, or as an ordinary user on files that cannot be written, the agent waits for settings."""
+    tmp_path.chmod(0o777)
+    options = ("--network=none", *(option.format(volume=tmp_path) for option in options))
+    async with pods.running(
+        podman, image, "env", "-i", "/opt/agent_shim/launch", "-P", "x", options=options
+    ) as container:
+        await container.until(0, *LIVE)
+
+        assert (await container.exec("cat", "/proc/1/comm")).strip() == "s6-svscan"
+        assert await container.stop() == 0
+
+
+async def test_a_crashed_agent_is_back_and_jobs_go_on(site: Site) -> None:
+    """The end of the agent is not that of the container, nor that of a job."""
+    async with site.container() as container:
+        await container.put(SETTINGS, site.settings())
+        await site.deploy()
+        before = await pid_of_job(container), await container.exec(*AGENT_PID)
+        await container.exec("pkill", "-KILL", "--full", "bin/bosh-agent")
+        await container.until(1, "sh", "-c", f"pgrep --full bin/bosh-agent | grep -q '^{before[1].strip()}$'")
+        await container.until(0, *LIVE)
+        await site.until_state("running")
+
+        assert await pid_of_job(container) == before[0]
+        assert await container.exec(*AGENT_PID) != before[1]
+
+
+@pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
+async def test_signals_to_process_1_are_an_orderly_stop(site: Site, signal: str) -> None:
+    """What runtimes send when a container is to end: the job drains, is stopped, and the container ends with 0."""
+    leaves = "/var/vcap/data/trace"
+    async with site.container("env", "-i", "/sbin/init") as container:
+        await container.put(SETTINGS, site.settings())
+        await site.deploy({"sleeper": draining(0.5, leaves=leaves)})
+        await container.signal(signal)
+
+        assert await container.ended() == 0
+        assert "all jobs stopped in order" in container.logs()
+        assert "not clean" not in container.logs()
+
+
+async def test_an_end_that_is_not_clean_says_so(site: Site) -> None:
+    """A drain that would take longer than the grace ends with it, and the code of the container tells."""
+    async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
+        await container.put(SETTINGS, site.settings())
+        await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
+        async with asyncio.timeout(30):
+            await container.signal("TERM")
+
+            assert await container.ended() == 1
+        assert "drain scripts were cut short" in container.logs()
+
+
+async def test_somebody_logs_in(site: Site) -> None:
+    """The key that ``bosh ssh`` sends opens the door: the server was not there before, and goes with its last user."""
+    key = site.scratch / "key"
+    await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+    async with site.container("env", "-i", "/sbin/init") as container:
+        await container.put(SETTINGS, site.settings())
+        await site.until_pong()
+        setup = {"user": "bosh_jane", "public_key": key.with_suffix(".pub").read_text()}
+        reply = await site.director.run(AGENT, "ssh", "setup", setup)
+        known = site.scratch / "known_hosts"
+        known.write_text(f"{await container.address()} {reply['host_public_key']}\n")
+        ssh = ("ssh", "-i", str(key), "-o", f"UserKnownHostsFile={known}", "-o", "BatchMode=yes")
+        login = (*ssh, f"bosh_jane@{await container.address()}", "sudo", "-n", "id", "-un")
+        done = await asyncio.to_thread(run, *login)
+        await site.director.run(AGENT, "ssh", "cleanup", {"user_regex": "^bosh_jane$"})
+
+        assert (done.returncode, done.stdout) == (0, "root\n"), done.stderr
+        assert await container.status_of("pgrep", "-x", "sshd") == 1
+
+
+async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, image: str) -> None:
+    """Variables of a pod are no business of the agent's scripts; its own, by their name, are."""
+    options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
+    async with pods.running(podman, image, options=options) as container:
+        await container.until(0, *LIVE)
+        pid = (await container.exec(*AGENT_PID)).strip()
+        environment = (await container.exec("cat", f"/proc/{pid}/environ")).split("\0")
+        names = {line.partition("=")[0] for line in environment}
+
+        assert {"SECRET", "KUBERNETES_PORT"} & names == set()
+        assert "AGENT_SHIM_GRACE=9" in environment
+
+
+async def test_orphans_are_reaped(podman: Podman, image: str) -> None:
+    """What somebody leaves behind in the container does not stay a zombie: process 1 buries it."""
+    async with pods.running(podman, image, options=("--network=none",)) as container:
+        await container.until(0, *LIVE)
+        orphan = (await container.exec("sh", "-c", "sleep 0.5 >/dev/null 2>&1 & echo $!")).strip()
+        assert await container.status_of("test", "-d", f"/proc/{orphan}") == 0
+
+        await container.until(1, "test", "-d", f"/proc/{orphan}")

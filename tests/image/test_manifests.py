@@ -1,0 +1,64 @@
+"""Manifests and the Dockerfile as tools of others judge them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.image
+
+DEPLOY = ROOT / "deploy/kubernetes"
+KUSTOMIZED = ("base", "privileged", "restricted", "cpi")
+VERSIONS = ("1.25", "1.37")
+"""The oldest and the newest schema that the validator has."""
+
+
+def tool(name: str) -> str:
+    """A program of requirements/tools.lock."""
+    path = ROOT / ".tools/bin" / name
+    if not path.exists():
+        pytest.fail(f"{name} is missing: ./dev test-image installs it")
+    return str(path)
+
+
+def kustomized(name: str) -> str:
+    """What is given to a cluster."""
+    if shutil.which("kubectl") is None:
+        pytest.fail("kubectl is missing: apt-get install --no-install-recommends kubernetes-client")
+    done = subprocess.run(["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", KUSTOMIZED)
+def test_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
+    """Each field is one that this version of Kubernetes knows."""
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(kustomized(name))
+    validate = [tool("kubernetes-validate"), "--strict", "--kubernetes-version", version, str(manifest)]
+    done = subprocess.run(validate, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_wrong_field_is_noticed(tmp_path: Path) -> None:
+    """A field that Kubernetes does not know is one that this test sees."""
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(kustomized("base").replace("terminationGracePeriodSeconds", "terminationGrace"))
+    done = subprocess.run([tool("kubernetes-validate"), "--strict", str(manifest)], capture_output=True, text=True)
+
+    assert done.returncode != 0
+
+
+def test_dockerfiles_are_good() -> None:
+    """Versions of packages are left open on purpose: each build takes the newest, which is how fixes arrive."""
+    files = [str(ROOT / "Dockerfile"), str(DEPLOY / "example/Dockerfile")]
+    done = subprocess.run([tool("hadolint"), "--ignore=DL3008", *files], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout) == (0, "")

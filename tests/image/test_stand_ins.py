@@ -1,0 +1,100 @@
+"""What scripts of releases call to control services of the system, in a container where no systemd runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.image import pods
+from tests.image.pods import Container, Podman
+
+pytestmark = [pytest.mark.image, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def container(podman: Podman, image: str) -> AsyncIterator[Container]:
+    async with pods.running(podman, image, options=("--network=none",)) as made:
+        await made.until(0, "systemctl", "is-active", "cron", "rsyslog")
+        yield made
+
+
+async def said(container: Container, command: str) -> str:
+    """The output of a shell command inside, both streams, and its exit code as the last line."""
+    return await container.exec("sh", "-c", f"{command} 2>&1; echo $?")
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("systemctl is-active rsyslog.service", "active\n0\n"),
+        ("systemctl --quiet is-active rsyslog", "0\n"),
+        ("systemctl stop cron && systemctl is-active cron", "inactive\n3\n"),
+        ("systemctl start cron && systemctl is-active cron", "active\n0\n"),
+        ("systemctl daemon-reload && systemctl enable rsyslog && systemctl reset-failed", "0\n"),
+        ("systemctl reload rsyslog", "0\n"),
+        ("systemctl start nothing", "Unit nothing.service not found.\n5\n"),
+        ("systemctl is-active nothing", "inactive\n3\n"),
+        ("systemctl is-system-running", "offline\n1\n"),
+        (
+            "systemctl restart systemd-resolved",
+            "systemd-resolved belongs to the machine around this container: nothing is done\n0\n",
+        ),
+        ("systemctl restart ssh", "ssh is a part of the agent, which sees to it itself\n0\n"),
+        ("service rsyslog restart && service rsyslog status", "rsyslog is running\n0\n"),
+        ("service nothing start", "nothing: unrecognized service\n1\n"),
+        ("service sudo status", "0\n"),
+        ("service --status-all | grep cron", " [ + ]  cron\n0\n"),
+        ("sv restart cron | sed 's/(.*/…/'", "ok: run: cron: …\n0\n"),
+        ("sv status rsyslog | sed 's/(.*/…/'", "run: rsyslog: …\n0\n"),
+        ("sv start nothing", "fail: nothing: unable to change to service directory: file does not exist\n1\n"),
+        (
+            "sv -w 3 restart agent | sed 's/(.*/…/'; until agent-shim probe live 2>/dev/null; do sleep 0.1; done",
+            "ok: run: agent: …\nalive\n0\n",
+        ),
+    ],
+)
+async def test_control(container: Container, command: str, wanted: str) -> None:
+    """Each command is understood, done, and answered as the real one would."""
+    assert await said(container, command) == wanted
+
+
+async def test_a_service_for_runit_becomes_one_of_ours(container: Container) -> None:
+    """A release that brings a directory for runit has its program supervised."""
+    await container.exec(
+        *("sh", "-c"),
+        "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run",
+    )
+
+    assert (await said(container, "sv start own")).startswith("ok: run: own: (pid ")
+    assert await said(container, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
+
+
+async def test_syslog_is_written(container: Container) -> None:
+    """What a program says to syslog is in the file where one looks."""
+    await container.exec("logger", "--tag", "somebody", "hello")
+
+    await container.until(0, "grep", "-q", "somebody: hello", "/var/log/syslog")
+
+
+async def test_name_servers(container: Container) -> None:
+    """bosh-dns puts its server before the others, and takes it out again."""
+    await container.exec("sh", "-c", "echo 'nameserver 192.0.2.1' >/etc/resolv.conf")
+    await container.exec("resolvectl", "dns", "bosh-dns", "169.254.0.2")
+    await container.exec("resolvectl", "domain", "bosh-dns", "~.")
+
+    assert await said(container, "resolvectl dns") == "169.254.0.2\n192.0.2.1\n0\n"
+    assert await said(container, "resolvectl revert bosh-dns; cat /etc/resolv.conf") == "nameserver 192.0.2.1\n0\n"
+
+
+async def test_logs_of_jobs_are_rotated(container: Container) -> None:
+    """A log that has grown is packed away while its file stays the same one."""
+    log = "/var/vcap/data/sys/log/job/job.log"
+    await container.exec(
+        "sh", "-c", f"mkdir -p {log.rpartition('/')[0]}; truncate -s 51M {log}; stat -c %i {log} >/tmp/i"
+    )
+    await container.exec("logrotate", "/etc/logrotate.d/vcap")
+
+    assert await said(container, f"stat -c '%i %s' {log} | diff - /tmp/i | head -1") == "1c1\n0\n"
+    assert await said(container, f"ls {log}.1.gz") == f"{log}.1.gz\n0\n"

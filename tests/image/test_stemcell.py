@@ -1,0 +1,80 @@
+"""The stemcell made from the image, taken apart as CPIs take it: imported anew, it still starts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.image import pods
+from tests.image.pods import Podman
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.image
+
+IMPORTED = "localhost/agent-shim/imported"
+MOST = 80_000_000
+"""Bytes that the overlay may add to a base, /opt/agent_shim with all in it."""
+
+
+@pytest.fixture(scope="module")
+def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the members of a stemcell that was made now."""
+    where = tmp_path_factory.mktemp("stemcell")
+    program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--version", "9"]
+    environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
+    done = subprocess.run([*program, "--out", str(where)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    tarball = Path(done.stdout.strip())
+    with tarfile.open(tarball) as packed:
+        packed.extractall(where / "members")  # noqa: S202 - made by us
+    tarball.unlink()
+    return where / "members"
+
+
+def test_members(taken_apart: Path) -> None:
+    """All that the Director's and the CPIs' code looks for is there, and the digests are those of the image."""
+    manifest = yaml.safe_load((taken_apart / "stemcell.MF").read_text())
+    sums = [hashlib.new(name, (taken_apart / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
+    parts = {path.name for path in taken_apart.iterdir()}
+    spdx, cyclonedx = (json.loads((taken_apart / f"sbom.{kind}.json").read_text()) for kind in ("spdx", "cdx"))
+
+    assert parts == {
+        *("stemcell.MF", "packages.txt", "dev_tools_file_list.txt", "image", "sbom.spdx.json", "sbom.cdx.json")
+    }
+    assert manifest["sha1"] == f"{sums[0]};sha256:{sums[1]}"
+    assert manifest["stemcell_formats"] == ["warden-tar", "general-tar"]
+    assert manifest["operating_system"] == "debian-bookworm"
+    assert manifest["name"] == "bosh-warden-boshlite-debian-bookworm-agent-shim"
+    assert " openssh-server " in (taken_apart / "packages.txt").read_text()
+    assert {"nats-py", "msgspec", "agent-shim"} <= {one["name"] for one in cyclonedx["components"]}
+    assert len(spdx["packages"]) == len(cyclonedx["components"]) > 200
+
+
+async def test_imported_image_starts(podman: Podman, taken_apart: Path) -> None:
+    """``docker import`` keeps no configuration: the command of a CPI alone makes it start."""
+    await asyncio.to_thread(podman, "import", "--quiet", str(taken_apart / "image"), IMPORTED)
+    try:
+        chain = "exec env -i /usr/sbin/runsvdir-start"
+        async with pods.running(podman, IMPORTED, "bash", "-c", chain, options=("--network=none",)) as container:
+            await container.until(0, "agent-shim", "probe", "live")
+            assert await container.stop() == 0
+    finally:
+        await asyncio.to_thread(podman.run, "rmi", "--force", IMPORTED)
+        shutil.rmtree(taken_apart)
+
+
+def test_overlay_is_small(podman: Podman, image: str) -> None:
+    """The whole of what the overlay brings, as files."""
+    said = podman("run", "--rm", "--network=none", image, "du", "-s", "--bytes", "/opt/agent_shim")
+
+    assert int(said.split()[0]) < MOST

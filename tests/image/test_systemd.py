@@ -1,0 +1,73 @@
+"""The unit under a systemd that is process 1 of a container without privileges."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.image import pods
+from tests.image.pods import Container, Podman
+from tests.image.site import SETTINGS, Site
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.image
+
+IMAGE = "localhost/agent-shim/systemd"
+UNIT = "agent-shim.service"
+
+CONTAINERFILE = """
+ARG IMAGE
+FROM ${IMAGE}
+RUN apt-get update && apt-get install -y --no-install-recommends systemd dbus && rm -rf /var/lib/apt/lists/*
+"""
+QUICK = "[Service]\nWatchdogSec=2\n"
+
+
+@pytest.fixture(scope="module")
+def with_systemd(podman: Podman, image: str) -> str:
+    arguments = ["--quiet", f"--build-arg=IMAGE={image}", "--tag", IMAGE, "--file", "-", str(ROOT / "systemd")]
+    podman("build", *arguments, stdin=CONTAINERFILE.encode())
+    return IMAGE
+
+
+@pytest.fixture
+async def container(site: Site, with_systemd: str) -> AsyncIterator[Container]:
+    """systemd, with a watchdog that waits for two seconds."""
+    options = (f"--network={site.network.name}", "--systemd=always", f"--volume={site.blobs}:/blobs:ro")
+    site.blobs.mkdir()
+    drop_in = {f"/etc/systemd/system/{UNIT}.d/quick.conf": QUICK}
+    command = "/lib/systemd/systemd"
+    async with pods.running(site.podman, with_systemd, command, options=options, files=drop_in) as made:
+        yield made
+
+
+async def shown(container: Container, member: str) -> str:
+    return (await container.exec("systemctl", "show", "--value", "--property", member, UNIT)).strip()
+
+
+async def test_unit(site: Site, container: Container) -> None:
+    """It is active without settings already, under its other name too; a restart of it restarts no job."""
+    await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
+    await container.put(SETTINGS, site.settings())
+    await site.deploy()
+    job = await container.exec("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
+    before = await shown(container, "MainPID")
+    await container.exec("systemctl", "restart", UNIT)
+    await site.until_state("running")
+
+    assert await shown(container, "MainPID") != before
+    assert await container.exec("cat", "/var/vcap/sys/run/sleeper/sleeper.pid") == job
+    assert await container.exec("systemd-analyze", "verify", "--man=no", f"/etc/systemd/system/{UNIT}") == ""
+
+
+async def test_watchdog(container: Container) -> None:
+    """It is fed; an agent that hangs is killed and started anew."""
+    await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
+    first = await shown(container, "MainPID")
+    await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")
+    assert await shown(container, "NRestarts") == "0"
+    await container.exec("kill", "-STOP", first)
+    await container.until(0, "sh", "-c", f"systemctl show --value --property NRestarts {UNIT} | grep -qx 1")
+
+    assert await shown(container, "MainPID") != first

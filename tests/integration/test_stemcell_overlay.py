@@ -1,0 +1,280 @@
+"""The overlay put into scratch root file systems: an empty one, one like a stemcell's, hostile ones."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.structure.source import ROOT
+
+OVERLAY = ROOT / "stemcell_overlay"
+MANIFEST: dict[str, Any] = tomllib.loads((OVERLAY / "manifest.toml").read_text())
+
+
+def apply(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> subprocess.CompletedProcess[str]:
+    """Run the program on ``root``."""
+    return subprocess.run([sys.executable, program, root, *arguments], capture_output=True, text=True)
+
+
+def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> list[str]:
+    """What a good run says."""
+    result = apply(root, *arguments, program=program)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.splitlines()
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
+    """Inode, mode and time of everything below ``root``."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        found[str(path.relative_to(root))] = (status.st_ino, status.st_mode, status.st_mtime)
+    return found
+
+
+def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
+    """A file below ``root``."""
+    place = root / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+    place.chmod(mode)
+    return place
+
+
+@pytest.fixture
+def debian(tmp_path: Path) -> Path:
+    """As much of Debian as the overlay looks at."""
+    put(tmp_path, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")
+    put(tmp_path, "etc/shadow", "root:*:1:0:99999:7:::\n", 0o640)
+    put(tmp_path, "etc/group", "root:x:0:\nadm:x:4:\naudio:x:29:pulse\n")
+    put(tmp_path, "etc/gshadow", "root:*::\nadm:*::\naudio:*::pulse\n", 0o640)
+    (tmp_path / "usr/sbin").mkdir(parents=True)
+    (tmp_path / "sbin").symlink_to("usr/sbin")
+    return tmp_path
+
+
+def test_everything_of_the_manifest_is_there(debian: Path) -> None:
+    """Directories, files and links lie where the manifest says, with their modes and contents."""
+    applied(debian)
+
+    for row in MANIFEST["directory"]:
+        assert stat.S_IMODE((debian / row["path"][1:]).stat().st_mode) == int(row["mode"], 8), row["path"]
+    for row in MANIFEST["file"]:
+        place = debian / row["path"][1:]
+        assert place.read_bytes() == (OVERLAY / row.get("source", f"rootfs{row['path']}")).read_bytes()
+        assert stat.S_IMODE(place.stat().st_mode) == int(row["mode"], 8), row["path"]
+    for row in MANIFEST["link"]:
+        assert str((debian / row["path"][1:]).readlink()) == row["target"]
+
+
+def test_manifest_and_rootfs_hold_the_same() -> None:
+    """No file lies in rootfs unused, none is listed twice."""
+    listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]
+    present = [f"/{path.relative_to(OVERLAY / 'rootfs')}" for path in (OVERLAY / "rootfs").rglob("*") if path.is_file()]
+
+    assert sorted(listed) == sorted(present)
+
+
+def test_users_and_groups(debian: Path) -> None:
+    """vcap has its number, its groups and no password; entries and members that were there stay."""
+    applied(debian)
+    groups = {line.split(":")[0]: line for line in (debian / "etc/group").read_text().splitlines()}
+
+    assert "vcap:x:1000:1000:vcap:/home/vcap:/bin/bash" in (debian / "etc/passwd").read_text().splitlines()
+    assert "\nvcap:*:" in (debian / "etc/shadow").read_text()
+    assert groups["vcap"] == "vcap:x:1000:"
+    assert groups["adm"] == "adm:x:4:vcap"
+    assert groups["audio"] == "audio:x:29:pulse,vcap"
+    assert {"admin", "bosh_sudoers", "bosh_sshers"} <= set(groups)
+    assert "audio:*::pulse,vcap" in (debian / "etc/gshadow").read_text().splitlines()
+    assert stat.S_IMODE((debian / "etc/shadow").stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away; ./dev test-image looks at them in an image")
+def test_owners(debian: Path) -> None:
+    """The home of vcap is vcap's by the numbers of the image, all else is root's."""
+    applied(debian)
+
+    assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
+    assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
+
+
+def test_second_run_changes_nothing(debian: Path) -> None:
+    """Once applied it says nothing and touches nothing."""
+    applied(debian)
+    before = snapshot(debian)
+
+    assert applied(debian) == []
+    assert snapshot(debian) == before
+
+
+def test_dry_run_only_says(debian: Path) -> None:
+    """A dry run changes nothing and says what the real one then does."""
+    before = snapshot(debian)
+    said = applied(debian, "--dry-run")
+
+    assert snapshot(debian) == before
+    assert {line for line in applied(debian) if not line.startswith("owner")} <= set(said)
+
+
+def test_empty_root(tmp_path: Path) -> None:
+    """Even an empty directory becomes a tree, again without a second change."""
+    applied(tmp_path)
+
+    assert (tmp_path / "sbin/init").is_symlink()
+    assert applied(tmp_path) == []
+
+
+def test_stemcell_keeps_what_it_knows_better(debian: Path) -> None:
+    """On a stemcell its own agent.json and version stay; the programs that are replaced are kept for the way back."""
+    put(debian, "var/vcap/bosh/agent.json", '{"Platform": {}}')
+    put(debian, "var/vcap/bosh/etc/stemcell_version", "1.25")
+    put(debian, "var/vcap/bosh/bin/bosh-agent", "the Go agent", 0o755)
+    put(debian, "var/vcap/bosh/bin/monit", "monit", 0o755)
+    put(debian, "usr/sbin/runsvdir-start", "runit", 0o750)
+    put(debian, "usr/bin/systemctl", "systemd's", 0o755)
+    put(debian, "var/lib/dpkg/status", "")
+    put(debian, "var/lib/dpkg/diversions", "/usr/sbin/service\n/usr/sbin/service.real\n:\n")
+    (debian / "usr/sbin/init").symlink_to("../lib/systemd/systemd")
+    (debian / "etc/service").mkdir()
+    (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
+    applied(debian)
+
+    assert (debian / "var/vcap/bosh/agent.json").read_text() == '{"Platform": {}}'
+    assert (debian / "var/vcap/bosh/etc/stemcell_version").read_text() == "1.25"
+    assert (debian / "var/vcap/bosh/bin/bosh-agent.distrib").read_text() == "the Go agent"
+    assert (debian / "usr/bin/systemctl.distrib").read_text() == "systemd's"
+    assert (debian / "var/vcap/bosh/bin/monit.distrib").read_text() == "monit"
+    assert (debian / "usr/sbin/runsvdir-start.distrib").read_text() == "runit"
+    assert str((debian / "usr/sbin/init.distrib").readlink()) == "../lib/systemd/systemd"
+    assert str((debian / "usr/sbin/init").readlink()) == "/opt/agent_shim/launch"
+    told = (debian / "var/lib/dpkg/diversions").read_text().splitlines()
+    wanted = [path for row in MANIFEST["link"] for path in row.get("divert", [])]
+    assert told[:3] == ["/usr/sbin/service", "/usr/sbin/service.real", ":"]
+    assert {path: told[told.index(path) + 1] for path in wanted} == {
+        path: f"{path}.distrib" for path in wanted if path != "/usr/sbin/service"
+    } | {"/usr/sbin/service": "/usr/sbin/service.real"}
+    assert not (debian / "etc/service/monit").is_symlink()
+    assert applied(debian) == []
+
+
+def test_upgrade_replaces_our_own(debian: Path) -> None:
+    """An older file of the overlay is brought up to date."""
+    applied(debian)
+    put(debian, "opt/agent_shim/launch", "old")
+
+    assert applied(debian) == ["write /opt/agent_shim/launch"]
+
+
+@pytest.fixture
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An overlay that has been built: with the program in it, as ``docker build --target overlay`` makes it."""
+    made = tmp_path_factory.mktemp("built")
+    shutil.copytree(OVERLAY, made / "stemcell_overlay")
+    shutil.copytree(ROOT / "systemd", made / "systemd")
+    program = made / "stemcell_overlay/program"
+    put(program, "lib/module.py", "new")
+    put(program, "bin/agent-shim", "#!/opt/agent_shim/bin/python3", 0o755)
+    (program / "bin/python3").symlink_to("/opt/agent_shim/python/bin/python3")
+    return made / "stemcell_overlay"
+
+
+def test_built_overlay_brings_the_program(debian: Path, built: Path) -> None:
+    """All of /opt/agent_shim comes with it; of an older program nothing is left; a second run changes nothing."""
+    put(debian, "opt/agent_shim/lib/module.py", "old")
+    put(debian, "opt/agent_shim/lib/gone.py", "old")
+    said = applied(debian, program=built / "apply")
+
+    assert "copy the program to /opt/agent_shim" in said
+    assert (debian / "opt/agent_shim/lib/module.py").read_text() == "new"
+    assert not (debian / "opt/agent_shim/lib/gone.py").exists()
+    assert os.access(debian / "opt/agent_shim/bin/agent-shim", os.X_OK)
+    assert str((debian / "opt/agent_shim/bin/python3").readlink()) == "/opt/agent_shim/python/bin/python3"
+    assert (debian / "opt/agent_shim/launch").is_file()
+    assert applied(debian, program=built / "apply") == []
+
+
+def test_dry_run_of_a_built_overlay(debian: Path, built: Path) -> None:
+    """It says that it would copy, and does not."""
+    assert "copy the program to /opt/agent_shim" in applied(debian, "--dry-run", program=built / "apply")
+    assert not (debian / "opt").exists()
+
+
+def test_user_ubuntu_makes_room(debian: Path) -> None:
+    """The user that Ubuntu's images bring under our number goes, from everywhere."""
+    put(debian, "etc/passwd", "root:x:0:0::/root:/bin/sh\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
+    put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\nubuntu:x:1000:\n")
+    applied(debian)
+
+    assert "ubuntu" not in (debian / "etc/passwd").read_text() + (debian / "etc/group").read_text()
+    assert "adm:x:4:syslog,vcap" in (debian / "etc/group").read_text().splitlines()
+
+
+def test_number_of_somebody_else_is_trouble(debian: Path) -> None:
+    """A stranger under our number is for a person to decide."""
+    put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
+    result = apply(debian)
+
+    assert result.returncode == 1
+    assert result.stderr == "apply: cannot make user vcap: another one has the number 1000\n"
+
+
+def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An absolute link, or one that climbs, leads where it would lead inside the image; nothing outside is written."""
+    outside = tmp_path_factory.mktemp("outside")
+    (debian / "var").symlink_to(outside)
+    (debian / "opt").symlink_to("../../../../elsewhere")
+    (debian / "warden-cpi-dev").mkdir()
+    applied(debian)
+
+    assert list(outside.iterdir()) == []
+    assert (debian / str(outside)[1:] / "vcap/bosh/agent.json").is_file()
+    assert (debian / "elsewhere/agent_shim/launch").is_file()
+
+
+def test_circle_of_links_is_trouble(debian: Path) -> None:
+    """Links that lead nowhere end with their name, not in a loop."""
+    (debian / "var").symlink_to("run")
+    (debian / "run").symlink_to("var")
+    result = apply(debian)
+
+    assert result.returncode == 1
+    assert "too many links" in result.stderr
+
+
+def test_missing_root(tmp_path: Path) -> None:
+    """A directory that is not there is named."""
+    result = apply(tmp_path / "none")
+
+    assert result.returncode == 1
+    assert "none: no such directory" in result.stderr
+
+
+def test_unit_starts_what_the_overlay_brings() -> None:
+    """The unit file and the overlay agree on the program."""
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.read(ROOT / "systemd/agent-shim.service")
+    program = unit["Service"]["ExecStart"].split()[0]
+
+    assert program in {row["path"] for row in MANIFEST["file"]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in MANIFEST["file"] if row["mode"] == "0755"],
+    ids=lambda row: row["path"],
+)
+def test_scripts_are_scripts(row: dict[str, Any]) -> None:
+    """Every program of the overlay is one that sh can read."""
+    result = subprocess.run(["sh", "-n", OVERLAY / f"rootfs{row['path']}"], capture_output=True, text=True)
+
+    assert (result.returncode, result.stderr) == (0, "")
