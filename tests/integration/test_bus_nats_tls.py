@@ -61,7 +61,9 @@ async def test_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
     ],
     ids=["authority", "expired", "not yet valid"],
 )
-async def test_certificate_that_the_server_refuses(tmp_path: Path, pair: Pair) -> None:
+async def test_certificate_that_the_server_refuses(
+    tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     """Ours is not believed: that is said, and tried again with what the settings hold by then."""
     async with NatsServer(tmp_path, AUTHORITY) as server:
         await server.add_agent("agent")
@@ -74,12 +76,10 @@ async def test_certificate_that_the_server_refuses(tmp_path: Path, pair: Pair) -
 
         bad = with_pair(good, pair)
         async with on_bus(bad, reread=reread) as bus:
-            await until(lambda: len(asked) == 1)
-
-            assert "the server refuses our certificate" in bus.stats.last_error
-
             await connected(bus)
 
+    # Some attempts may see a closed connection only, when it comes before the alert is read.
+    assert "the server refuses our certificate" in caplog.text
     assert asked == [bad] * 3
 
 

@@ -447,6 +447,7 @@ async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_f
         await second.terminate(5)
 
 
+@pytest.mark.slow
 async def test_agent_whose_volume_was_taken_ends_its_jobs_and_leaves_the_bus(world: World) -> None:
     """It was taken for dead, as a machine that sleeps for a minute is; the files are those of the other one now."""
     await world.start_agent()

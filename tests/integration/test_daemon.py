@@ -210,6 +210,7 @@ async def test_call_asks_what_the_director_would_ask(world: World) -> None:
     assert (status, "unknown message nonsense" in output) == (1, True)
 
 
+@pytest.mark.slow
 async def test_settings_with_credentials_that_cannot_be_used_do_not_end_the_agent(world: World) -> None:
     await world.start_agent()
     source = world.scratch / "settings.json"

@@ -242,6 +242,8 @@ async def test_what_cannot_be_had_is_an_error_where_that_matters(world: World) -
 
 
 PYTHON = os.path.realpath(sys.executable)
+# The interpreter of the tests may lie anywhere, also where bpm shows nothing.
+WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}\n"
 """Where rules about paths look for it."""
 
 HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
@@ -249,7 +251,7 @@ HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' &
 
 async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> None:
     """The process with what it has started, no other; it is restarted, the alert says how much."""
-    file = job(world, HUNGRY, "  limits: {memory: 48M}\n")
+    file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
         other = (await until(supervisor, "other", "running")).pid
         pid = (await until(supervisor, "web", "running")).pid
@@ -299,7 +301,8 @@ async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkey
     monkeypatch.setattr(bpm_run, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
-    file = job(world, "", f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n")
+    volumes = f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n"
+    file = job(world, "", WITH_PYTHON + volumes)
     script.write_text(LOOK)
     async with world.supervising(world.job("other")) as supervisor:
         other = (await until(supervisor, "other", "running")).pid
