@@ -78,8 +78,9 @@ async def test_certificate_that_the_server_refuses(
         async with on_bus(bad, reread=reread) as bus:
             await connected(bus)
 
-    # Some attempts may see a closed connection only, when it comes before the alert is read.
-    assert "the server refuses our certificate" in caplog.text
+    # The connection may be closed before the alert of the server could be read.
+    refused = ("the server refuses our certificate", "Broken pipe", "Connection reset")
+    assert any(text in caplog.text for text in refused)
     assert asked == [bad] * 3
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from agent_shim.disks import identity
 from agent_shim.disks.identity import OURS, Marker
 from agent_shim.errors import ActionError, HostError
 from agent_shim.host import files, mounts, volumes
+from tests.support.machine import revealing
 from tests.support.volumes import (
     MORE_THAN_ALL,
     Asked,
@@ -137,6 +139,9 @@ async def test_a_whole_resize_without_any_capability(tmp_path: Path, make: Maker
 async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
     for path in [tmp_path, *tmp_path.parents][:3]:
         path.chmod(0o755)
+    closed, aside, back = revealing(tmp_path, tmp_path)
+    cover = f"for place in {closed}; do mount -t tmpfs -o mode=0755 tmpfs $place; done"
+    subprocess.run(["sh", "-ec", f"{aside}\n{cover}\n{back}"], check=True)  # noqa: ASYNC221 - nothing else runs yet
     os.chown(tmp_path, 1000, 1000)
     os.setgid(1000)
     os.setuid(1000)

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,15 +34,15 @@ while True:
 
 _SETUP = """
 set -eu
-mkdir -p /var/vcap {scratch}/code
-mount --bind {code} {scratch}/code
+mkdir -p /var/vcap
+{aside}
 mount --rbind {scratch} /mnt
 mount --bind {scratch}/etc /etc
 mount -t tmpfs -o mode=0755 tmpfs /var/vcap
 {volumes}
 for place in /home /tmp /var/tmp /var/log /var/mail; do mount -t tmpfs -o mode=1777 tmpfs $place; done
-mkdir -p {code}
-mount --bind /mnt/code {code}  # it may have lain where there are fresh directories now
+for place in /run {closed}; do mount -t tmpfs -o mode=0755 tmpfs $place; done
+{back}
 mkdir -m 700 /home/vcap
 chown vcap:vcap /home/vcap
 mount -o remount,bind,ro /
@@ -49,7 +50,10 @@ exec {python} -c "$INIT" {ready}
 """
 
 CODE = Path(__file__).parents[2]
-"""Where the agent and its interpreter are."""
+"""Where the agent is."""
+
+NEEDED = (CODE, Path(sys.base_prefix))
+"""What has to be seen by every user of a machine, wherever it lies: the agent and the interpreter."""
 
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 
@@ -101,10 +105,13 @@ def machine(scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({})) -
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
     _make_users(etc)
     reading, writing = os.pipe()
+    closed, aside, back = revealing(scratch, Machine.SCRATCH)
     mounts = [f"mkdir -p {point}; mount --bind {shlex.quote(str(path))} {point}" for point, path in volumes.items()]
     setup = _SETUP.format(
         scratch=shlex.quote(str(scratch)),
-        code=shlex.quote(str(CODE)),
+        closed=closed,
+        aside=aside,
+        back=back,
         volumes="\n".join(mounts),
         python=shlex.quote(sys.executable),
         ready=writing,
@@ -123,6 +130,25 @@ def machine(scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({})) -
         os.close(reading)
         keeper.kill()
         keeper.wait()
+
+
+def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
+    """How a shell keeps ``NEEDED`` in sight of everybody in a mount namespace of its own.
+
+    The directories that only root enters and that have to be covered with open ones; the commands before that, which
+    put ``NEEDED`` aside in ``scratch``; the commands after it, which show them, read-only, from there: ``scratch`` is
+    at ``seen`` by then.
+    """
+    places = [path for path in NEEDED if not path.is_relative_to("/usr")]
+    closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
+    aside, back = [], []
+    for number, path in enumerate(places):
+        kept, shown = shlex.quote(str(scratch / f"needed{number}")), shlex.quote(str(seen / f"needed{number}"))
+        aside.append(f"mkdir -p {kept}; mount --bind {shlex.quote(str(path))} {kept}")
+        place = shlex.quote(str(path))
+        back.append(f"mkdir -p {place}; mount --bind {shown} {place}; mount -o remount,bind,ro {place}")
+    outermost = [path for path in closed if not any(path.startswith(f"{other}/") for other in closed)]
+    return shlex.join(outermost), "\n".join(aside), "\n".join(back)
 
 
 def _make_users(etc: Path) -> None:
