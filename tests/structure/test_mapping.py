@@ -19,6 +19,7 @@ ELSEWHERE: Mapping[str, str] = {
     "dispatch": "contract/test_envelope.py",
     "disks.places": "unit/test_disks_service.py",
     "host.volumes": "root/test_disks_volumes.py",
+    "running": "integration/test_daemon.py",
     "spec_store": "contract/test_state.py",
     "supervisor.bpm": "contract/test_corpus_bpm.py",
     "supervisor.bpm_answers": "contract/test_bpm_cli.py",

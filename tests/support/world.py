@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_shim import boot, daemon
+from agent_shim import boot, running
 from agent_shim.agent import Agent, Edges
 from agent_shim.comeback import Comeback
 from agent_shim.dispatch import Dispatcher
@@ -113,7 +113,7 @@ async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> 
 
     supervisor = Supervisor(paths, on_event=events.append, timing=timing or Timing())
     edges = Edges(announce, reconnect, lambda: asked.append("shut_down"))
-    agent = daemon.assemble(paths, store, supervisor, edges, mirror=Mirror(paths), fence=Fence())
+    agent = running.assemble(paths, store, supervisor, edges, mirror=Mirror(paths), fence=Fence())
     comeback = Comeback(agent, events.append)
     with reaper.reaping():
         async with supervisor:

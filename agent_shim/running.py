@@ -1,0 +1,383 @@
+"""The agent once it knows who it is: services and edges wired, named root tasks, and how it goes away.
+
+A root task that ends, for whatever reason, ends the daemon with a traceback: everything that can go wrong outside is
+handled inside them, so its end is a bug, and the supervisor of the container starts the agent anew. Jobs go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from agent_shim import alerts, boot, comeback, heartbeat, orderly, settings, wire
+from agent_shim.actions import (  # noqa: F401 - importing registers them
+    access,
+    blobs,
+    compile,  # noqa: A004
+    core,
+    disks,
+    dns,
+    jobs,
+    logs,
+    scripts,
+)
+from agent_shim.agent import Agent, Edges
+from agent_shim.bundles import Bundles
+from agent_shim.bus import Bus
+from agent_shim.bus.nats import NatsBus
+from agent_shim.certificates import Certificates
+from agent_shim.compiler import Compiler
+from agent_shim.disks import Disks
+from agent_shim.dispatch import Dispatcher
+from agent_shim.dns import Dns
+from agent_shim.drift import Drift, expected
+from agent_shim.errors import ActionError, BusError, HostError
+from agent_shim.fencing import Fence
+from agent_shim.host import files, proc
+from agent_shim.logs import Logs
+from agent_shim.metrics import Metrics
+from agent_shim.mirror import Mirror
+from agent_shim.paths import Paths
+from agent_shim.scripts import Scripts
+from agent_shim.settings_store import SettingsStore
+from agent_shim.spec_store import SpecStore
+from agent_shim.sshd import Sshd
+from agent_shim.supervisor.supervisor import Event, Supervisor
+from agent_shim.tasks import Tasks, is_asked_to_end
+from agent_shim.users import Users
+from agent_shim.vitals import Vitals
+
+if TYPE_CHECKING:
+    from agent_shim.standalone import Standalone
+
+logger = logging.getLogger(__name__)
+
+GIVEN_UP: Final = "shut down by the Director"
+STOPPING: Final = "the container ends and all jobs are being stopped"
+FENCED_GRACE: Final = 10.0
+"""Seconds for jobs whose volume another agent has taken."""
+LAST_WORDS: Final = 1.0
+"""Seconds in which the replies to held polls may leave before the bus is left."""
+
+
+class Running:
+    """One agent_id with everything it uses; ``serve`` is its life.
+
+    ``phase`` says for people how far it is, ``running`` when it answers; ``vitals`` are those of the last heartbeat.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        shim: settings.ShimOptions,
+        store: SettingsStore,
+        *,
+        mirror: Mirror,
+        fence: Fence,
+        metrics: Metrics,
+        stop: asyncio.Event,
+    ) -> None:
+        """Once ``stop`` is set it ends, and leaves the jobs as they are."""
+        self.phase = "booting"
+        self.vitals: dict[str, Any] = {}
+        self.dispatcher: Dispatcher | None = None
+        self.orderly: orderly.OrderlyStop | None = None
+        self.standalone: Standalone | None = None
+        self.drift = Drift(self._expected_addresses, self._address_missing)
+        self._shim = shim
+        self._fence = fence
+        self._metrics = metrics
+        self._stop = stop
+        self._ending: asyncio.Task[None] | None = None
+        self._given_up = asyncio.Event()
+        self.bus = self._make_bus(paths, store)
+        self.agent = assemble(
+            paths,
+            store,
+            Supervisor(paths, on_event=self._process_event, is_strict=shim.bpm.strict),
+            Edges(self._announce_shutdown, self._reconnect, self._shut_down),
+            mirror=mirror,
+            fence=fence,
+            ssh_port=shim.ssh.port,
+        )
+        self.comeback = comeback.Comeback(self.agent, self._process_event)
+        if shim.spec:
+            from agent_shim import standalone
+
+            self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
+        self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
+        self._alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
+
+    def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
+        """The first address chooses: the bosh CLI calls over HTTPS, a Director over NATS (mbus/handler_provider.go)."""
+        if self._shim.spec:
+            from agent_shim.standalone import NoBus
+
+            return NoBus()
+        if is_https(store.current.mbus):
+            from agent_shim.bus.https import HttpsBus  # late: aiohttp is 9 MB that an agent on NATS does not need
+
+            return HttpsBus(
+                store.current.mbus,
+                partial(self._handle, limit=None),
+                paths.blobs,
+                on_connected=self._connected,
+            )
+        return NatsBus(
+            store.current.agent_id,
+            store.current.mbus,
+            self._handle,
+            on_connected=self._connected,
+            reread=lambda refused: store.current.other_mbus(refused),  # noqa: PLW0108 - the settings change
+        )
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Boot, then answer until told to stop."""
+        agent = self.agent
+        async with agent.supervisor:
+            if not await or_stop(boot.boot(boot.steps(agent, self.comeback)), self._stop):
+                return
+            self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
+            await agent.tasks.resume(self.dispatcher.resumed())
+            gc.freeze()  # what boot has made stays: no later collection looks at it again
+            self.phase = "running"
+            await self._run(self.dispatcher)
+
+    async def _run(self, dispatcher: Dispatcher) -> None:
+        agent = self.agent
+        roots: dict[str, Callable[[], Awaitable[None]]] = {
+            "bus": self.bus.run,
+            "heartbeat": self.heartbeat.run,
+            "alerts": self._alerts.run,
+            "supervisor": agent.supervisor.run,
+            "tasks": lambda: agent.tasks.run(dispatcher.failure),
+            "settings": lambda: agent.settings.watch(self._settings_changed),
+            "coming back": self.comeback.run,
+            "copy of the state": agent.mirror.watch,
+            "leases": lambda: self._fence.keep(self._fenced_off),
+            "addresses": self.drift.watch,
+            "loop lag": self._metrics.watch_lag,
+        }
+        if self.standalone is not None:
+            roots["standalone"] = self.standalone.run
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(_for_ever(name, run), name=name) for name, run in roots.items()]
+                await or_stop(self._given_up.wait(), self._stop)
+                agent.tasks.release_polls()
+                await self.bus.settle(LAST_WORDS)
+                for task in running:
+                    task.cancel()
+                await self._stop.wait()
+        except BaseExceptionGroup as broken:
+            raise broken.exceptions[0] from None
+
+    # --- how it goes away -------------------------------------------------------------------------------------------
+
+    def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
+        """Stop all jobs in order, once; from now on nothing that changes the machine is done."""
+        if self.orderly is None or self._ending is None:
+            assert self.dispatcher is not None
+            self.phase = STOPPING
+            self.dispatcher.refusing = STOPPING
+            self.orderly = orderly.OrderlyStop(grace)
+            self._ending = asyncio.create_task(self._stop_in_order(self.orderly), name="orderly stop")
+        return self._ending
+
+    async def _stop_in_order(self, stop: orderly.OrderlyStop) -> None:
+        await stop.run(self.agent)
+        if self.agent.paths.is_system:
+            await asyncio.to_thread(_write_termination_log, f"agent-shim: {stop.summary}\n")
+
+    def _shut_down(self) -> None:
+        # Not awaited: the Director does not wait for the answer either, and deletes the container next.
+        self._ending = asyncio.create_task(self._give_up(), name="shutdown")
+
+    async def _give_up(self) -> None:
+        """Stop all jobs, leave the bus, and stay idle, after a restart too."""
+        agent = self.agent
+        self.phase = GIVEN_UP
+        try:
+            await files.save(agent.paths.given_up, agent.settings.current.agent_id.encode(), mode=0o600)
+            await agent.mirror.update()
+        except HostError as exc:
+            logger.error("the agent would come back after a restart: %s", exc)
+        try:
+            await agent.supervisor.stop(wait=True)
+        except (HostError, ActionError) as exc:
+            logger.error("cannot stop all jobs: %s", exc)
+        finally:
+            self._given_up.set()
+
+    def _fenced_off(self, why: str) -> None:
+        """Another agent has taken a volume: it took us for dead. Whatever goes on here does harm."""
+        if self._ending is None:
+            logger.critical("%s; the jobs are ended, and nothing more is done here", why)
+            self.phase = f"fenced off: {why}"
+            self._ending = asyncio.create_task(self._step_aside(), name="step aside")
+
+    async def _step_aside(self) -> None:
+        self.agent.supervisor.disown()
+        try:
+            await self.agent.supervisor.stop(wait=True, timeout=FENCED_GRACE)
+        except ActionError as exc:
+            logger.error("%s", exc)
+        self._given_up.set()
+
+    # --- what the edges ask -----------------------------------------------------------------------------------------
+
+    async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
+        assert self.dispatcher is not None
+        return await self.dispatcher.handle(data, limit=limit)
+
+    def _connected(self) -> None:
+        self.heartbeat.beat_now()
+        self._alerts.flush()
+
+    async def _measure(self) -> dict[str, Any]:
+        await core.record_health(self.agent)
+        self.vitals = await self.agent.vitals.sample()
+        return self.vitals
+
+    def _compose(self, vitals: dict[str, Any] | None) -> bytes:
+        spec = self.agent.spec.current
+        return heartbeat.build(
+            deployment=spec.deployment,
+            job=spec.job.name,
+            index=spec.index,
+            job_state=self.agent.supervisor.job_state(),
+            vitals=vitals or {},
+            node_id=spec.id,
+            number_of_processes=self.agent.supervisor.count(),
+        )
+
+    async def _send_heartbeat(self, message: bytes) -> None:
+        await self._tell("heartbeat", message)
+
+    async def _tell(self, kind: str, message: bytes) -> None:
+        await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
+
+    async def _announce_shutdown(self) -> None:
+        """Best effort, as the notice only silences the Health Monitor (notification/concrete_notifier.go)."""
+        try:
+            await self._tell("shutdown", b"null")
+        except BusError as exc:
+            logger.warning("cannot tell the Health Monitor of the shutdown: %s", exc)
+
+    async def _reconnect(self, wanted: settings.Mbus) -> None:
+        if is_https(wanted) != is_https(self.bus.mbus):
+            raise ActionError(f"cannot go over to a bus of the kind {wanted.scheme}: that takes a restart of the agent")
+        await self.bus.rotate(wanted)
+
+    async def _settings_changed(self, found: settings.Effective) -> None:
+        """New settings of the CPI; credentials that cannot be used are no reason to lose the link there is."""
+        if found.mbus == self.bus.mbus:
+            return
+        try:
+            await self._reconnect(found.mbus)
+        except ActionError as exc:
+            logger.error("the settings have changed, and %s", exc)
+
+    def _expected_addresses(self) -> dict[str, str]:
+        return expected(self.agent.settings.current, self.agent.spec.current.networks)
+
+    def _address_missing(self, network: str, text: str) -> None:
+        self._process_event(Event(network, "Connection changed", "alert", text))
+
+    def _process_event(self, event: Event) -> None:
+        agent = self.agent
+        ips = {network.ip for network in agent.settings.current.networks.values() if network.ip}
+        # What apply filled in for dynamic networks, of which the settings know no address.
+        stored = [network for network in agent.spec.current.networks.values() if isinstance(network, dict)]
+        ips |= {str(network["ip"]) for network in stored if network.get("ip")}
+        self._alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
+
+
+def assemble(
+    paths: Paths,
+    store: SettingsStore,
+    supervisor: Supervisor,
+    edges: Edges,
+    *,
+    mirror: Mirror,
+    fence: Fence,
+    ssh_port: int = 22,
+) -> Agent:
+    """The services of an agent, wired."""
+    spec = SpecStore(paths)
+    of_jobs = partial(_processes_of_jobs, supervisor)
+    environ = {**os.environ, "TMPDIR": str(paths.tmp)}
+    users = Users(paths)
+    persistent = Disks(
+        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, let_go=fence.let_go
+    )
+    return Agent(
+        paths=paths,
+        settings=store,
+        spec=spec,
+        tasks=Tasks(paths.tasks, paths.outcomes),
+        supervisor=supervisor,
+        bundles=Bundles(paths),
+        compiler=Compiler(paths, environ),
+        scripts=Scripts(paths, environ),
+        logs=Logs(paths),
+        vitals=Vitals(paths, persistent.is_mounted),
+        dns=Dns(paths),
+        users=users,
+        sshd=Sshd(paths, ssh_port, lambda: bool(users.ephemeral() or store.current.source.env.bosh.authorized_keys)),
+        certificates=Certificates(paths),
+        disks=persistent,
+        mirror=mirror,
+        edges=edges,
+    )
+
+
+def is_https(mbus: settings.Mbus) -> bool:
+    """Whether the bosh CLI calls, instead of a Director over NATS."""
+    return mbus.scheme == "https"
+
+
+async def or_stop(work: Awaitable[Any], stop: asyncio.Event) -> bool:
+    """Wait for ``work`` or ``stop``; False for the latter."""
+    working = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        working.cancel()
+        stopping.cancel()
+
+
+def _processes_of_jobs(supervisor: Supervisor) -> set[int]:
+    """The processes of all jobs with all that they have started."""
+    leaders = [service.pid for service in supervisor.services() if service.pid]
+    return proc.descent(proc.children(proc.table()), leaders)
+
+
+def _write_termination_log(text: str) -> None:
+    """Tell Kubernetes how it ended, where there is one; the file is its mount and is never made."""
+    try:
+        with open("/dev/termination-log", "r+") as opened:
+            opened.write(text)
+    except OSError as exc:
+        logger.debug("no termination log: %s", exc)
+
+
+async def _for_ever(name: str, run: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await run()
+    except asyncio.CancelledError:
+        if is_asked_to_end():
+            raise
+    raise RuntimeError(f"root task {name} has ended, which it must not")
