@@ -133,6 +133,14 @@ def _parser() -> argparse.ArgumentParser:
     _base_option(handback)
     handback.set_defaults(run=_handback)
 
+    doctor = commands.add_parser(
+        "doctor", help="what this container allows, what follows, and what to change in its manifest"
+    )
+    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
+    _base_option(doctor)
+    doctor.set_defaults(run=_doctor)
+
     demo = commands.add_parser("demo", help="a Director deploys a small release to an agent of its own")
     demo.set_defaults(run=_demo)
     return parser
@@ -227,6 +235,19 @@ def _check(args: argparse.Namespace) -> int:
     from agent_shim import check
 
     return check.main(args.files, args.kind)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from agent_shim import doctor, terminal
+    from agent_shim.doctor import finding
+
+    report = doctor.examine(Paths(args.base.absolute()), args.config)
+    if args.json:
+        found = [one._asdict() for one in report.findings]
+        print(json.dumps({"tier": report.tier, "clean": report.is_clean, "findings": found}, indent=2))
+    else:
+        print(finding.table(report, terminal.paint_for(sys.stdout)))
+    return 0 if report.is_clean else NO
 
 
 def _handback(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.structure.source import PACKAGE, Module, imports, modules
 
 FLOORS: Mapping[int, frozenset[str]] = {
-    7: frozenset({"cli", "monit_cli", "bpm_cli", "demo", "check", "status_text"}),
+    7: frozenset({"cli", "monit_cli", "bpm_cli", "demo", "check", "doctor", "status_text", "terminal"}),
     6: frozenset({"boot", "comeback", "daemon", "handback", "orderly", "running", "standalone", "worker"}),
     5: frozenset({"bus", "heartbeat", "alerts", "metrics", "control", "asking"}),
     4: frozenset({"dispatch", "actions"}),
@@ -20,7 +20,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
         | {"certificates", "drift", "fencing", "mirror", "settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),
-    0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "log"}),
+    0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "log", "x509"}),
 }
 """What lives on which floor; a package stands for all its modules."""
 

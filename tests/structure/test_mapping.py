@@ -18,6 +18,9 @@ ELSEWHERE: Mapping[str, str] = {
     "comeback": "integration/test_coming_back.py",
     "dispatch": "contract/test_envelope.py",
     "disks.places": "unit/test_disks_service.py",
+    "doctor.finding": "unit/test_doctor.py",
+    "doctor.judgement": "unit/test_doctor.py",
+    "host.trials": "root/test_doctor.py",
     "host.volumes": "root/test_disks_volumes.py",
     "running": "integration/test_daemon.py",
     "spec_store": "contract/test_state.py",
@@ -25,6 +28,7 @@ ELSEWHERE: Mapping[str, str] = {
     "supervisor.bpm_answers": "contract/test_bpm_cli.py",
     "supervisor.monit_answers": "integration/test_monit_cli.py",
     "supervisor.posix_regex": "contract/test_corpus_monit.py",
+    "terminal": "unit/test_doctor.py",
 }
 """Modules that are tested through others, and the file that would fail."""
 

@@ -1,0 +1,336 @@
+"""``agent-shim doctor``: what this container allows, found out by trying, what follows and what to change.
+
+Run inside the container, as the user the agent runs as. It changes nothing: each trial ends with the child process that
+made it. ``judgement`` says what facts mean, this module gathers them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pwd
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from agent_shim import asking, drift, x509
+from agent_shim.doctor import judgement
+from agent_shim.doctor.finding import LIMITED, Finding, Report
+from agent_shim.errors import ConfigError, NoAgentError
+from agent_shim.host import capabilities, cgroups, clock, jail, machine, mounts, network, proc, trials
+from agent_shim.paths import Paths
+from agent_shim.settings import AgentConfig, Effective, UpdateSettings, parse, parse_config, parse_update
+
+PATIENCE: Final = 3.0
+"""Seconds for an answer over the network."""
+INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
+LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+RESOLV_CONF: Final = Path("/etc/resolv.conf")
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is looked at: the tree, the configuration, and what the settings and a running agent say, if they do."""
+
+    paths: Paths
+    scratch: Path
+    config: AgentConfig
+    settings: Effective | None
+    status: Mapping[str, Any]
+
+    @property
+    def is_root(self) -> bool:
+        return os.geteuid() == 0
+
+
+def examine(paths: Paths, config: Path | None) -> Report:
+    """Look at everything; ``config`` is agent.json, by default the one of stemcells."""
+    with tempfile.TemporaryDirectory(prefix="agent-shim-doctor-") as scratch:
+        patient = Patient(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
+        findings: list[Finding] = []
+        for topic, check in CHECKS.items():
+            try:
+                findings += check(patient)
+            except (OSError, ValueError, LookupError) as exc:
+                findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
+        binds = not trials.outcome(partial(trials.bind_mount, patient.scratch))
+        return Report(judgement.tier(is_root=patient.is_root, mounts=binds), findings)
+
+
+def _config(paths: Paths, config: Path | None) -> AgentConfig:
+    path = config or paths.bosh / "agent.json"
+    try:
+        return parse_config(path.read_bytes(), origin=str(path))
+    except OSError as exc:
+        if config is None:
+            return AgentConfig()
+        raise ConfigError(f"cannot read the agent's configuration from {path}: {exc.strerror}") from exc
+
+
+def _settings(paths: Paths) -> Effective | None:
+    """What the agent has read last; None before there were any, or where they are not ours to read."""
+    try:
+        source = parse(paths.settings_cache.read_bytes(), origin=str(paths.settings_cache))
+    except (OSError, ConfigError):
+        return None
+    try:
+        return Effective(source, parse_update(paths.update_settings.read_bytes(), origin=str(paths.update_settings)))
+    except (OSError, ConfigError):
+        return Effective(source, UpdateSettings())
+
+
+def _status(paths: Paths) -> Mapping[str, Any]:
+    try:
+        found: dict[str, Any] = asking.ask(paths.control_socket, {"command": "status"}, timeout=PATIENCE)
+    except NoAgentError:
+        return {}
+    return found
+
+
+# --- who we are -----------------------------------------------------------------------------------------------------
+
+
+def _user(patient: Patient) -> Iterator[Finding]:
+    vcap = _vcap()
+    uid, gid = (vcap.pw_uid, vcap.pw_gid) if vcap else (judgement.VCAP_UID, judgement.VCAP_UID)
+    yield judgement.user(
+        os.geteuid(),
+        is_mapped=capabilities.is_user_namespace(),
+        becomes=trials.outcome(partial(trials.become, uid, gid)) if patient.is_root else 0,
+        gives=trials.outcome(partial(trials.give_away, patient.scratch, uid)) if patient.is_root else 0,
+    )
+
+
+def _privileges(patient: Patient) -> Iterator[Finding]:
+    found = capabilities.privileges()
+    yield judgement.capabilities(found, is_root=patient.is_root)
+    yield judgement.privileges(found)
+
+
+def _mounts(patient: Patient) -> Iterator[Finding]:
+    yield judgement.mounts(
+        trials.outcome(partial(trials.bind_mount, patient.scratch)),
+        trials.outcome(partial(trials.tmpfs, patient.scratch)),
+    )
+
+
+def _isolation(patient: Patient) -> Iterator[Finding]:
+    version = jail.landlock_version()
+    namespaces = {
+        "mounts": trials.outcome(partial(trials.bind_mount, patient.scratch)),
+        "processes": trials.outcome(partial(trials.process_namespace, patient.scratch)),
+        "users": trials.outcome(partial(trials.user_namespace, patient.scratch)),
+    }
+    # A running agent has decided already; the other way round the same question is asked of the kernel.
+    level = patient.status.get("bpm", {}).get("level") or (2 if version else 3)
+    yield judgement.isolation(level, version, namespaces)
+
+
+def _users(patient: Patient) -> Iterator[Finding]:
+    vcap = _vcap()
+    missing = [name for name in LOGIN_PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
+    yield judgement.users(
+        vcap=vcap.pw_uid if vcap else None, programs=missing if patient.is_root else [], is_root=patient.is_root
+    )
+
+
+def _vcap() -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwnam("vcap")
+    except KeyError:
+        return None
+
+
+# --- what there is --------------------------------------------------------------------------------------------------
+
+
+def _cgroups(_: Patient) -> Iterator[Finding]:
+    found, host = cgroups.find(), machine.memory()
+    hierarchy = found.memory or found.cpu
+    limits = cgroups.memory(found, host)
+    quotas = [cgroups.cpu_quota(found.cpu.version, level) for level in found.cpu.levels] if found.cpu else []
+    yield from judgement.cgroups(
+        hierarchy.version if hierarchy else 0,
+        delegates=hierarchy is not None and cgroups.may_create(hierarchy),
+        memory=limits.total if limits else None,
+        cpus=min((quota for quota in quotas if quota is not None), default=None),
+    )
+
+
+def _job_limits(_: Patient) -> Iterator[Finding]:
+    hard = {name: resource.getrlimit(which)[1] for name, which in _LIMITS.items()}
+    yield judgement.open_files(hard["files"], hard["tasks"])
+
+
+_LIMITS: Final = {"files": resource.RLIMIT_NOFILE, "tasks": resource.RLIMIT_NPROC}
+
+
+def _directories(patient: Patient) -> Iterator[Finding]:
+    paths, table = patient.paths, mounts.mounts()
+    for path, needs in (
+        (paths.data, "packages, jobs, logs and the state of the agent"),
+        (paths.store, "the files of jobs that have a persistent disk"),
+    ):
+        if not path.is_dir():
+            continue
+        mount = mounts.mount_of(path, table)
+        yield judgement.directory(
+            str(path),
+            trials.outcome(partial(trials.write, path)),
+            mount.options if mount else (),
+            is_own_volume=mount is not None and mount.point != Path("/"),
+            needs=needs,
+        )
+    for path, follows in (
+        (paths.bosh, "the agent does not start"),
+        (paths.etc, "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh"),
+        (Path("/tmp"), "scripts that need it fail"),  # noqa: S108 - that very directory
+        (Path("/run"), "daemons that put their pid files there fail"),
+    ):
+        if path.is_dir():
+            yield judgement.plain_directory(str(path), trials.outcome(partial(trials.write, path)), follows)
+
+
+def _space(patient: Patient) -> Iterator[Finding]:
+    seen = set()
+    for path in (patient.paths.data, patient.paths.store, Path("/")):
+        if path.is_dir() and (device := path.stat().st_dev) not in seen:
+            seen.add(device)
+            found = os.statvfs(path)
+            block = found.f_frsize
+            yield judgement.space(
+                str(path), found.f_bavail * block, found.f_blocks * block, found.f_favail, found.f_files
+            )
+    memory = os.statvfs("/dev/shm")  # noqa: S108 - that very directory
+    yield judgement.shared_memory(memory.f_blocks * memory.f_frsize)
+
+
+def _kernel(_: Patient) -> Iterator[Finding]:
+    lacking = {}
+    if trials.outcome(trials.know_processes):
+        lacking["pidfd"] = "ends of processes that were adopted are noticed by looking, up to a second late"
+    if not jail.landlock_version():
+        lacking["Landlock"] = "processes of bpm.yml are not confined to their files"
+    if not Path("/proc/pressure/memory").exists():
+        lacking["pressure stall information"] = "nobody can see that memory is short before it runs out"
+    yield judgement.kernel(os.uname().release, lacking)
+    yield judgement.watches(
+        trials.outcome(trials.watch_files), _sysctl("max_user_instances"), _sysctl("max_user_watches")
+    )
+    name = Path("/proc/1/comm").read_text().strip()
+    yield judgement.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))
+
+
+def _sysctl(name: str) -> int:
+    return int(Path("/proc/sys/fs/inotify", name).read_text())
+
+
+# --- what is around us ----------------------------------------------------------------------------------------------
+
+
+def _clock(patient: Patient) -> Iterator[Finding]:
+    shown = float(Path("/proc/uptime").read_text().split()[0])
+    drift_of_uptime = shown - clock.boot_time()
+    yield judgement.clock(year=time.gmtime().tm_year, drift=drift_of_uptime, kept=trials.is_clock_kept())
+    if patient.settings is not None and "BEGIN CERTIFICATE" in patient.settings.mbus.certificate:
+        begins, ends = x509.validity(patient.settings.mbus.certificate)
+        now = clock.wall_time_of(clock.boot_ticks())
+        yield judgement.certificate(ends - now, begins - now)
+
+
+def _ports(patient: Patient) -> Iterator[Finding]:
+    host, colon, port = patient.config.shim.http.rpartition(":")
+    is_running = bool(patient.status)
+    if colon and port.isdigit():
+        yield judgement.port(
+            "metrics and probes",
+            int(port),
+            trials.outcome(partial(trials.listen, host.strip("[]"), int(port))),
+            is_ours=is_running and not _refuses(host.strip("[]"), int(port)),
+        )
+    yield judgement.low_ports(trials.outcome(trials.listen_low))
+
+
+def _refuses(host: str, port: int) -> str:
+    """Why no connection can be made; "" if it can."""
+    place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
+    try:
+        socket.create_connection((place, port), PATIENCE).close()
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
+
+
+def _network(patient: Patient) -> Iterator[Finding]:
+    words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
+    servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
+    places = [urlsplit(url) for url in patient.settings.mbus.urls] if patient.settings else []
+    places = [place for place in places if place.scheme == "nats" and place.hostname]
+    names = [place.hostname for place in places if place.hostname and not _is_address(place.hostname)]
+    resolved = {name: _unresolved(name) for name in names}
+    yield judgement.name_servers(
+        servers, trials.outcome(partial(trials.rewrite, RESOLV_CONF)) if patient.is_root else 0, resolved
+    )
+    expected = drift.expected(patient.settings, _applied(patient.paths)) if patient.settings else {}
+    found = network.default_address() or network.default_address(ipv6=True)
+    yield judgement.addresses(
+        found.ip if found else "", {ip: where for ip, where in expected.items() if not network.has_address(ip)}
+    )
+    reached = {
+        f"{place.hostname}:{place.port or 4222}": _refuses(place.hostname or "", place.port or 4222) for place in places
+    }
+    if (finding := judgement.bus(reached)) is not None:
+        yield finding
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _unresolved(name: str) -> str:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
+
+
+def _applied(paths: Paths) -> Mapping[str, Any]:
+    """The networks of the applied spec."""
+    import msgspec
+
+    try:
+        networks = msgspec.json.decode(paths.spec.read_bytes()).get("networks")
+    except (OSError, msgspec.DecodeError, AttributeError):
+        return {}
+    return networks if isinstance(networks, dict) else {}
+
+
+CHECKS: Final[Mapping[str, Callable[[Patient], Iterator[Finding]]]] = {
+    "user": _user,
+    "capabilities": _privileges,
+    "users": _users,
+    "mounts": _mounts,
+    "bpm isolation": _isolation,
+    "cgroups": _cgroups,
+    "job limits": _job_limits,
+    "directories": _directories,
+    "disk space": _space,
+    "kernel": _kernel,
+    "clock": _clock,
+    "ports": _ports,
+    "network": _network,
+}

@@ -1,0 +1,151 @@
+"""What a container allows, found out by doing it: in a child that ends with the attempt, so that nothing is left of it.
+
+Neither uid nor capabilities tell what seccomp, AppArmor, a user namespace or a runtime like gVisor think of a call.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from agent_shim.host import mounts
+
+if TYPE_CHECKING:
+    import ctypes
+
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWPID: Final = 0x20000000
+_TIME_ERROR: Final = 5
+_BROKEN: Final = 255
+
+
+def outcome(attempt: Callable[[], object]) -> int:
+    """The ``errno`` that ``attempt`` fails with in a child process, 0 if it works. Not for a process with threads."""
+    child = os.fork()
+    if child == 0:
+        code = _BROKEN
+        try:
+            attempt()
+            code = 0
+        except OSError as exc:
+            code = exc.errno or _BROKEN
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code if 0 <= code < _BROKEN else errno.EIO
+
+
+def bind_mount(scratch: Path) -> None:
+    """Show a directory at a second place, in mounts of our own."""
+    mounts.leave_mount_namespace()
+    mounts.try_bind(scratch)
+
+
+def tmpfs(scratch: Path) -> None:
+    """Mount an empty file system in memory, in mounts of our own."""
+    mounts.leave_mount_namespace()
+    mounts.mount_tmpfs(scratch)
+
+
+def user_namespace(scratch: Path) -> None:
+    """Be root of a user namespace and bind mount there, as rootless runtimes do."""
+    user, group = os.geteuid(), os.getegid()
+    _checked(_libc().unshare(CLONE_NEWUSER | mounts.CLONE_NEWNS))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    mounts.make_private()
+    mounts.try_bind(scratch)
+
+
+def process_namespace(_: Path) -> None:
+    """Have the next child be number 1 of its own world."""
+    _checked(_libc().unshare(CLONE_NEWPID))
+
+
+def become(uid: int, gid: int) -> None:
+    """Be another user."""
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
+def give_away(directory: Path, uid: int) -> None:
+    """Give a file to another user."""
+    path = directory / f"trial-{os.getpid()}"
+    path.touch(mode=0o600)
+    try:
+        os.chown(path, uid, -1)
+    finally:
+        path.unlink()
+
+
+def write(directory: Path) -> None:
+    """Make a file and remove it."""
+    path = directory / f".trial-{os.getpid()}"
+    path.touch(mode=0o600)
+    path.unlink()
+
+
+def rewrite(path: Path) -> None:
+    """Open an existing file for writing, as for a change in place."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+
+
+def listen(host: str, port: int) -> None:
+    """Listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((host, port))
+        one.listen()
+
+
+def listen_low() -> None:
+    """Listen on a port below 1024; which one is taken already does not matter."""
+    for port in range(1023, 1000, -1):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+            try:
+                one.bind(("127.0.0.1", port))
+            except OSError as exc:
+                if exc.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            return
+
+
+def watch_files() -> None:
+    """Open an inotify instance."""
+    os.close(_checked(_libc().inotify_init1(os.O_CLOEXEC)))
+
+
+def know_processes() -> None:
+    """Open a pidfd."""
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def is_clock_kept() -> bool | None:
+    """Whether the kernel's clock follows a time server; None where it does not say (adjtimex(2))."""
+    import ctypes
+
+    state: int = _libc().adjtimex(ctypes.create_string_buffer(512))  # all zeros: change nothing
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        import ctypes
+
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _libc() -> ctypes.CDLL:
+    import ctypes  # late: half a megabyte, and only the doctor comes here
+
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,69 @@
+"""When a certificate is good. Pure: just enough DER (X.690, RFC 5280) to find two stamps; nothing is verified here."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import calendar
+import re
+import time
+from typing import Final, NamedTuple
+
+_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
+_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+
+
+class Validity(NamedTuple):
+    """From and until when, in seconds since 1970."""
+
+    begins: int
+    ends: int
+
+
+def validity(pem: str) -> Validity:
+    """Of the first certificate in ``pem``; raises ``ValueError`` if there is none that can be read."""
+    found = _PEM.search(pem)
+    if found is None:
+        raise ValueError("there is no PEM certificate")
+    try:
+        return _validity(base64.b64decode(found[1]))
+    except (IndexError, binascii.Error, UnicodeDecodeError) as exc:
+        raise ValueError("the certificate cannot be read") from exc
+
+
+def _validity(certificate: bytes) -> Validity:
+    """Certificate { tbsCertificate { [0] version, serial, algorithm, issuer, validity { begin, end }, … } … }."""
+    whole, _ = _inside(certificate, 0, _SEQUENCE)
+    signed, _ = _inside(whole, 0, _SEQUENCE)
+    at = 0
+    if signed[0] == _VERSION:
+        _, at = _inside(signed, 0, _VERSION)
+    for _ in range(3):
+        _, at = _inside(signed, at)
+    stamps, _ = _inside(signed, at, _SEQUENCE)
+    begins, after = _inside(stamps, 0)
+    ends, _ = _inside(stamps, after)
+    return Validity(_seconds(stamps[0], begins), _seconds(stamps[after], ends))
+
+
+def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int]:
+    """The content of the element at ``at``, which must have the tag ``wanted``, and where the next one begins."""
+    tag, size, at = data[at], data[at + 1], at + 2
+    if wanted is not None and tag != wanted:
+        raise ValueError("the certificate has another structure")
+    if size & 0x80:
+        count = size & 0x7F
+        size, at = int.from_bytes(data[at : at + count]), at + count
+    if at + size > len(data):
+        raise ValueError("the certificate is cut off")
+    return data[at : at + size], at + size
+
+
+def _seconds(tag: int, stamp: bytes) -> int:
+    """``YYMMDDhhmmssZ`` (1950 to 2049) or ``YYYYMMDDhhmmssZ`` as seconds since 1970."""
+    text = stamp.decode("ascii")
+    if tag == _UTC_TIME:
+        text = ("19" if text[:2] >= "50" else "20") + text
+    elif tag != _GENERALIZED_TIME:
+        raise ValueError("the certificate has no validity")
+    return calendar.timegm(time.strptime(text, "%Y%m%d%H%M%SZ"))

@@ -1,0 +1,102 @@
+"""``agent-shim doctor`` on the machine that runs the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.demo import pki
+
+
+def examined(base: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and what it says as JSON."""
+    argv = [sys.executable, "-m", "agent_shim.cli", "doctor", "--json", "-b", str(base), *words]
+    done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
+    assert done.stderr == b""
+    return done.returncode, json.loads(done.stdout)
+
+
+def finding(report: dict[str, Any], topic: str) -> dict[str, Any]:
+    return next(one for one in report["findings"] if one["topic"] == topic)
+
+
+def settled(base: Path, url: str, certificate: str) -> None:
+    """A tree in which an agent has read settings."""
+    settings = {
+        "agent_id": "a1",
+        "mbus": url,
+        "env": {"bosh": {"mbus": {"cert": {"ca": "x", "certificate": certificate}}}},
+    }
+    settings["networks"] = {"default": {"type": "manual", "ip": "198.51.100.77", "netmask": "255.255.255.0"}}
+    (base / "bosh").mkdir()
+    (base / "bosh/settings.json").write_text(json.dumps(settings))
+
+
+def test_everything_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
+    """The exit code says whether something is wrong; a check that breaks would say that it cannot look."""
+    (tmp_path / "data").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    code, report = examined(tmp_path)
+
+    assert code == int(any(one["verdict"] == "wrong" for one in report["findings"]))
+    assert report["clean"] == (code == 0)
+    topics = {one["topic"] for one in report["findings"]}
+    assert {"user", "capabilities", "mounts", "bpm isolation", "cgroups", "disk space", "clock", "DNS"} <= topics
+    assert {"addresses", "inotify", "kernel", "port 9190", "process 1", str(tmp_path / "data")} <= topics
+    assert not [one for one in report["findings"] if "cannot be looked at" in one["found"]]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.filterwarnings("ignore:Attribute's length")
+def test_a_bus_that_refuses_an_expired_certificate_and_a_lost_address_are_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    settled(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1", valid=pki.EXPIRED).certificate)
+
+    code, report = examined(tmp_path)
+
+    assert code == 1
+    assert finding(report, "bus")["found"] == f"127.0.0.1:{port}: Connection refused"
+    assert finding(report, "bus certificate")["found"].startswith("expired")
+    assert finding(report, "addresses")["found"] == "no interface has 198.51.100.77 (network default of the settings)"
+
+
+@pytest.mark.filterwarnings("ignore:Attribute's length")
+def test_a_bus_that_answers_is_fine(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bus:
+        port = bus.getsockname()[1]
+        settled(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1").certificate)
+
+        _, report = examined(tmp_path)
+
+    assert finding(report, "bus") == finding(report, "bus") | {"verdict": "good"}
+
+
+def test_a_port_that_somebody_else_has_is_wrong(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = tmp_path / "agent.json"
+        config.write_text(json.dumps({"AgentShim": {"http": f"127.0.0.1:{port}"}}))
+
+        code, report = examined(tmp_path, "-C", str(config))
+
+    assert code == 1
+    assert finding(report, f"port {port}")["found"] == "metrics and probes: somebody else listens there"
+
+
+def test_a_configuration_that_was_named_and_is_not_there_is_an_error(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "agent_shim.cli", "doctor", "-b", str(tmp_path), "-C", str(tmp_path / "none")]
+    done = subprocess.run(argv, capture_output=True, timeout=60, check=False, env=dict(os.environ))
+
+    assert done.returncode == 78
+    assert done.stderr.decode() == (
+        f"agent-shim: cannot read the agent's configuration from {tmp_path}/none: No such file or directory\n"
+    )

@@ -1,0 +1,75 @@
+"""The doctor in containers that allow much, little and nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.machine import CODE, Machine
+
+pytestmark = pytest.mark.root
+
+FEW = "chown,dac_override,fowner,setuid,setgid,kill,net_bind_service,sys_chroot,audit_write"
+
+
+def examined(box: Machine, *prefix: str) -> dict[str, Any]:
+    argv = [*prefix, sys.executable, "-m", "agent_shim.cli", "doctor", "--json"]
+    done = box.popen(argv, cwd=CODE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = done.communicate(timeout=60)
+    assert err == b""
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def verdict(report: dict[str, Any], topic: str) -> tuple[str, str]:
+    found = next(one for one in report["findings"] if one["topic"] == topic)
+    return found["verdict"], found["found"]
+
+
+def with_capabilities(names: str) -> tuple[str, ...]:
+    wanted = ",".join(f"+{name}" for name in names.split(","))
+    return ("setpriv", f"--bounding-set=-all,{wanted}", "--inh-caps=-all")
+
+
+def test_root_with_all_capabilities_is_privileged(box: Machine) -> None:
+    report = examined(box)
+
+    assert report["tier"] == "privileged"
+    assert verdict(report, "user") == ("good", "root, who can run jobs as another user")
+    assert verdict(report, "mounts")[0] == "good"
+
+
+def test_root_with_the_capabilities_of_the_manifests_cannot_mount_and_can_run_jobs(box: Machine) -> None:
+    report = examined(box, *with_capabilities(FEW))
+
+    assert report["tier"] == "root with few capabilities"
+    assert verdict(report, "user")[0] == "good"
+    assert verdict(report, "mounts") == (
+        "limited",
+        "bind mount: Operation not permitted; tmpfs: Operation not permitted",
+    )
+    assert verdict(report, "capabilities")[0] == "limited"
+    assert verdict(report, "ports below 1024")[0] == "good"
+
+
+def test_root_without_capabilities_cannot_run_jobs(box: Machine) -> None:
+    report = examined(box, "setpriv", "--bounding-set=-all", "--inh-caps=-all")
+
+    assert not report["clean"]
+    assert verdict(report, "user")[0] == "wrong"
+    assert verdict(report, "capabilities")[0] == "wrong"
+
+
+def test_vcap_is_restricted_and_may_not_write_where_nobody_made_it_room(box: Machine) -> None:
+    box.run("install -d -o root -m 755 /var/vcap/data")
+
+    report = examined(box, "setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups", "--no-new-privs")
+
+    assert report["tier"] == "restricted: no root"
+    assert verdict(report, "confinement")[1].startswith("no new privileges")
+    assert verdict(report, "/var/vcap/data") == ("wrong", "cannot be written: Permission denied")
+    assert verdict(report, "bpm isolation")[0] == "good"

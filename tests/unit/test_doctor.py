@@ -1,0 +1,149 @@
+"""What the doctor concludes from facts, and how it says it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+
+import pytest
+
+from agent_shim import terminal
+from agent_shim.doctor import judgement
+from agent_shim.doctor.finding import GOOD, LIMITED, WRONG, Finding, Report, table
+from agent_shim.host.capabilities import NAMES, Privileges
+
+FEW = frozenset({*judgement.NEEDED, *judgement.USEFUL})
+
+
+@pytest.mark.parametrize(
+    ("is_root", "mounts", "tier"),
+    [(True, True, "privileged"), (True, False, "root with few capabilities"), (False, False, "restricted: no root")],
+)
+def test_the_tier_follows_from_root_and_mounts(is_root: bool, mounts: bool, tier: str) -> None:
+    assert judgement.tier(is_root=is_root, mounts=mounts) == tier
+
+
+def test_a_missing_capability_that_jobs_need_is_wrong_and_named_as_the_manifest_wants_it() -> None:
+    finding = judgement.capabilities(Privileges(effective=FEW - {"SETUID", "KILL"}), is_root=True)
+
+    assert finding.verdict == WRONG
+    assert finding.change == "securityContext.capabilities.add: [SETUID, KILL]"
+    assert "processes of vcap cannot be stopped" in finding.follows
+
+
+def test_a_missing_capability_for_ssh_alone_is_a_limit() -> None:
+    finding = judgement.capabilities(Privileges(effective=FEW - {"AUDIT_WRITE"}), is_root=True)
+
+    assert (finding.verdict, finding.change) == (LIMITED, "securityContext.capabilities.add: [AUDIT_WRITE]")
+
+
+def test_the_capabilities_of_the_manifests_are_enough_and_what_they_lack_is_told() -> None:
+    few = judgement.capabilities(Privileges(effective=FEW), is_root=True)
+    all_of_them = judgement.capabilities(Privileges(effective=frozenset(NAMES)), is_root=True)
+
+    assert few.verdict == LIMITED
+    assert "SYS_ADMIN" in few.found
+    assert all_of_them.verdict == GOOD
+
+
+@pytest.mark.parametrize(
+    ("refused", "options", "is_own_volume", "verdict", "word"),
+    [
+        (0, (), True, GOOD, "writable"),
+        (0, (), False, LIMITED, "root file system"),
+        (0, ("noexec",), True, WRONG, "noexec"),
+        (errno.EROFS, (), True, WRONG, "read-only"),
+        (errno.EACCES, (), True, WRONG, "Permission denied"),
+    ],
+)
+def test_a_volume_must_be_writable_and_execute(
+    refused: int, options: tuple[str, ...], is_own_volume: bool, verdict: str, word: str
+) -> None:
+    finding = judgement.directory("/var/vcap/data", refused, options, is_own_volume=is_own_volume, needs="packages")
+
+    assert finding.verdict == verdict
+    assert word in finding.found
+
+
+@pytest.mark.parametrize(
+    ("reached", "verdict"),
+    [
+        ({"10.0.0.6:4222": ""}, GOOD),
+        ({"10.0.0.6:4222": "Connection refused", "10.0.0.7:4222": ""}, GOOD),
+        ({"10.0.0.6:4222": "Connection refused"}, WRONG),
+    ],
+)
+def test_one_address_of_the_bus_that_answers_is_enough(reached: Mapping[str, str], verdict: str) -> None:
+    finding = judgement.bus(reached)
+
+    assert finding is not None
+    assert finding.verdict == verdict
+
+
+def test_without_settings_nothing_is_said_of_the_bus() -> None:
+    assert judgement.bus({}) is None
+
+
+@pytest.mark.parametrize(("days", "verdict"), [(-1, WRONG), (1, LIMITED), (29, LIMITED), (31, GOOD)])
+def test_a_certificate_near_its_end_is_told_in_time(days: float, verdict: str) -> None:
+    assert judgement.certificate(days * 86400, -1).verdict == verdict
+
+
+def test_every_limit_says_what_follows_and_what_to_change() -> None:
+    """Facts of a container that allows nothing at all."""
+    refused = errno.EPERM
+    findings = [
+        judgement.user(1000, is_mapped=True, becomes=0, gives=0),
+        judgement.user(0, is_mapped=False, becomes=refused, gives=refused),
+        judgement.capabilities(Privileges(), is_root=False),
+        judgement.capabilities(Privileges(), is_root=True),
+        judgement.privileges(Privileges(no_new_privs=True, seccomp=True)),
+        judgement.mounts(refused, refused),
+        judgement.isolation(3, 0, {"mounts": refused}),
+        *judgement.cgroups(0, delegates=False, memory=None, cpus=None),
+        *judgement.cgroups(2, delegates=False, memory=None, cpus=None)[1:],
+        judgement.open_files(1024, -1),
+        judgement.directory("/var/vcap/data", refused, (), is_own_volume=False, needs="packages"),
+        judgement.plain_directory("/etc", refused, "no users"),
+        judgement.space("/", 0, 1 << 40, 0, 0),
+        judgement.shared_memory(64 << 20),
+        judgement.users(vcap=None, programs=(), is_root=True),
+        judgement.users(vcap=1000, programs=("sshd",), is_root=True),
+        judgement.port("metrics", 9190, errno.EADDRINUSE, is_ours=False),
+        judgement.low_ports(refused),
+        judgement.clock(year=1970, drift=0, kept=None),
+        judgement.clock(year=2026, drift=0, kept=False),
+        judgement.name_servers((), 0, {}),
+        judgement.name_servers(("10.0.0.2",), 0, {"bus.example": "Name or service not known"}),
+        judgement.addresses("", {}),
+        judgement.addresses("10.0.0.3", {"10.0.0.9": "network default of the settings"}),
+        judgement.watches(errno.EMFILE, 128, 8192),
+        judgement.kernel("4.4", {"pidfd": "ends are noticed late"}),
+        judgement.first_process("sleep", is_init=False),
+    ]
+
+    for finding in findings:
+        assert finding.verdict != GOOD, finding
+        assert finding.follows, finding
+        assert finding.change, finding
+
+
+REPORT = Report(
+    "privileged",
+    [Finding("user", GOOD, "root"), Finding("mounts", LIMITED, "refused", "links " * 40, "privileged: true")],
+)
+
+
+def test_the_table_fits_a_wide_terminal_and_wraps_below_itself() -> None:
+    text = table(REPORT)
+
+    assert max(map(len, text.splitlines())) <= 120
+    assert "\x1b" not in text
+    assert "ok       user    root" in text
+    assert text.endswith("1 ok, 1 limited, 0 wrong")
+
+
+def test_colours_change_nothing_but_colours() -> None:
+    import re
+
+    assert re.sub(r"\x1b\[[0-9;]*m", "", table(REPORT, terminal.coloured)) == table(REPORT)
