@@ -24,7 +24,7 @@ from agent_shim.agent import Agent
 from agent_shim.dispatch import ACTIONS
 from agent_shim.errors import ConfigError
 from agent_shim.fencing import Fence, only_one
-from agent_shim.host import notify, reaper
+from agent_shim.host import notify, process, reaper
 from agent_shim.mirror import Mirror
 from agent_shim.paths import Paths
 from agent_shim.running import GIVEN_UP, Running, is_https, or_stop
@@ -95,6 +95,7 @@ class Daemon:
 
         As process 1 of a container the same signals are its end: then the jobs are stopped in order first.
         """
+        process.default_signals()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)

@@ -253,6 +253,18 @@ def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
     return Process(stat, pidfd, leads=stat.group == pid)
 
 
+def default_signals() -> None:
+    """Let no child inherit what whoever started us ignores or blocks, as nohup and ``&`` do: it could not be stopped.
+
+    We ourselves go on ignoring those signals, by a handler, which an exec takes away.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in signal.valid_signals():
+        # The two that Python ignores by itself are given back by subprocess.
+        if signal.getsignal(number) is signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, _ignore)
+
+
 def send(identity: tuple[int, int], sig: int) -> bool:
     """Signal the process with this number and start time; False if it is gone."""
     pid, start_ticks = identity
@@ -279,6 +291,10 @@ def reap(pid: int) -> bool:
     for process in _watched.pop(pid, []):
         process._finish(status)  # noqa: SLF001 - one class, two halves
     return True
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A handler instead of ``SIG_IGN``."""
 
 
 def _open(pid: int) -> int | None:

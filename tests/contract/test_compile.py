@@ -451,7 +451,6 @@ async def compile_all(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 async def test_twenty_packages_on_one_agent_are_those_of_twenty_agents(tmp_path: Path) -> None:
     """Byte for byte: nothing of one compilation is seen by another, and no time of day is in any of them."""
     sources = release()

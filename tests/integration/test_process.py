@@ -7,6 +7,8 @@ import errno
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -362,3 +364,28 @@ async def test_everything_works_without_pidfd(
     assert await stubborn.terminate(0.05) == 137
     assert await adopted.wait() == 137
     assert adopted.send(signal.SIGKILL) is False
+
+
+def test_what_the_starter_ignores_is_not_ignored_by_children(tmp_path: Path) -> None:
+    """nohup and ``&`` ignore signals and some blocked them: a job that inherits that cannot be interrupted."""
+    program = """
+import os, signal, subprocess
+from agent_shim.host import process
+process.default_signals()
+os.kill(os.getpid(), signal.SIGINT)  # ours stays ignored
+print(subprocess.run(["/bin/grep", "^Sig[BI]", "/proc/self/status"], capture_output=True, text=True).stdout)
+"""
+    shell_line = 'trap "" INT QUIT HUP; exec "$0" -c "$1"'
+    starter = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", starter, SH, "-c", shell_line, sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16]
