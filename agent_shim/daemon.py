@@ -19,18 +19,16 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_shim import __version__, boot, comeback, control, log, metrics, settings, wire
-from agent_shim.agent import Agent
+from agent_shim import boot, comeback, control, log, metrics, observed, settings, wire
 from agent_shim.dispatch import ACTIONS
 from agent_shim.errors import ConfigError
 from agent_shim.fencing import Fence, only_one
 from agent_shim.host import notify, process, reaper
 from agent_shim.mirror import Mirror
 from agent_shim.paths import Paths
-from agent_shim.running import GIVEN_UP, Running, is_https, or_stop
+from agent_shim.running import GIVEN_UP, Running, or_stop
 from agent_shim.settings_store import SettingsStore
 from agent_shim.supervisor import bpm_answers, monit_answers
-from agent_shim.supervisor.supervisor import ServiceInfo
 
 logger = logging.getLogger(__name__)
 
@@ -185,50 +183,17 @@ class Daemon:
     # --- what is asked ----------------------------------------------------------------------------------------------
 
     def _readings(self) -> metrics.Readings:
-        live = self._live
-        if live is None:
-            return metrics.Readings()
-        agent, bus = live.agent, live.bus
-        sent_at = None if is_https(bus.mbus) else live.heartbeat.sent_at
-        return metrics.Readings(
-            bus=metrics.BusReading(
-                connected=bus.is_connected,
-                reconnects=bus.stats.reconnects,
-                received=bus.stats.received,
-                received_bytes=bus.stats.received_bytes,
-                sent=bus.stats.sent,
-                sent_bytes=bus.stats.sent_bytes,
-                rejected=bus.stats.rejected,
-                heartbeat_age=None if sent_at is None else time.monotonic() - sent_at,
-            ),
-            machine=metrics.machine_reading(live.vitals),
-            processes=[_process_reading(service) for service in agent.supervisor.services()],
-            tasks_running=int(agent.tasks.running is not None),
-            tasks_waiting=agent.tasks.waiting,
-            addresses_missing=len(live.drift.missing),
-            migration=None
-            if (progress := agent.disks.progress()) is None
-            else progress.size / max(1, progress.size_total),
-        )
+        return metrics.Readings() if self._live is None else observed.readings(self._live)
 
     def _ready(self, level: str) -> tuple[bool, str]:
-        live = self._live
-        if live is None or live.phase != "running":
-            return False, self._phase
-        if not live.bus.is_connected:
-            return False, "not connected to the message bus"
-        if level == "agent":
-            return True, "connected"
-        if live.standalone is not None and live.standalone.obstacle:
-            return False, live.standalone.obstacle
-        state = live.agent.supervisor.job_state()
-        return state in ("running", "stopped"), f"jobs are {state}"
+        return (False, self._phase) if self._live is None else observed.readiness(self._live, level)
 
     async def _answer_operator(self, request: dict[str, Any], line: bytes) -> bytes:
         live = self._live
         match request:
             case {"command": "status"}:
-                return msgspec.json.encode(await self._status())
+                uptime = int(time.monotonic() - self._begun_at)
+                return msgspec.json.encode(await observed.status(live, self._phase, uptime))
             case {"command": "probe", "kind": kind}:
                 ok, reason = (True, "alive") if kind == "live" else self._ready("")
                 return msgspec.json.encode({"ok": ok, "reason": reason})
@@ -248,72 +213,6 @@ class Daemon:
             case {"method": _} if live is not None and live.dispatcher is not None:
                 return await live.dispatcher.reply(wire.decode_request(line), line, limit=None)
         return wire.encode_exception(f"cannot answer: the agent is {self._phase}")
-
-    async def _status(self) -> dict[str, Any]:
-        live = self._live
-        status: dict[str, Any] = {
-            "version": __version__,
-            "phase": self._phase,
-            "uptime_secs": int(time.monotonic() - self._begun_at),
-            "agent_id": "",
-            "bus": {"connected": False, "error": self._phase},
-            "deployment": "",
-            "instance": "",
-            "job_state": "unknown",
-            "task": "",
-            "task_progress": "",
-            "task_secs": 0,
-            "disk": "",
-            "warnings": [],
-            "tasks_waiting": 0,
-            "processes": [],
-        }
-        if live is None:
-            return status
-        agent, bus = live.agent, live.bus
-        spec, task = agent.spec.current, agent.tasks.running
-        return status | {
-            "agent_id": agent.settings.current.agent_id,
-            "bus": {"connected": bus.is_connected, "error": bus.stats.last_error},
-            "deployment": spec.deployment,
-            "instance": f"{spec.name}/{spec.id}" if spec.name else "",
-            "job_state": agent.supervisor.job_state(),
-            "task": task.method if task else "",
-            "task_progress": task.progress if task else "",
-            "task_secs": int(time.monotonic() - task.begun_at) if task else 0,
-            "disk": await _disk_status(agent),
-            "warnings": _warnings(live),
-            "tasks_waiting": agent.tasks.waiting,
-            "bpm": {"level": agent.supervisor.bpm.level},
-            "processes": [monit_answers.describe(service) for service in agent.supervisor.services()],
-        }
-
-
-def _warnings(live: Running) -> list[str]:
-    missing = [f"no interface has the address {ip} ({where})" for ip, where in live.drift.missing.items()]
-    obstacle = live.comeback.obstacle
-    return [f"the jobs cannot be started: {obstacle}", *missing] if obstacle else missing
-
-
-async def _disk_status(agent: Agent) -> str:
-    """The persistent disk in a line: how far a migration is, what is wrong, or whether there is one."""
-    if (progress := agent.disks.progress()) is not None:
-        files_done = f"{progress.files}/{progress.files_total} files"
-        return f"migration, {progress.phase}: {files_done}, {progress.size}/{progress.size_total} bytes"
-    return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted() else "none")
-
-
-def _process_reading(service: ServiceInfo) -> metrics.ProcessReading:
-    process = service.process
-    return metrics.ProcessReading(
-        name=process.name,
-        state=process.state,
-        is_up=service.pid != 0,
-        uptime=process.uptime_secs,
-        restarts=service.restarts,
-        memory=process.mem_kb * 1024,
-        cpu=process.cpu_total / 100 * (os.cpu_count() or 1),
-    )
 
 
 def _was_given_up(paths: Paths, agent_id: str) -> bool:

@@ -11,7 +11,7 @@ from tests.structure.source import PACKAGE, Module, imports, modules
 
 FLOORS: Mapping[int, frozenset[str]] = {
     7: frozenset({"cli", "monit_cli", "bpm_cli", "demo", "check", "doctor", "status_text", "terminal"}),
-    6: frozenset({"boot", "comeback", "daemon", "handback", "orderly", "running", "standalone", "worker"}),
+    6: frozenset({"boot", "comeback", "daemon", "handback", "observed", "orderly", "running", "standalone", "worker"}),
     5: frozenset({"bus", "heartbeat", "alerts", "metrics", "control", "asking"}),
     4: frozenset({"dispatch", "actions"}),
     3: frozenset({"agent", "tasks"}),

@@ -23,6 +23,7 @@ ELSEWHERE: Mapping[str, str] = {
     "host.trials": "root/test_doctor.py",
     "host.volumes": "root/test_disks_volumes.py",
     "running": "integration/test_daemon.py",
+    "observed": "integration/test_daemon.py",
     "spec_store": "contract/test_state.py",
     "supervisor.bpm": "contract/test_corpus_bpm.py",
     "supervisor.bpm_answers": "contract/test_bpm_cli.py",
