@@ -20,17 +20,12 @@ from typing import Any, Final
 
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
+from tests.support.cpi import Cpi
 from tests.support.machine import Machine, machine
 
 AGENT: Final = "pod-agent"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 BLOBS: Final = Path("/var/vcap/blobs")
-CONFIG: Final = {
-    "Infrastructure": {
-        "Settings": {"Sources": [{"Type": "File", "SettingsPath": "/var/vcap/bosh/warden-cpi-agent-env.json"}]}
-    },
-    "AgentShim": {"http": "off"},
-}
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
@@ -43,10 +38,12 @@ def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
 class Pod:
     """``disks`` are the cids of attached volumes; ``keeps_root`` has containers share their root file system.
 
-    ``prefix`` is a command that runs the agent: the beginning of an argument list.
+    ``prefix`` is a command that runs the agent: the beginning of an argument list. ``seen`` are further directories of
+    containers, by their place there.
     """
 
-    def __init__(self, scratch: Path, server: NatsServer, director: Director) -> None:
+    def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: Cpi | None = None) -> None:
+        self.cpi = cpi or Cpi()
         self.scratch = scratch
         self.server = server
         self.director = director
@@ -54,6 +51,7 @@ class Pod:
         self.env: dict[str, Any] = {}
         self.keeps_root = False
         self.prefix: Sequence[str] = ()
+        self.seen: dict[str, Path] = {}
         self.agent_id = AGENT
         self._stack = ExitStack()
         self._agents: list[subprocess.Popen[bytes]] = []
@@ -100,28 +98,38 @@ class Pod:
     def start_container(self) -> None:
         """A new one, without an agent."""
         self._number += 1
-        volumes = {str(BLOBS): self.scratch / "blobs", "/var/vcap/data": self.data}
-        volumes |= {f"/var/vcap/bosh/disks/{cid}": self.volume(cid) for cid in self.disks}
+        volumes = {str(BLOBS): self.scratch / "blobs", "/var/vcap/data": self.data} | self.seen
+        if self.cpi.attaches != "live":
+            volumes |= {self.cpi.disk(cid): self.volume(cid) for cid in self.disks}
         if self.keeps_root:
             volumes = {"/var/vcap": self.scratch / "root"} | volumes
         place = self.scratch / f"container-{self._number}"
         place.mkdir()
         self._machine = self._stack.enter_context(machine(place, volumes))
+        if self.cpi.start:
+            self.machine.run(self.cpi.start)
+        sources = [{"Type": "File", "SettingsPath": path} for path in self.cpi.sources]
+        settings = {"Infrastructure": {"Settings": {"Sources": sources}}, "AgentShim": {"http": "off"}}
+        self.machine.write("/var/vcap/bosh/agent.json", settings)
+        if not self.cpi.is_late:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """What the CPI writes of an instance with these disks."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
         bosh = {"mbus": {"urls": [self.server.url], "cert": cert}, "blobstores": [blobstore]}
-        self.machine.write("/var/vcap/bosh/agent.json", CONFIG)
-        self.machine.write(
-            "/var/vcap/bosh/warden-cpi-agent-env.json",
-            {
-                "agent_id": self.agent_id,
-                "vm": {"name": "vm-1"},
-                "networks": NETWORKS,
-                "disks": {"persistent": {cid: f"/var/vcap/bosh/disks/{cid}" for cid in self.disks}},
-                "env": {"bosh": bosh | self.env},
-            },
-        )
+        own = dict(self.cpi.members)
+        disks = own.pop("disks", {}) | {"persistent": {cid: self.cpi.hint(cid) for cid in self.disks}}
+        document = {
+            "agent_id": self.agent_id,
+            "vm": {"name": "vm-1"},
+            "networks": NETWORKS,
+            "disks": disks,
+            "env": {"bosh": bosh | self.env},
+        }
+        self.cpi.deliver(self.machine, self.cpi.settings, document | own)
 
     def exec_agent(self) -> subprocess.Popen[bytes]:
         """An agent in this container; it need not come up."""
@@ -140,6 +148,8 @@ class Pod:
         """An agent that answers; when it was executed (monotonic)."""
         begun_at = time.monotonic()
         self.exec_agent()
+        if self.cpi.is_late:
+            self.deliver()
         async with asyncio.timeout(30):
             while True:
                 try:
@@ -148,9 +158,9 @@ class Pod:
                 except RpcTimeoutError:
                     continue
 
-    def end_agent(self) -> None:
+    def end_agent(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask the agent to end, as its service manager does; the container goes on."""
-        end(self._agents.pop())
+        end(self._agents.pop(), number)
 
     def kill(self) -> None:
         """End the container with everything that runs in it."""
@@ -179,12 +189,12 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(scratch: Path) -> AsyncIterator[Pod]:
+async def pod(scratch: Path, cpi: Cpi | None = None) -> AsyncIterator[Pod]:
     """An instance without a container yet; what runs is killed at the end."""
     director = Director(poll=0.01)
     async with NatsServer(scratch / "bus") as server, director.on(server.peer()):
         await server.add_agent(AGENT)
-        made = Pod(scratch, server, director)
+        made = Pod(scratch, server, director, cpi)
         try:
             yield made
         finally:

@@ -1,0 +1,218 @@
+"""The life of a persistent disk under each CPI: attached, mounted, resized, detached, and moved to another instance.
+
+A real agent in real containers, which the CPI restarts or makes anew between any two requests of the Director. After
+each request and each such restart ``list_disk`` is right and every file is as it was. Needs root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.disks import identity
+from agent_shim.disks.identity import Marker
+from tests.support import cpi as cpis
+from tests.support.cpi import Cpi
+from tests.support.pod import Pod
+from tests.support.pod import pod as made
+from tests.support.volumes import fill, fingerprint
+
+pytestmark = pytest.mark.root
+
+WITHOUT_CAPABILITIES = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--")
+
+ALL = [cpis.DOCKER, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, cpis.SAP]
+WITH_TWO_DISKS = [cpis.DOCKER, cpis.CREATE_ENV, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM]
+EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["by mount", "without capabilities"])
+
+
+class Site:
+    """The hands of a CPI and of a Director on one instance, and what has to be true after each of their moves."""
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        self.cpi = pod.cpi
+        self.content: dict[str, Any] = {}
+        """What the disk on the store has to hold."""
+        pod.keeps_root = self.cpi.attaches == "by restart"
+
+    # --- the CPI --------------------------------------------------------------------------------------------------
+
+    async def create_vm(self, agent_id: str) -> None:
+        """A VM that nobody has used."""
+        pod = self.pod
+        pod.kill()
+        pod.agent_id = agent_id
+        pod.lose_data()
+        shutil.rmtree(pod.scratch / "root")
+        (pod.scratch / "root").mkdir()
+        await pod.server.add_agent(agent_id)
+        await pod.start()
+        await pod.run("update_settings", {"trusted_certs": "", "disk_associations": []})
+
+    async def attach(self, cid: str) -> None:
+        self.pod.attach(cid)
+        if self.cpi.attaches == "live":
+            self.pod.deliver()
+        else:
+            await self.remake(loses_data=self.cpi.attaches == "by recreation")
+
+    async def detach(self, cid: str) -> None:
+        self.pod.disks.remove(cid)
+        if self.cpi.attaches == "live":
+            self.pod.machine.run(f"umount {self.cpi.disk(cid)}")
+            self.pod.deliver()
+        else:
+            await self.remake(loses_data=self.cpi.attaches == "by recreation")
+
+    async def remake(self, *, loses_data: bool) -> None:
+        """The container is killed, and the next one comes, with what the CPI carries over."""
+        pod = self.pod
+        saved = {path: raw for path in self.cpi.saves if (raw := _content(pod.machine.root / path.lstrip("/")))}
+        pod.kill()
+        if loses_data:
+            pod.lose_data()
+        await pod.start()
+        for path, raw in saved.items():
+            place = pod.machine.root / path.lstrip("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(raw)
+
+    async def happens(self) -> None:
+        """What may come at any time, asked for by nobody: a node goes, a container is restarted, an agent is killed."""
+        if self.cpi.attaches == "live":
+            self.pod.end_agent(signal.SIGKILL)
+            await self.pod.start_agent()
+        else:
+            await self.remake(loses_data=self.cpi.loses_data_unasked)
+
+    # --- the Director ---------------------------------------------------------------------------------------------
+
+    async def attach_and_mount(self, cid: str) -> None:
+        """As the Director does it (attach_disk_step.rb, mount_disk_step.rb); a live volume may come late."""
+        await self.attach(cid)
+        if self.cpi.tells_the_agent:
+            await self.pod.run("add_persistent_disk", cid, self.cpi.hint(cid))
+        mounting = asyncio.create_task(self.pod.run("mount_disk", cid))
+        if self.cpi.attaches == "live":
+            place = self.cpi.disk(cid)
+            self.pod.machine.run(f"mkdir -p {place}; mount --bind /mnt/node/{cid} {place}")
+        assert await mounting == {}
+
+    async def unmount_and_detach(self, cid: str) -> None:
+        """As the Director does it (unmount_disk_step.rb, detach_disk_step.rb): only what is listed is unmounted."""
+        if cid in await self.pod.run("list_disk"):
+            reply = await self.pod.run("unmount_disk", cid)
+            assert reply["message"].startswith("Unmounted partition of "), reply
+        await self.pod.run("remove_persistent_disk", cid)
+        await self.detach(cid)
+
+    async def holds(self, *listed: str) -> None:
+        """These disks are mounted, the first on the store, and it holds what it has to; so it is after a restart."""
+        await self._holds(*listed)
+        await self.happens()
+        await self._holds(*listed)
+
+    async def _holds(self, *listed: str) -> None:
+        assert await self.pod.run("list_disk") == list(listed)
+        places = ["/var/vcap/store", "/var/vcap/store_migration_target"]
+        for place, cid in zip(places, listed, strict=False):
+            found = self.pod.volume(cid).stat()
+            shown = self.pod.machine.run(f"stat -Lc %d:%i {place}; stat -c %F {place}").splitlines()
+            assert shown[0] == f"{found.st_dev}:{found.st_ino}", f"{cid} is not on {place}"
+            assert shown[1] == ("symbolic link" if self.pod.prefix else "directory")
+        if listed:
+            assert fingerprint(self.pod.volume(listed[0])) == self.content
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+@asynccontextmanager
+async def site(scratch: Path, cpi: Cpi, prefix: tuple[str, ...]) -> AsyncIterator[Site]:
+    async with made(scratch, cpi) as pod:
+        pod.prefix = prefix
+        (scratch / "disks").mkdir()
+        if cpi.attaches == "live":
+            pod.seen = {"/mnt/node": scratch / "disks"}
+        yield Site(pod)
+
+
+async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
+    """Everything that is hard to copy, as jobs may have left it."""
+    fill(one.pod.volume(cid) / "files", as_root=as_root)
+    one.content = fingerprint(one.pod.volume(cid))
+
+
+@EACH_WAY
+@pytest.mark.parametrize("cpi", ALL, ids=str)
+async def test_a_disk_is_used_kept_and_moved_to_another_instance(
+    tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
+) -> None:
+    """create_vm, attach, mount; recreate of the instance: unmount, detach, another VM, attach, mount."""
+    async with site(tmp_path, cpi, prefix) as one:
+        await one.create_vm("first")
+        await one.attach_and_mount("disk-1")
+        await write_to_store(one, "disk-1", as_root=not prefix)
+        await one.holds("disk-1")
+        assert await one.pod.run("mount_disk", "disk-1") == {}, "it is there already"
+
+        await one.unmount_and_detach("disk-1")
+        await one.holds()
+        await one.create_vm("second")
+        await one.attach_and_mount("disk-1")
+        await one.holds("disk-1")
+
+
+@EACH_WAY
+@pytest.mark.parametrize("cpi", WITH_TWO_DISKS, ids=str)
+async def test_a_whole_resize_with_the_container_made_anew_between_the_steps(
+    tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
+) -> None:
+    """Attach, add_persistent_disk, mount_disk, migrate_disk, list_disk, remove_persistent_disk, detach."""
+    async with site(tmp_path, cpi, prefix) as one:
+        await one.create_vm("first")
+        await one.attach_and_mount("disk-1")
+        await write_to_store(one, "disk-1", as_root=not prefix)
+
+        await one.attach_and_mount("disk-2")
+        await one.holds("disk-1", "disk-2")
+        arguments = ("disk-1", "disk-2") if cpi.names_disks_to_migrate else ()
+        assert await one.pod.run("migrate_disk", *arguments) == {}
+        await one.holds("disk-2")
+        assert await one.pod.run("migrate_disk", *arguments) == {}, "it is done already"
+        await one.unmount_and_detach("disk-1")
+        await one.holds("disk-2")
+
+        assert fingerprint(one.pod.volume("disk-1")) == one.content, "what was copied is whole until it is deleted"
+        assert identity.read(one.pod.volume("disk-1")) == Marker("disk-1", "")
+
+
+@EACH_WAY
+async def test_a_volume_that_the_manifest_mounts_on_the_store(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    """Nobody attaches or detaches anything: a StatefulSet, whose pod is restarted in place or made anew."""
+    async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
+        one.pod.attach("disk-1")
+        await one.create_vm("first")
+        assert await one.pod.run("list_disk") == [], "the Director has not had it mounted yet"
+        await one.pod.run("mount_disk", "disk-1")
+        await write_to_store(one, "disk-1", as_root=not prefix)
+
+        for loses_data in (False, True):
+            await one.remake(loses_data=loses_data)
+            assert await one.pod.run("list_disk") == ["disk-1"]
+            one.pod.machine.run("test -e /var/vcap/store/files/twin")
+        await one.pod.run("unmount_disk", "disk-1")
+        await one.remake(loses_data=False)
+        assert await one.pod.run("list_disk") == [], "it stays down, wherever it is mounted"
+        await one.pod.run("mount_disk", "disk-1")
+        assert await one.pod.run("list_disk") == ["disk-1"]
+        assert fingerprint(one.pod.volume("disk-1")) == one.content

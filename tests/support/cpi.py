@@ -1,0 +1,169 @@
+"""What each CPI does to its containers: the settings file that it writes, where its disks are, how it attaches one.
+
+Names, paths and modes are those of the CPIs; ``/mnt`` stands before the paths that they have at the top of the file
+tree, where a machine of the tests can have no directory made.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from tests.support.machine import Machine
+
+BOSH: Final = "/var/vcap/bosh"
+WARDEN: Final = f"{BOSH}/warden-cpi-agent-env.json"
+
+Document = dict[str, Any]
+Deliver = Callable[[Machine, str, Document], None]
+
+
+def put(machine: Machine, path: str, document: Document) -> None:
+    """Into the root file system, for root alone."""
+    machine.write(path, document, mode=0o640)
+
+
+def put_for_all(machine: Machine, path: str, document: Document) -> None:
+    """As LXD's file push does."""
+    machine.write(path, document, mode=0o644)
+
+
+def unpack(machine: Machine, path: str, document: Document) -> None:
+    """Docker: an archive unpacked in the running container, in which the file is there before its content is whole."""
+    raw = json.dumps(document).encode()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo(path.lstrip("/"))
+        member.mode, member.size = 0o640, len(raw)
+        archive.addfile(member, io.BytesIO(raw))
+    content = packed.getvalue()
+    half = 512 + len(raw) // 2
+    with machine.popen(["tar", "-x", "-C", "/"], stdin=subprocess.PIPE) as unpacking:
+        assert unpacking.stdin is not None
+        for part in (content[:half], content[half:]):
+            unpacking.stdin.write(part)
+            unpacking.stdin.flush()
+    assert unpacking.returncode == 0
+
+
+def mount_file(machine: Machine, path: str, document: Document) -> None:
+    """A key of a ConfigMap, mounted by subPath: one file that nobody can write."""
+    machine.write("/mnt/config", document, mode=0o644)
+    place = shlex.quote(path)
+    machine.run(f"touch {place}; mount --bind /mnt/config {place}; mount -o remount,bind,ro {place}")
+
+
+def mount_secret(machine: Machine, path: str, document: Document) -> None:
+    """A Secret, mounted as a directory: links into a directory that the kubelet exchanges."""
+    place = Path(path)
+    machine.write(f"/mnt/secret/..2026/{place.name}", document, mode=0o644)
+    machine.run(
+        f"cd /mnt/secret; ln -s ..2026 ..data; ln -s ..data/{place.name} {place.name}; "
+        f"mkdir -p {place.parent}; mount --bind /mnt/secret {place.parent}; mount -o remount,bind,ro {place.parent}"
+    )
+
+
+@dataclass(frozen=True)
+class Cpi:
+    """``place`` is where the container has a disk, ``sources`` what the agent.json of its stemcell names.
+
+    ``attaches`` says what becomes of the container when a disk is attached or detached. ``members`` are those of the
+    settings that only this CPI writes. ``start`` is what its start command does before the agent is there, ``saves``
+    are the files that it carries from a container to the next one.
+    """
+
+    name: str = "a plain one"
+    settings: str = WARDEN
+    sources: tuple[str, ...] = (WARDEN,)
+    deliver: Deliver = put
+    is_late: bool = False
+    place: str = f"{BOSH}/disks/{{cid}}"
+    is_hint_an_object: bool = False
+    tells_the_agent: bool = True
+    """Its API has version 2: the Director sends hints by ``add_persistent_disk``."""
+    names_disks_to_migrate: bool = True
+    attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
+    loses_data_unasked: bool = True
+    """What becomes of the container while nobody attaches anything: it is made anew, or restarted in place."""
+    members: Document = field(default_factory=dict)
+    start: str = ""
+    saves: tuple[str, ...] = ()
+
+    def disk(self, cid: str) -> str:
+        """Where a disk is in the container."""
+        return self.place.format(cid=cid)
+
+    def hint(self, cid: str) -> Any:
+        """What the settings, and the Director, say of it."""
+        return {"path": self.disk(cid)} if self.is_hint_an_object else self.disk(cid)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RUN_DIRECTORIES: Final = "rm -rf /var/vcap/data/sys; mkdir -p /var/vcap/data/sys /var/vcap/store"
+
+DOCKER: Final = Cpi(
+    name="Docker",
+    deliver=unpack,
+    is_late=True,
+    place="/mnt/warden-cpi-dev/{cid}",
+    members={"disks": {"system": "", "ephemeral": None}},
+    start=RUN_DIRECTORIES,
+    saves=(f"{BOSH}/update_settings.json", "/var/vcap/instance/dns/records.json"),
+)
+CREATE_ENV: Final = Cpi(
+    name="Docker with create-env",
+    deliver=unpack,
+    is_late=True,
+    place="/mnt/warden-cpi-dev/{cid}",
+    names_disks_to_migrate=False,
+    start=RUN_DIRECTORIES,
+)
+GARDEN: Final = Cpi(
+    name="warden", place="/mnt/warden-cpi-dev/{cid}", attaches="live", loses_data_unasked=False, start=RUN_DIRECTORIES
+)
+LXD: Final = Cpi(
+    name="LXD",
+    deliver=put_for_all,
+    place="/mnt/warden-cpi-dev/{cid}",
+    is_hint_an_object=True,
+    tells_the_agent=False,
+    attaches="by restart",
+    loses_data_unasked=False,
+    members={"disks": {"ephemeral": {"path": "/var/vcap/data"}}},
+)
+KUBERNETES: Final = Cpi(
+    name="bosh-kubernetes-cpi",
+    deliver=mount_file,
+    place="/mnt/{cid}",
+    tells_the_agent=False,
+    start=f"{RUN_DIRECTORIES}; mkdir -p {BOSH}/bin; echo '#!/bin/true' >{BOSH}/bin/ntpdate",
+)
+SYKESM: Final = Cpi(
+    name="kubernetes-cpi",
+    settings=f"{BOSH}/instance_settings.json",
+    sources=(f"{BOSH}/instance_settings.json",),
+    deliver=mount_file,
+    place="/mnt/{cid}",
+    tells_the_agent=False,
+    loses_data_unasked=False,
+    members={"blobstore": {"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}},
+)
+SAP: Final = Cpi(
+    name="SAP's kubernetes CPI",
+    settings=f"{BOSH}/settings-source-file/config.json",
+    sources=(WARDEN, f"{BOSH}/settings-source-file/config.json"),
+    deliver=mount_secret,
+    tells_the_agent=False,
+)
+"""It attaches one disk at most: all its volumes have the same name."""
+STATEFUL_SET: Final = Cpi(name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False)
+"""No CPI: the manifest mounts the volume where jobs expect it, and says so in the settings."""
