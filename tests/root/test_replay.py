@@ -1,15 +1,18 @@
-"""A real Director's requests get replies of the same shape from our agent, and leave the same state."""
+"""A real Director's requests get replies of the same shape from our agent, and leave the same on its machine."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent_shim.demo.director import RpcRemoteError
 from tests.support.corpus import CORPUS
+from tests.support.effects import Effects
 from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
 from tests.support.replay import Replay, Step, steps
@@ -19,8 +22,15 @@ pytestmark = [
     pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of recorded requests is not here"),
 ]
 
-RECORDINGS = ("deploy", "errand", "stop", "start", "restart")
-LATER = frozenset({"fetch_logs", "list_disk", "mount_disk", "add_persistent_disk", "remove_persistent_disk"})
+DISKS = frozenset(
+    {"list_disk", "mount_disk", "unmount_disk", "migrate_disk", "add_persistent_disk", "remove_persistent_disk"}
+)
+"""Played with real file systems in ``test_disks_replay``."""
+
+ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
+"""What tells two states of an instance apart."""
+
+LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries"})
 
 
 @pytest.fixture
@@ -29,47 +39,95 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield one
 
 
-async def add(fleet: Fleet, recorded: list[Step]) -> Replay:
-    """A machine with the agent that these steps were recorded of."""
-    agent_id = recorded[0].agent_id
-    applied = [step.arguments[0] for step in recorded if step.method == "apply"]
-    states = [step.reply["value"] for step in recorded if step.method == "get_state" and step.reply]
-    networks = applied[0]["networks"] if applied else {"default": {"type": "manual", "ip": "10.245.0.9"}}
-    await fleet.add(agent_id, networks, vm={"name": states[0]["vm"]["name"] if states else "vm-1"})
-    return Replay(fleet.director, fleet.blobs(agent_id), LATER, {"cert": fleet.credentials(agent_id)})
+@dataclass
+class Played:
+    """The machines of the recordings as they come and go; ``history`` is everything that is played, in its order."""
 
+    fleet: Fleet
+    history: list[Step]
+    replays: dict[str, Replay] = field(default_factory=dict)
+    effects: dict[str, Effects] = field(default_factory=dict)
 
-async def test_a_deployment_lives_as_it_did_with_the_go_agent(fleet: Fleet) -> None:
-    """Deploy, errand, stop, start, restart of three instances and an errand VM, request by request."""
-    recorded = [step for name in RECORDINGS for step in steps(CORPUS / "director" / f"{name}.jsonl")]
-    replays = {
-        agent_id: await add(fleet, [step for step in recorded if step.agent_id == agent_id])
-        for agent_id in dict.fromkeys(step.agent_id for step in recorded)
-    }
+    async def play(self, number: int) -> None:
+        step = self.history[number]
+        agent_id = step.agent_id
+        if agent_id not in self.replays:
+            await self._add(number)
+        await self._catch_up(step)
+        arguments, value = await self.replays[agent_id].play(step)
+        if step.reply is not None:
+            assert self.effects[agent_id].check(step.method, arguments, value) or step.method in LEAVE_NOTHING
+        if not any(later.agent_id == agent_id for later in self.history[number + 1 :]):
+            await self._deploy_again(agent_id)
+            self.fleet.remove(agent_id)
 
-    for step in recorded:
-        try:
-            await replays[step.agent_id].play(step)
-        except (AssertionError, RpcRemoteError) as exc:
-            raise AssertionError(f"{step.method} {json.dumps(step.arguments)[:300]} of {step.agent_id}: {exc}") from exc
+    async def _add(self, number: int) -> None:
+        """A machine with the agent that these steps were recorded of."""
+        agent_id = self.history[number].agent_id
+        recorded = [step for step in self.history[number:] if step.agent_id == agent_id]
+        states = [step.reply["value"] for step in recorded if step.method == "get_state" and step.reply]
+        networks = next((step.arguments[0] for step in recorded if step.method == "apply"), states[0])["networks"]
+        machine = await self.fleet.add(agent_id, networks, vm={"name": states[0]["vm"]["name"]})
+        (machine.root / "var/log/syslog").write_text("of the machine\n")
+        self.effects[agent_id] = Effects(agent_id, machine, self.fleet.blobs(agent_id))
+        mbus = {"cert": self.fleet.credentials(agent_id)}
+        self.replays[agent_id] = Replay(self.fleet.director, self.fleet.blobs(agent_id), mbus)
 
-    await _deploy_again(fleet, replays)
+    async def _catch_up(self, step: Step) -> None:
+        """Deploy what a state names that no step so far has deployed there: not all was recorded."""
+        if step.method != "get_state" or step.reply is None or not step.reply["value"]["configuration_hash"]:
+            return
+        state, replay = step.reply["value"], self.replays[step.agent_id]
+        if any(replay.final_spec.get(name) != state[name] for name in ALIKE):
+            for each in self._deployment(state):
+                await replay.play(each)
 
+    def _deployment(self, state: dict[str, Any]) -> list[Step]:
+        """The recorded steps that have led to the same state, on the same machine or another."""
+        apply = next(
+            step
+            for step in self.history
+            if step.method == "apply" and all(step.arguments[0].get(name) == state[name] for name in ALIKE)
+        )
+        archive = apply.arguments[0]["rendered_templates_archive"]["blobstore_id"]
+        upload = next(
+            step for step in self.history if step.method == "upload_blob" and step.arguments[0]["blob_id"] == archive
+        )
+        asked = [(upload.method, upload.arguments, upload.reply), (apply.method, apply.arguments, apply.reply)]
+        asked.append(("start", [], {"value": "started"}))
+        return [Step(state["agent_id"], *one) for one in asked]
 
-async def _deploy_again(fleet: Fleet, replays: dict[str, Replay]) -> None:
-    """The final spec a second time: nothing that the Director compares may differ, no process may be restarted."""
-    for agent_id, replay in replays.items():
-        if not replay.final_spec:
-            continue
-        before = await fleet.director.run(agent_id, "get_state")
-        pidfiles = {path: path.read_text() for path in fleet.machines[agent_id].vcap.glob("data/sys/run/*/*.pid")}
+    async def _deploy_again(self, agent_id: str) -> None:
+        """The final spec a second time: nothing that the Director compares may differ, no process may be restarted."""
+        director, spec = self.fleet.director, self.replays[agent_id].final_spec
+        before = await director.run(agent_id, "get_state")
+        if not spec or before["job_state"] != "running":
+            return
+        pidfiles = {path: path.read_text() for path in self.effects[agent_id].paths.run.glob("*/*.pid")}
 
-        assert await fleet.director.run(agent_id, "prepare", replay.final_spec) == "prepared"
-        assert await fleet.director.run(agent_id, "apply", replay.final_spec) == "applied"
-        assert await fleet.director.run(agent_id, "start") == "started"
+        assert await director.run(agent_id, "prepare", spec) == "prepared"
+        assert await director.run(agent_id, "apply", spec) == "applied"
+        assert await director.run(agent_id, "start") == "started"
 
-        while (after := await fleet.director.run(agent_id, "get_state"))["job_state"] != before["job_state"]:
+        while (after := await director.run(agent_id, "get_state"))["job_state"] != before["job_state"]:
             pass
         for name in ("networks", "job", "packages", "configuration_hash", "rendered_templates_archive"):
             assert after[name] == before[name]
         assert {path: path.read_text() for path in pidfiles} == pidfiles
+
+
+async def test_a_deployment_lives_as_it_did_with_the_go_agent(fleet: Fleet) -> None:
+    """Everything that was recorded, request by request: three instances and their errands, from deploy to delete."""
+    recordings = sorted((CORPUS / "director").glob("*.jsonl"))
+    history = [step for step in steps(*recordings) if step.method not in DISKS]
+    played = Played(fleet, history)
+
+    for number, step in enumerate(history):
+        try:
+            await played.play(number)
+        except (AssertionError, RpcRemoteError) as exc:
+            told = json.dumps(step.arguments)[:300]
+            raise AssertionError(f"step {number}: {step.method} {told} of {step.agent_id}: {exc}") from exc
+
+    assert {step.method for step in history} >= {"fetch_logs", "ssh", "compile_package", "run_errand", "sync_dns"}
+    assert set(played.replays) == {step.agent_id for step in history}

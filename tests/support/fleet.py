@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -17,13 +18,19 @@ from tests.support.machine import Machine, machine
 BLOBS = Machine.SCRATCH / "blobs"
 """The local blobstore as a machine sees it."""
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "Platform": {"Linux": {"UseDefaultTmpDir": True, "SkipDiskSetup": True}},
     "Infrastructure": {
         "Settings": {"Sources": [{"Type": "File", "SettingsPath": "/var/vcap/bosh/warden-cpi-agent-env.json"}]}
     },
-    "AgentShim": {"http": "off"},
 }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 @dataclass
@@ -35,6 +42,8 @@ class Fleet:
     director: Director
     stack: ExitStack
     machines: dict[str, Machine] = field(default_factory=dict)
+    ends: dict[str, ExitStack] = field(default_factory=dict)
+    ssh_port: int = field(default_factory=_free_port)
 
     def blobs(self, agent_id: str) -> Path:
         """The blobstore of one machine, from outside."""
@@ -49,7 +58,8 @@ class Fleet:
         """One more machine, whose agent answers."""
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)
-        made = self.stack.enter_context(machine(self.scratch / agent_id))
+        stack = self.stack.enter_context(ExitStack())
+        made = stack.enter_context(machine(self.scratch / agent_id))
         cert = self.credentials(agent_id, bootstrap=True)
         settings = {
             "agent_id": agent_id,
@@ -63,16 +73,23 @@ class Fleet:
                 }
             },
         }
-        made.write("/var/vcap/bosh/agent.json", CONFIG)
+        shim = {"http": "off", "ssh": {"port": self.ssh_port}}
+        made.write("/var/vcap/bosh/agent.json", CONFIG | {"AgentShim": shim})
         made.write("/var/vcap/bosh/warden-cpi-agent-env.json", settings | members)
-        log = self.stack.enter_context((self.scratch / agent_id / "agent.log").open("wb"))
+        log = stack.enter_context((self.scratch / agent_id / "agent.log").open("wb"))
         argv = [sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
         agent = made.popen(argv, stdout=log, stderr=subprocess.STDOUT)
-        self.stack.callback(agent.wait)
-        self.stack.callback(agent.terminate)
+        stack.callback(agent.wait)
+        stack.callback(agent.terminate)
         self.machines[agent_id] = made
+        self.ends[agent_id] = stack
         await self.director.wait_until_ready(agent_id, timeout=30)
         return made
+
+    def remove(self, agent_id: str) -> None:
+        """The end of a machine, as a CPI deletes it."""
+        del self.machines[agent_id]
+        self.ends.pop(agent_id).close()
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,26 @@ class Step:
     reply: dict[str, Any] | None
 
 
-def steps(recording: Path) -> Iterator[Step]:
-    """The requests of a recording in the order they were sent, each task's request with the task's result."""
-    lines = [json.loads(line) for line in recording.read_text().splitlines()]
+def steps(*recordings: Path) -> Iterator[Step]:
+    """The requests of recordings in the order they were sent, each task's request with the task's result.
+
+    Who asks for a result may stand in the next recording; where nobody does, it is that of the task of the same method
+    before.
+    """
+    lines = [json.loads(line) for recording in recordings for line in recording.read_text().splitlines()]
+    lines.sort(key=itemgetter("t"))
     results: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["method"] == "get_task" and line["reply"] and not _is_running(line["reply"]):
             results[line["arguments"][0]] = line["reply"]
+    latest: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["method"] in LEFT_OUT:
             continue
         reply = line["reply"]
         if reply and _is_running(reply):
-            reply = results.get(reply["value"]["agent_task_id"])
+            reply = results.get(reply["value"]["agent_task_id"]) or latest[line["method"]]
+            latest[line["method"]] = reply
         yield Step(line["agent"], line["method"], line["arguments"], reply)
 
 
@@ -99,37 +107,34 @@ class Replay:
 
     director: Director
     blobs: Path
-    without: frozenset[str] = frozenset()
     mbus: dict[str, Any] | None = None
     """Stands in for the certificates that were taken out of recorded ``update_settings``."""
     final_spec: dict[str, Any] = field(default_factory=dict)
 
-    async def play(self, step: Step) -> None:
-        """Send one step and hold its reply against the recorded one."""
-        if step.method in self.without:
-            return
+    async def play(self, step: Step) -> tuple[list[Any], Any]:
+        """Send one step and hold its reply against the recorded one; the arguments sent and the value that came."""
         arguments = self._fit(step)
         if step.reply is None:
             await self.director.tell(step.agent_id, step.method, *arguments)
-            return
+            return arguments, None
         if "exception" in step.reply:
             try:
                 await self.director.run(step.agent_id, step.method, *arguments)
             except RpcRemoteError:
-                return
+                return arguments, None
             raise AssertionError(f"{step.method} should have failed: {step.reply}")
         expected = step.reply["value"]
         if step.method == "get_state":
-            await self._compare_state(step, arguments, expected)
-            return
+            return arguments, await self._compare_state(step, arguments, expected)
         value = await self.director.run(step.agent_id, step.method, *arguments)
         assert shape(value) == shape(expected), f"{step.method}: {value!r} is not shaped as {expected!r}"
         if isinstance(expected, str) and step.method != "remove_file":
             assert value == arguments[0]["blob_id"] if step.method == "upload_blob" else value == expected
         if step.method == "run_errand":
             assert value["exit_code"] == expected["exit_code"]
+        return arguments, value
 
-    async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> None:
+    async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> dict[str, Any]:
         """What the Director compares must be equal, all else of the same shape; it asks until jobs have settled."""
         deadline = time.monotonic() + 30
         while True:
@@ -142,6 +147,7 @@ class Replay:
         assert value["configuration_hash"] == expected["configuration_hash"]
         assert _named_states(value) == _named_states(expected)
         assert shape(_settled(value)) == shape(_settled(expected))
+        return value
 
     def _fit(self, step: Step) -> list[Any]:
         """The arguments with digests and credentials that exist here."""

@@ -1,0 +1,190 @@
+"""What a request leaves on the machine of the agent that was asked: seen from outside, told by files and processes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.paths import Paths
+from tests.support.machine import Machine
+
+LOG_TREES: Final = {"job": "var/vcap/data/sys/log", "agent": "var/vcap/bosh/log", "system": "var/log"}
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Of one machine with the agent ``agent_id``, whose local blobstore is ``blobs``."""
+
+    agent_id: str
+    machine: Machine
+    blobs: Path
+
+    @property
+    def paths(self) -> Paths:
+        return Paths(self.machine.vcap)
+
+    def check(self, method: str, arguments: list[Any], value: Any) -> bool:
+        """Assert that a request that was answered with ``value`` did what it says; False where it leaves nothing."""
+        found: Callable[..., None] | None = getattr(self, f"_{method}", None)
+        if found is not None:
+            found(value, *arguments)
+        return found is not None
+
+    def processes(self) -> list[str]:
+        """The command lines of what jobs have running."""
+        lines = []
+        for path in (self.machine.root / "proc").glob("[0-9]*/cmdline"):
+            try:
+                lines.append(path.read_bytes().replace(b"\0", b" ").decode())
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return [line for line in lines if re.search(r"/var/vcap/(jobs|packages)/", line)]
+
+    # --- installing and running ------------------------------------------------------------------------------------
+
+    def _upload_blob(self, _: str, upload: dict[str, str]) -> None:
+        kept = (self.paths.sensitive_blobs / upload["blob_id"]).read_bytes()
+        assert hashlib.sha1(kept).hexdigest() in upload["checksum"] or (
+            hashlib.sha256(kept).hexdigest() in upload["checksum"]
+        )
+
+    def _prepare(self, _: str, spec: dict[str, Any]) -> None:
+        assert self._names(self.paths.data_packages) >= set(spec["packages"])
+        assert self._names(self.paths.data_jobs) >= self._templates(spec)
+        archive = spec["rendered_templates_archive"]["blobstore_id"]
+        assert not (self.paths.sensitive_blobs / archive).exists()
+
+    def _apply(self, _: str, spec: dict[str, Any]) -> None:
+        stored = self._json(self.paths.spec)
+        assert stored["configuration_hash"] == spec.get("configuration_hash", "")
+        for name in ("id", "az", "name", "deployment"):
+            assert (self.paths.instance / name).read_text() == spec.get(name, "")
+        if not spec.get("configuration_hash"):
+            return
+        assert self._in_use(self.paths.jobs) == self._templates(spec)
+        assert self._in_use(self.paths.packages) == set(spec["packages"])
+        for job in self._templates(spec):
+            assert self._names(self._seen(self.paths.jobs / job) / "packages") == set(spec["packages"])
+            assert (self._seen(self.paths.jobs / job) / "monit").is_file()
+
+    def _start(self, _: str) -> None:
+        spec = self._json(self.paths.spec)
+        names = {path.name.partition("_")[2] for path in self.paths.monit_job.iterdir()}
+        assert names == {f"{job}.monitrc" for job in self._templates(spec)}
+        assert not self.paths.stopped_marker.exists()
+
+    def _stop(self, _: str) -> None:
+        assert self.processes() == []
+        assert self.paths.stopped_marker.exists()
+
+    # --- scripts -----------------------------------------------------------------------------------------------------
+
+    def _run_script(self, _: Any, name: str, options: dict[str, Any]) -> None:
+        if not self._has_script("web", name):
+            return
+        line = self._hooks()[-1]
+        assert f" {name} id=" in line
+        assert "user=root" in line
+        for variable, text in options.get("env", {}).items():
+            assert f" {variable}={text} " in line
+
+    def _drain(self, _: int, kind: str, spec: dict[str, Any]) -> None:
+        if not self._has_script("web", "drain"):
+            return
+        first, then = self._hooks()[-2:]
+        changed = self._json(self.paths.spec)["configuration_hash"] != spec.get("configuration_hash")
+        expected = f"job_changed hash_{'changed' if changed else 'unchanged'}"
+        assert f"drain args={expected if kind == 'update' else 'job_shutdown hash_unchanged'} " in first
+        assert "BOSH_JOB_STATE=" in first
+        assert "drain args=job_check_status hash_unchanged " in then
+
+    def _run_errand(self, result: dict[str, Any], name: str) -> None:
+        variables = dict(line.split("=", 1) for line in result["stdout"].splitlines()[1:])
+        assert result["stdout"].startswith("hello from libhello")
+        assert result["stderr"] == "to stderr\n"
+        assert variables["PATH"] == "/usr/sbin:/usr/bin:/sbin:/bin"
+        assert (self.paths.log / name / f"{name}.log").is_file()
+
+    def _compile_package(self, value: dict[str, Any], _id: str, _digest: str, *_: Any) -> None:
+        packed = (self.blobs / value["result"]["blobstore_id"]).read_bytes()
+        assert hashlib.sha1(packed).hexdigest() == value["result"]["sha1"]
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            names = archive.getnames()
+        assert all(name == "." or name.startswith("./") for name in names)
+        assert any(name.startswith("./bin/") for name in names)
+        assert self._in_use(self.paths.packages) == set()
+        assert self._names(self.paths.compile) == set()
+
+    # --- everything else ---------------------------------------------------------------------------------------------
+
+    def _fetch_logs(self, value: dict[str, str], kinds: str, filters: list[str] | None) -> None:
+        packed = (self.blobs / value["blobstore_id"]).read_bytes()
+        assert hashlib.sha1(packed).hexdigest() == value["sha1"]
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            found = {member.name for member in archive if member.isfile()}
+        root = self.machine.root / LOG_TREES[kinds]
+        prefix = "./var/log/" if kinds == "system" else "./"
+        there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and not path.is_symlink()}
+        wanted = {name for name in there if not filters or name.partition("/")[0] in filters}
+        assert found == {prefix + name for name in wanted}
+        assert found or kinds == "agent"
+
+    def _ssh(self, _: dict[str, str], command: str, params: dict[str, str]) -> None:
+        users = [line.partition(":")[0] for line in (self.machine.root / "etc/passwd").read_text().splitlines()]
+        if command == "setup":
+            assert params["user"] in users
+            keys = self.paths.ssh_home / params["user"] / ".ssh/authorized_keys"
+            assert keys.read_text() == params["public_key"]
+        else:
+            assert not [user for user in users if user.startswith("bosh_") and re.search(params["user_regex"], user)]
+            assert not [path for path in self.paths.ssh_home.iterdir() if re.search(params["user_regex"], path.name)]
+
+    def _sync_dns(self, _: str, _blob: str, _digest: str, version: int) -> None:
+        stored = self._json(self.paths.dns_records)
+        assert stored["version"] >= version
+        hosts = (self.machine.root / "etc/hosts").read_text()
+        assert self.agent_id in hosts
+        for address, name in stored["records"]:
+            assert f"{address} {name}\n" in hosts
+
+    def _update_settings(self, _: str, news: dict[str, Any]) -> None:
+        stored = self._json(self.paths.update_settings)
+        if "mbus" in news:
+            assert stored["mbus"]["cert"] == news["mbus"]["cert"]
+        assert stored["trusted_certs"] == news["trusted_certs"]
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _has_script(self, job: str, name: str) -> bool:
+        return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
+
+    def _hooks(self) -> list[str]:
+        """What the job of the recordings writes down of its own scripts."""
+        return (self.paths.log / "web/hooks.log").read_text().splitlines()
+
+    def _seen(self, link: Path) -> Path:
+        """Where a link with an absolute target, which means the machine's, leads to."""
+        return self.machine.root / str(link.readlink()).lstrip("/")
+
+    def _in_use(self, links: Path) -> set[str]:
+        return self._names(links) - {"bpm"}  # where releases look for the command that we have ourselves
+
+    @staticmethod
+    def _names(directory: Path) -> set[str]:
+        return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+
+    @staticmethod
+    def _templates(spec: dict[str, Any]) -> set[str]:
+        return {template["name"] for template in spec["job"].get("templates") or []}
+
+    @staticmethod
+    def _json(path: Path) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        return document
