@@ -15,22 +15,19 @@ from tests.support.corpus import CORPUS
 from tests.support.effects import Effects
 from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
-from tests.support.replay import Replay, Step, steps
+from tests.support.replay import VOLUMES, Replay, Step, steps
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of recorded requests is not here"),
 ]
 
-DISKS = frozenset(
-    {"list_disk", "mount_disk", "unmount_disk", "migrate_disk", "add_persistent_disk", "remove_persistent_disk"}
-)
-"""Played with real file systems in ``test_disks_replay``."""
+DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 
 ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
 """What tells two states of an instance apart."""
 
-LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries"})
+LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
 
 
 @pytest.fixture
@@ -67,7 +64,12 @@ class Played:
         recorded = [step for step in self.history[number:] if step.agent_id == agent_id]
         states = [step.reply["value"] for step in recorded if step.method == "get_state" and step.reply]
         networks = next((step.arguments[0] for step in recorded if step.method == "apply"), states[0])["networks"]
-        machine = await self.fleet.add(agent_id, networks, vm={"name": states[0]["vm"]["name"]})
+        volumes = {}
+        if any(step.method == "mount_disk" for step in recorded):
+            volumes = {f"{VOLUMES}/{cid}": self.fleet.scratch / cid for cid in DISKS}
+        for path in volumes.values():
+            path.mkdir(exist_ok=True)
+        machine = await self.fleet.add(agent_id, networks, volumes=volumes, vm={"name": states[0]["vm"]["name"]})
         (machine.root / "var/log/syslog").write_text("of the machine\n")
         self.effects[agent_id] = Effects(agent_id, machine, self.fleet.blobs(agent_id))
         mbus = {"cert": self.fleet.credentials(agent_id)}
@@ -119,7 +121,7 @@ class Played:
 async def test_a_deployment_lives_as_it_did_with_the_go_agent(fleet: Fleet) -> None:
     """Everything that was recorded, request by request: three instances and their errands, from deploy to delete."""
     recordings = sorted((CORPUS / "director").glob("*.jsonl"))
-    history = [step for step in steps(*recordings) if step.method not in DISKS]
+    history = list(steps(*recordings))
     played = Played(fleet, history)
 
     for number, step in enumerate(history):
@@ -129,5 +131,6 @@ async def test_a_deployment_lives_as_it_did_with_the_go_agent(fleet: Fleet) -> N
             told = json.dumps(step.arguments)[:300]
             raise AssertionError(f"step {number}: {step.method} {told} of {step.agent_id}: {exc}") from exc
 
-    assert {step.method for step in history} >= {"fetch_logs", "ssh", "compile_package", "run_errand", "sync_dns"}
+    data = (fleet.scratch / DISKS[1] / "keeper/log").read_text()
+    assert data.count("pre-start ran") == 3, "on two machines, and after its migration from the first disk"
     assert set(played.replays) == {step.agent_id for step in history}

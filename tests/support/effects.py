@@ -160,6 +160,34 @@ class Effects:
             assert stored["mbus"]["cert"] == news["mbus"]["cert"]
         assert stored["trusted_certs"] == news["trusted_certs"]
 
+    # --- disks -------------------------------------------------------------------------------------------------------
+
+    def _add_persistent_disk(self, _: Any, cid: str, hint: dict[str, str]) -> None:
+        assert self._json(self.paths.disk_hints)[cid]["Path"] == hint["path"]
+
+    def _remove_persistent_disk(self, _: Any, cid: str) -> None:
+        assert cid not in self._json(self.paths.disk_hints)
+
+    def _mount_disk(self, _: Any, cid: str) -> None:
+        on_store = self._is_there(self.paths.store, cid)
+        assert on_store != self._is_there(self.paths.store_migration_target, cid)
+        assert self.paths.managed_disk.read_text() == cid or not on_store
+
+    def _unmount_disk(self, value: dict[str, str], cid: str) -> None:
+        assert value["message"].startswith("Unmounted partition of ")
+        assert not self._is_there(self.paths.store, cid)
+
+    def _migrate_disk(self, _: Any, old: str, new: str) -> None:
+        assert self._is_there(self.paths.store, new)
+        assert not self._is_there(self.paths.store_migration_target, old)
+
+    def _is_there(self, place: Path, cid: str) -> bool:
+        """Whether a disk is at a place, by a mount or a link: told by the marker that the agent wrote on it."""
+        if place.is_symlink():
+            place = self._seen(place)
+        marker = place / ".agent_shim/disk.json"
+        return marker.exists() and bool(self._json(marker)["cid"] == cid)
+
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def _has_script(self, job: str, name: str) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from agent_shim.demo.broker import NatsServer
@@ -54,12 +55,19 @@ class Fleet:
         mbus = self.server.mbus(agent_id, bootstrap=bootstrap)
         return {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
 
-    async def add(self, agent_id: str, networks: dict[str, Any], **members: Any) -> Machine:
-        """One more machine, whose agent answers."""
+    async def add(
+        self,
+        agent_id: str,
+        networks: dict[str, Any],
+        *,
+        volumes: Mapping[str, Path] = MappingProxyType({}),
+        **members: Any,
+    ) -> Machine:
+        """One more machine, whose agent answers; ``volumes`` as ``machine`` has them."""
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)
         stack = self.stack.enter_context(ExitStack())
-        made = stack.enter_context(machine(self.scratch / agent_id))
+        made = stack.enter_context(machine(self.scratch / agent_id, volumes))
         cert = self.credentials(agent_id, bootstrap=True)
         settings = {
             "agent_id": agent_id,

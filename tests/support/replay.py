@@ -21,6 +21,9 @@ from agent_shim.demo.release import archive
 LEFT_OUT = frozenset({"get_task", "cancel_task"})
 """Polls: the replaying Director makes its own."""
 
+VOLUMES = Path("/var/vcap/volumes")
+"""Where a container has the disks that the CPI of the recordings had attached below ``/dev``."""
+
 _SERVER = """
 import http.server, socket, socketserver, sys
 
@@ -130,6 +133,8 @@ class Replay:
         assert shape(value) == shape(expected), f"{step.method}: {value!r} is not shaped as {expected!r}"
         if isinstance(expected, str) and step.method != "remove_file":
             assert value == arguments[0]["blob_id"] if step.method == "upload_blob" else value == expected
+        if step.method == "list_disk":
+            assert value == expected
         if step.method == "run_errand":
             assert value["exit_code"] == expected["exit_code"]
         return arguments, value
@@ -138,7 +143,7 @@ class Replay:
         """What the Director compares must be equal, all else of the same shape; it asks until jobs have settled."""
         deadline = time.monotonic() + 30
         while True:
-            value = await self.director.run(step.agent_id, step.method, *arguments)
+            value: dict[str, Any] = await self.director.run(step.agent_id, step.method, *arguments)
             if value["job_state"] == expected["job_state"]:
                 break
             assert time.monotonic() < deadline, f"job state {value['job_state']}, recorded {expected['job_state']}"
@@ -155,6 +160,8 @@ class Replay:
         if step.method == "update_settings" and "mbus" in arguments[0]:
             assert self.mbus is not None
             arguments[0]["mbus"] = self.mbus
+        if step.method == "add_persistent_disk":
+            arguments[1]["path"] = arguments[1]["path"].replace("/dev", str(VOLUMES))
         if step.method in ("prepare", "apply", "drain"):
             spec = arguments[-1]
             self._keep_packages(spec.get("packages", {}))
