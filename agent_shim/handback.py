@@ -29,6 +29,7 @@ def hand_back(paths: Paths) -> list[str]:
         saved = read_saved(paths.supervisor_state)
         said = [*_jobs(paths, saved), *_disks(paths)]
         files.remove_tree(paths.given_up)
+        files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)
         mirror.forget(paths)
     return [*said, "the BOSH agent and monit may be started now"]

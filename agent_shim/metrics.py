@@ -150,6 +150,8 @@ class Readings:
     tasks_waiting: int = 0
     addresses_missing: int = 0
     """Addresses that the Director counts on and no interface has."""
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    """Ends of the certificates of the bus, in seconds since 1970."""
     migration: float | None = None
     """How much of a disk's content a migration has copied, as a share of one; None while there is none."""
 
@@ -248,6 +250,9 @@ class Metrics:
         yield _gauge("tasks_waiting", "Long actions that wait for their turn.", _one(readings.tasks_waiting))
         missing = _one(readings.addresses_missing)
         yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
+        ends = _by_label(readings.certificates)
+        text = "When a certificate of the bus ends, in seconds since 1970."
+        yield _gauge("bus_certificate_expiry_timestamp_seconds", text, ends, "certificate")
         yield _gauge("disk_migration_ratio", "How much of a persistent disk is migrated.", _one(readings.migration))
         yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
         durations = HistogramMetricFamily(

@@ -70,6 +70,7 @@ def kept(paths: Paths) -> dict[str, Kept]:
     """What is copied, by the name of the copy."""
     return {
         "update_settings.json": Kept(paths.update_settings),
+        "former_mbus.json": Kept(paths.former_mbus),
         "spec.json": Kept(paths.spec),
         "tasks.json": Kept(paths.tasks),
         "persistent_disk_hints.json": Kept(paths.disk_hints),

@@ -86,7 +86,8 @@ def _heartbeat_age(live: Running) -> float | None:
 def _warnings(live: Running) -> list[str]:
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.drift.missing.items()]
     obstacle = live.comeback.obstacle
-    return [f"the jobs cannot be started: {obstacle}", *missing] if obstacle else missing
+    jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
+    return [*jobs, *missing, *live.expiry.warnings]
 
 
 async def _disk(agent: Agent) -> str:
@@ -119,6 +120,7 @@ def readings(live: Running) -> metrics.Readings:
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
         addresses_missing=len(live.drift.missing),
+        certificates=live.expiry.ends,
         migration=None if (progress := agent.disks.progress()) is None else progress.size / max(1, progress.size_total),
     )
 

@@ -66,6 +66,11 @@ class Paths:
         return self.bosh / "update_settings.json"
 
     @property
+    def former_mbus(self) -> Path:
+        """The credentials of the bus before the last rotation."""
+        return self.bosh / "former_mbus.json"
+
+    @property
     def spec(self) -> Path:
         return self.bosh / "spec.json"
 

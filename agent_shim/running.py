@@ -38,6 +38,7 @@ from agent_shim.dispatch import Dispatcher
 from agent_shim.dns import Dns
 from agent_shim.drift import Drift, expected
 from agent_shim.errors import ActionError, BusError, HostError
+from agent_shim.expiry import Expiry
 from agent_shim.fencing import Fence
 from agent_shim.host import files, proc
 from agent_shim.logs import Logs
@@ -90,6 +91,7 @@ class Running:
         self.orderly: orderly.OrderlyStop | None = None
         self.standalone: Standalone | None = None
         self.drift = Drift(self._expected_addresses, self._address_missing)
+        self.expiry = Expiry(lambda: {"client": self.bus.mbus.certificate, "CA": self.bus.mbus.ca})
         self._shim = shim
         self._fence = fence
         self._metrics = metrics
@@ -134,7 +136,7 @@ class Running:
             store.current.mbus,
             self._handle,
             on_connected=self._connected,
-            reread=lambda refused: store.current.other_mbus(refused),  # noqa: PLW0108 - the settings change
+            reread=store.other_mbus,
         )
 
     # --- its life ---------------------------------------------------------------------------------------------------
@@ -164,6 +166,7 @@ class Running:
             "copy of the state": agent.mirror.watch,
             "leases": lambda: self._fence.keep(self._fenced_off),
             "addresses": self.drift.watch,
+            "certificates": self.expiry.watch,
             "loop lag": self._metrics.watch_lag,
         }
         if self.standalone is not None:
@@ -275,6 +278,7 @@ class Running:
     async def _reconnect(self, wanted: settings.Mbus) -> None:
         if is_https(wanted) != is_https(self.bus.mbus):
             raise ActionError(f"cannot go over to a bus of the kind {wanted.scheme}: that takes a restart of the agent")
+        await self.agent.settings.keep_former(self.bus.mbus)
         await self.bus.rotate(wanted)
 
     async def _settings_changed(self, found: settings.Effective) -> None:

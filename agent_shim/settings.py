@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from agent_shim import wire
+from agent_shim import wire, x509
 from agent_shim.errors import ConfigError, SettingsError
 
 T = TypeVar("T")
@@ -115,6 +115,8 @@ class Blobstore(msgspec.Struct, frozen=True):
 
     provider: str = "dummy"
     options: dict[str, Any] = {}
+    proxies: dict[str, str] = {}
+    """``http_proxy`` and its like, on the way to it; they stand elsewhere in the settings (``Env``)."""
 
 
 class TmpfsDir(msgspec.Struct, frozen=True):
@@ -141,7 +143,12 @@ class BoshEnv(msgspec.Struct, frozen=True):
 
 
 class Env(msgspec.Struct, frozen=True):
+    """``env``: the three proxies mean what the variables of these names mean, and win over them."""
+
     bosh: BoshEnv = BoshEnv()
+    http_proxy: str = ""
+    https_proxy: str = ""
+    no_proxy: str = ""
     persistent_disk_fs: str = ""
     persistent_disk_mount_options: list[str] = []
     persistent_disk_partitioner: str = ""
@@ -270,26 +277,31 @@ class Effective:
 
     @property
     def mbus(self) -> Mbus:
-        """URLs: update_settings, then ``env.bosh.mbus.urls``, then ``mbus``; certificates: by a non-empty CA."""
-        env = self.source.env.bosh.mbus
-        urls = self.update.mbus.urls or env.urls or ([self.source.mbus] if self.source.mbus else [])
-        cert = self.update.mbus.cert if self.update.mbus.cert.ca else env.cert
-        return Mbus(tuple(urls), cert.ca, cert.certificate, cert.private_key)
+        """URLs: update_settings, then ``env.bosh.mbus.urls``, then ``mbus``.
 
-    def other_mbus(self, refused: Mbus) -> Mbus:
-        """What else may be tried when these do not lead to the bus: those of the CPI, else the present ones.
-
-        A restart between a rotation and its end, or a CPI that made the container anew, can leave either pair stale.
+        Credentials: those of ``update_settings`` if they have a CA, unless the certificate of ``env.bosh.mbus`` begins
+        later: then the document was given new ones (a Secret that somebody rotates) after the Director gave its own.
         """
-        return Effective(self.source, UpdateSettings()).mbus if refused == self.mbus else self.mbus
+        theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
+        return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
+
+    @property
+    def known_mbus(self) -> list[Mbus]:
+        """All that may lead to the bus, the present ones first."""
+        theirs, of_cpi = self.update.mbus.cert, Effective(self.source, UpdateSettings()).mbus
+        return list(dict.fromkeys([self.mbus, of_cpi, *([self._mbus(theirs)] if theirs.ca else [])]))
+
+    def _mbus(self, cert: Cert) -> Mbus:
+        urls = self.update.mbus.urls or self.source.env.bosh.mbus.urls or [self.source.mbus]
+        return Mbus(tuple(filter(None, urls)), cert.ca, cert.certificate, cert.private_key)
 
     @property
     def blobstore(self) -> Blobstore:
         """Only the first of a list counts, as in the Go agent."""
-        for stores in (self.update.blobstores, self.source.env.bosh.blobstores):
-            if stores:
-                return stores[0]
-        return self.source.blobstore
+        env = self.source.env
+        stores = self.update.blobstores or env.bosh.blobstores or [self.source.blobstore]
+        named = {"http_proxy": env.http_proxy, "https_proxy": env.https_proxy, "no_proxy": env.no_proxy}
+        return msgspec.structs.replace(stores[0], proxies={name: value for name, value in named.items() if value})
 
     @property
     def ntp(self) -> list[str]:
@@ -307,3 +319,8 @@ class Effective:
     @property
     def networks(self) -> Mapping[str, Network]:
         return self.source.networks
+
+
+def _begins(cert: Cert) -> float:
+    """When a certificate begins to be valid, in seconds since 1970; one that cannot be read began long ago."""
+    return next((validity.begins for validity in x509.validities(cert.certificate)), float("-inf"))

@@ -3,6 +3,9 @@
 Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document; on top of
 either comes ``update_settings.json`` (settings/service.go of the Go agent). A file that is absent, empty, half written
 or wrong is waited for: CPIs write it after the container has started. Each state of it is logged once.
+
+Beside them lie the credentials of the bus that were in use before the last rotation, for a boot at which the present
+ones turn out to be no good.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Final
 import msgspec
 
 from agent_shim import settings
-from agent_shim.errors import SettingsError
+from agent_shim.errors import HostError, SettingsError
 from agent_shim.host import files
 from agent_shim.paths import Paths
 
@@ -35,6 +38,7 @@ class SettingsStore:
         self._look = look
         self._needs_bus = needs_bus
         self._current: settings.Effective | None = None
+        self._former: settings.Mbus | None = None
         self._said = ""
 
     @property
@@ -57,6 +61,7 @@ class SettingsStore:
         """Read everything again; raises ``SettingsError`` and keeps what was if that fails."""
         source, raw, origin = await asyncio.to_thread(self._read_source)
         update = await asyncio.to_thread(self._read_update)
+        self._former = await asyncio.to_thread(_read_mbus, self._paths.former_mbus)
         found = settings.Effective(source, update)
         if self._needs_bus and not found.mbus.urls:
             raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
@@ -73,6 +78,24 @@ class SettingsStore:
         """Store ``update`` as it is and use it."""
         await files.save(self._paths.update_settings, msgspec.json.encode(update), mode=0o600)
         self._current = settings.Effective(self.current.source, update)
+
+    async def keep_former(self, mbus: settings.Mbus) -> None:
+        """Keep credentials that work while others take their place; failing to is no reason not to rotate."""
+        self._former = mbus
+        try:
+            await files.save(self._paths.former_mbus, msgspec.json.encode(mbus), mode=0o600)
+        except HostError as exc:
+            self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
+
+    def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
+        """What to try when these do not lead to the bus: in turn the present ones, the former ones, those of the CPI.
+
+        A restart between a rotation and its end, a CPI that made the container anew, or a bus that was restored from a
+        backup can leave any of them stale.
+        """
+        present, *others = self.current.known_mbus
+        known = list(dict.fromkeys([present, *([self._former] if self._former else []), *others]))
+        return known[(known.index(refused) + 1) % len(known)] if refused in known else present
 
     async def watch(self, changed: Callable[[settings.Effective], Awaitable[None]]) -> None:
         """For ever: look at the files and call ``changed`` when their content means something new."""
@@ -138,6 +161,14 @@ class SettingsStore:
         if text != self._said:
             self._said = text
             logger.log(level, "%s", text)
+
+
+def _read_mbus(path: Path) -> settings.Mbus | None:
+    """Credentials that were kept; what cannot be read is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=settings.Mbus)
+    except (OSError, ValueError):
+        return None
 
 
 def _same(path: Path, raw: bytes) -> bool:

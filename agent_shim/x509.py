@@ -7,6 +7,7 @@ import binascii
 import calendar
 import re
 import time
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
@@ -25,8 +26,21 @@ def validity(pem: str) -> Validity:
     found = _PEM.search(pem)
     if found is None:
         raise ValueError("there is no PEM certificate")
+    return _of_body(found[1])
+
+
+def validities(pem: str) -> list[Validity]:
+    """Of all certificates in ``pem``, in their order; what cannot be read is left out."""
+    found = []
+    for body in _PEM.findall(pem):
+        with suppress(ValueError):
+            found.append(_of_body(body))
+    return found
+
+
+def _of_body(base64_text: str) -> Validity:
     try:
-        return _validity(base64.b64decode(found[1]))
+        return _validity(base64.b64decode(base64_text))
     except (IndexError, binascii.Error, UnicodeDecodeError) as exc:
         raise ValueError("the certificate cannot be read") from exc
 

@@ -67,7 +67,9 @@ class World:
 
     async def start_agent(self) -> float:
         """Start the agent; seconds from exec to its first pong."""
-        config = self._write_settings()
+        config = self.scratch / "agent.json"
+        if not config.exists():
+            self.write_settings()
         argv = [word.format(config=config, base=self.base) for word in shlex.split(self.command)]
         log = self.scratch / "agent.log"
         begun_at = time.monotonic()
@@ -101,7 +103,8 @@ class World:
             await self.agent.wait()
             self.agent = None
 
-    def _write_settings(self) -> Path:
+    def write_settings(self) -> None:
+        """What the agent is started with; the first start does it unless it was done before."""
         mbus = self.server.mbus(AGENT)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         source, config = self.scratch / "settings.json", self.scratch / "agent.json"
@@ -117,7 +120,6 @@ class World:
         source.write_text(json.dumps(document))
         sources = {"Sources": [{"Type": "File", "SettingsPath": str(source)}]}
         config.write_text(json.dumps({"Infrastructure": {"Settings": sources}, "AgentShim": {"http": "127.0.0.1:0"}}))
-        return config
 
     @property
     def store(self) -> Path:

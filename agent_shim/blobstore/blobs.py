@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
 
 from agent_shim.blobstore import BlobRef, Timing
-from agent_shim.blobstore.providers import open_blob, provider, trusted_ca
+from agent_shim.blobstore.providers import environment, open_blob, provider, trusted_ca
 from agent_shim.digest import Hasher, MultipleDigest
 from agent_shim.errors import BlobError, ShimError
 from agent_shim.host.files import CHUNK
@@ -90,7 +90,7 @@ class Blobs:
         if self._client is None:
             from agent_shim.blobstore.transfer import Transfer  # late: a tenth of a second, and not always needed
 
-            self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp)
+            self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
         return self._client
 
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 from urllib.parse import quote
@@ -43,6 +43,11 @@ class Provider(Protocol):
         """Keep the content of ``path`` under a new id."""
 
 
+def environment(store: Blobstore) -> dict[str, str]:
+    """Our environment with the proxies of the settings in it, in both spellings."""
+    return {**os.environ, **store.proxies, **{name.upper(): value for name, value in store.proxies.items()}}
+
+
 def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -> Provider:
     """The provider that the settings name; ``transfer`` makes the HTTP client when it is needed."""
     match store.provider:
@@ -53,7 +58,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
         case "dav":
             return Dav(_options(store, DavOptions), transfer)
         case name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            return External(name, store.options, paths)
+            return External(name, store.options, environment(store), paths)
     raise BlobError(f"cannot use the blobstore {store.provider[:40]!r}: that is no name of a provider")
 
 
@@ -123,21 +128,23 @@ class Dav:
 class External:
     """A program ``bosh-blobstore-NAME`` that reads the options from a file (external_blobstore.go)."""
 
-    def __init__(self, name: str, options: dict[str, Any], paths: Paths) -> None:
+    def __init__(self, name: str, options: dict[str, Any], environment: Mapping[str, str], paths: Paths) -> None:
         self._program = f"bosh-blobstore-{name}"
         self._options = options
         self._config = paths.bosh_etc / f"blobstore-{name}.json"
         self._scratch = paths.tmp
-        self._path = f"{paths.bosh_bin}:{os.environ.get('PATH') or DEFAULT_PATH}"
+        self._path = f"{paths.bosh_bin}:{environment.get('PATH') or DEFAULT_PATH}"
+        self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str) -> BinaryIO:
-        temp = files.sibling(self._scratch / "blob")
+        place = files.sibling(self._scratch / "blob")  # a directory: what the program puts beside the file goes with it
+        place.mkdir(0o700)
         try:
-            os.close(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            await self._run("get", blob_id, str(temp))
-            return open_blob(temp)
+            (place / "blob").touch(0o600)
+            await self._run("get", blob_id, str(place / "blob"))
+            return open_blob(place / "blob")
         finally:
-            files.remove_tree(temp)
+            files.remove_tree(place)
 
     async def put(self, blob_id: str, path: Path) -> None:
         await self._run("put", str(path), blob_id)
@@ -151,7 +158,7 @@ class External:
         try:
             running = process.spawn(
                 [program, "-c", str(self._config), *arguments],
-                env={**os.environ, "PATH": self._path},
+                env=self._environment,
                 stdout=said,
                 stderr=said,
             )

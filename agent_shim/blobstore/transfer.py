@@ -29,8 +29,12 @@ MOST_REDIRECTS: Final = 10
 class Transfer:
     """One HTTP client with the trust of the blobstore settings; a context manager, for use within one worker."""
 
-    def __init__(self, ca: str, timing: Timing, scratch: Path) -> None:
-        """``ca`` is PEM or "" for the authorities of the system; downloads take space in ``scratch``."""
+    def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
+        """``ca`` is PEM or "" for the authorities of the system; downloads take space in ``scratch``.
+
+        ``environment`` names the proxies, as ``http_proxy`` and so on.
+        """
+        self._environment = environment
         self._timing = timing
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
@@ -83,7 +87,7 @@ class Transfer:
         self, method: str, url: str, headers: Mapping[str, str], **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         parsed = URL(url, encoded=True)  # as it stands: another spelling would have another signature
-        proxy = proxy_for(parsed.scheme, parsed.host or "", parsed.port, os.environ)
+        proxy = proxy_for(parsed.scheme, parsed.host or "", parsed.port, self._environment)
         async with self._session.request(method, parsed, headers=headers, proxy=proxy, **options) as response:
             yield response
 

@@ -152,12 +152,15 @@ async def save(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None 
 
 
 def version(path: Path) -> tuple[int, int, int] | None:
-    """Something that is another one after each change of a file; None while there is none."""
+    """Something that is another one after each change of a file; None while there is none.
+
+    The time is that of the inode: a copy may bring the time of its original.
+    """
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    return status.st_ino, status.st_ctime_ns, status.st_size
 
 
 def _write_in_place(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from agent_shim.errors import BlobError, DigestError
 from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
 from tests.support import http
-from tests.support.http import Server, http_server
+from tests.support.http import Server, http_proxy, http_server
 
 FAST = Timing(stall=0.4, least=1024, pause=0.01)
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
@@ -107,6 +107,20 @@ async def test_an_id_that_is_no_name_is_refused(server: Server, blobs: Blobs, bl
     """Before anything is looked for anywhere."""
     assert "it is not a plain name" in await failure(blobs, blob_id=blob_id, digest=SHA1)
     assert server.requests == []
+
+
+async def test_proxies_of_the_settings_go_before_those_of_the_environment(
+    paths: Paths, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the environment spells them."""
+    monkeypatch.setattr("agent_shim.blobstore.transfer._is_excepted", lambda *_: False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with http_proxy() as proxy:
+        store = Blobstore("dav", {"endpoint": server.url}, {"http_proxy": f"http://127.0.0.1:{proxy.port}"})
+        async with Blobs(store, paths, FAST) as blobs:
+            assert await content(blobs, blob_id=ID, digest=SHA1) == BLOB
+        assert [seen.target for seen in proxy.seen] == [f"{server.url}/{SHARD}/{ID}"]
 
 
 # --- digests --------------------------------------------------------------------------------------------------------

@@ -39,12 +39,14 @@ async def transfer(paths: Paths) -> AsyncIterator[Transfer]:
         yield transfer
 
 
-def made(paths: Paths, kind: str, transfer: Transfer | None = None, **options: Any) -> Provider:
+def made(
+    paths: Paths, kind: str, transfer: Transfer | None = None, proxies: dict[str, str] | None = None, **options: Any
+) -> Provider:
     def client() -> Transfer:
         assert transfer is not None
         return transfer
 
-    return provider(Blobstore(kind, options), paths, client)
+    return provider(Blobstore(kind, options, proxies or {}), paths, client)
 
 
 async def content(store: Provider, blob_id: str = ID) -> bytes:
@@ -103,7 +105,12 @@ async def test_dav_spreads_blobs_by_their_ids(paths: Paths, tmp_path: Path, tran
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
-        options = {"endpoint": f"{server.url}/store/", "user": "agent", "password": "päss:word", "secret": None}
+        options: dict[str, Any] = {
+            "endpoint": f"{server.url}/store/",
+            "user": "agent",
+            "password": "päss:word",
+            "secret": None,
+        }
         store = made(paths, "dav", transfer, **options)
         await store.put(ID, tmp_path / "file")
 
@@ -171,11 +178,23 @@ async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path) -> None:
 
 
 async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> None:
-    """Some write beside it and rename."""
+    """Some write beside it and rename, and one that fails may leave its half."""
     program(paths, 'echo new >"$to.part"; mv "$to.part" "$to"')
-
     assert await content(made(paths, "x")) == b"new\n"
+    program(paths, 'echo half >"$to.part"; exit 1')
+    with pytest.raises(BlobError):
+        await content(made(paths, "x"))
+
     assert list(paths.tmp.iterdir()) == []
+
+
+async def test_a_program_gets_the_proxies_of_the_settings(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both spellings, in place of those of the environment; the rest of that is ours."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
+    monkeypatch.setenv("NO_PROXY", "here")
+    program(paths, 'echo "$https_proxy $HTTPS_PROXY $NO_PROXY" >"$to"')
+
+    assert await content(made(paths, "x", proxies={"https_proxy": "http://s:2"})) == b"http://s:2 http://s:2 here\n"
 
 
 async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:

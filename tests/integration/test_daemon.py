@@ -77,24 +77,17 @@ async def test_a_second_agent_on_the_same_tree_ends_with_3_and_touches_nothing(w
 
 
 async def test_settings_that_come_late_and_in_parts_are_waited_for(world: World) -> None:
-    write = world._write_settings
-    whole: list[str] = []
-
-    def late() -> Path:
-        config = write()
-        source = world.scratch / "settings.json"
-        whole.append(source.read_text())
-        source.write_text(whole[0][:100])
-        return config
-
-    world._write_settings = late  # type: ignore[method-assign]
+    world.write_settings()
+    source = world.scratch / "settings.json"
+    whole = source.read_text()
+    source.write_text(whole[:100])
     starting = asyncio.create_task(world.start_agent())
     await until(lambda: "waiting for it to change" in log_of(world))
     assert (await command(world, "probe", "live"))[0] == 0
     status, output = await command(world, "probe", "ready")
     assert (status, "waiting for settings" in output) == (1, True)
 
-    (world.scratch / "settings.json").write_text(whole[0])
+    source.write_text(whole)
 
     await starting
     assert (await command(world, "probe", "ready"))[0] == 0

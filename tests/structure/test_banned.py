@@ -37,6 +37,7 @@ class Ban:
 WALL_CLOCK: Mapping[str, str] = {
     "alerts": "created_at of an alert",
     "demo.pki": "validity of a certificate",
+    "expiry": "validity of a certificate",
     "host.clock": "the one place that knows all clocks",
     "log": "stamps of log lines",
 }

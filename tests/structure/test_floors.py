@@ -17,7 +17,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
     3: frozenset({"agent", "tasks"}),
     2: frozenset(
         {"supervisor", "bundles", "scripts", "compiler", "blobstore", "disks", "dns", "logs", "vitals", "users"}
-        | {"certificates", "drift", "fencing", "mirror", "settings_store", "spec_store", "sshd"}
+        | {"certificates", "drift", "expiry", "fencing", "mirror", "settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),
     0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "log", "x509"}),

@@ -31,6 +31,7 @@ FULL = Readings(
     ],
     tasks_running=1,
     tasks_waiting=2,
+    certificates={"client": 2e9},
 )
 
 
@@ -79,6 +80,7 @@ def test_what_is_read_is_shown() -> None:
     assert found['agent_shim_process_cpu_ratio{process="web"}'] == 0.5
     assert found["agent_shim_tasks_running"] == 1
     assert found["agent_shim_tasks_waiting"] == 2
+    assert found['agent_shim_bus_certificate_expiry_timestamp_seconds{certificate="client"}'] == 2e9
 
 
 def test_what_is_unknown_is_left_out() -> None:

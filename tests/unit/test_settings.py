@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agent_shim import settings
+from agent_shim.demo.pki import HOUR, Authority
 from agent_shim.errors import ConfigError, SettingsError
 
 CERT = {"ca": "CA", "certificate": "CERT", "private_key": "KEY"}
@@ -104,12 +105,53 @@ def test_stored_credentials_count_only_with_a_ca() -> None:
     assert effective(env, mbus={"cert": {"ca": "C2", "certificate": "N", "private_key": "N"}}).mbus.certificate == "N"
 
 
-def test_refused_credentials_are_tried_in_turn_with_those_of_the_cpi() -> None:
-    found = effective(parsed(env={"bosh": {"mbus": {"cert": CERT}}}), mbus={"cert": {"ca": "C2", "certificate": "N"}})
-    bootstrap = found.other_mbus(found.mbus)
+AUTHORITY = Authority()
 
-    assert (found.mbus.certificate, bootstrap.certificate) == ("N", "CERT")
-    assert found.other_mbus(bootstrap) == found.mbus
+
+def since(seconds: float) -> dict[str, str]:
+    """Credentials whose certificate began to be valid so many seconds ago."""
+    pair = AUTHORITY.agent("a-1", valid=(-seconds, HOUR))
+    return {"ca": AUTHORITY.ca, "certificate": pair.certificate, "private_key": pair.private_key}
+
+
+@pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
+def test_the_certificate_that_begins_later_wins(document: int, stored: int, winner: str) -> None:
+    """A Secret that is rotated after the Director's own rotation, and the other way round; with its key and CA."""
+    certs = {"document": since(document), "stored": since(stored)}
+    found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
+
+    assert found.mbus.certificate == certs[winner]["certificate"]
+    assert found.mbus.private_key == certs[winner]["private_key"]
+
+
+def test_of_certificates_that_began_together_the_stored_one_counts() -> None:
+    """As with the Go agent; also where none of them can be read."""
+    both = since(60)
+    for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
+        found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
+        assert found.mbus.ca == "C2"
+
+
+def test_all_credentials_there_are_may_lead_to_the_bus() -> None:
+    """The present ones first; those of the CPI with the addresses of the CPI."""
+    source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
+    found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
+    known = found.known_mbus
+
+    assert [mbus.urls[0] for mbus in known] == ["nats://new:2", "nats://old:1", "nats://new:2"]
+    assert [mbus.certificate for mbus in known[:2]] == [found.mbus.certificate] * 2
+    assert known[2].certificate == found.update.mbus.cert.certificate
+
+
+def test_proxies_of_the_settings_go_with_the_blobstore() -> None:
+    """From ``env``, for whichever blobstore counts; without any there is none."""
+    env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
+    found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
+
+    assert found.blobstore == settings.Blobstore(
+        "dav", {"endpoint": "http://b"}, {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8"}
+    )
+    assert effective(parsed()).blobstore.proxies == {}
 
 
 def test_first_blobstore_of_the_last_word_counts() -> None:

@@ -48,3 +48,16 @@ def test_a_certificate_that_was_cut_off_is_a_value_error() -> None:
         cut = base64.b64encode(whole[:length]).decode()
         with pytest.raises(ValueError, match="certificate"):
             x509.validity(f"-----BEGIN CERTIFICATE-----{cut}=\n-----END CERTIFICATE-----")
+
+
+def test_all_of_a_text_in_their_order() -> None:
+    """As in a chain or a bundle, whatever stands between them; what cannot be read is left out."""
+    authority = pki.Authority()
+    leaf = authority.agent("a1", valid=(-60.0, 60.0)).certificate
+    broken = "-----BEGIN CERTIFICATE-----\nMIIF\n-----END CERTIFICATE-----"
+
+    assert x509.validities(f"leaf:\n{leaf}{broken}its authority:{authority.ca}") == [
+        x509.validity(leaf),
+        x509.validity(authority.ca),
+    ]
+    assert x509.validities("CERT") == []
