@@ -1,0 +1,205 @@
+"""What the Go agent and monit were seen to get wrong in containers, or to do in an order of their own: one test each.
+
+A real agent in a container with real mounts. Needs root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.paths import Paths
+from tests.support import jobs
+from tests.support.pod import Pod
+from tests.support.pod import pod as made
+
+pytestmark = pytest.mark.root
+
+MONIT = f"{sys.executable} -m agent_shim.monit_cli"
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+async def with_disks(pod: Pod, *cids: str) -> None:
+    """A container with these disks, mounted one after the other, each with a file that tells it."""
+    for cid in cids:
+        pod.attach(cid)
+    (pod.volume(cids[0]) / "whose").write_text(cids[0])
+    await pod.start()
+    for cid in cids:
+        await pod.run("mount_disk", cid)
+
+
+def mounts(pod: Pod) -> dict[str, str]:
+    """The volumes that are mounted where the agent mounts, by place."""
+    lines = pod.machine.run("findmnt -rno TARGET,FSROOT").splitlines()
+    found = [line.split() for line in lines if line.startswith("/var/vcap/store")]
+    assert len(found) == len({place for place, _ in found}), "something is mounted twice"
+    return {place.removeprefix("/var/vcap/"): Path(volume).name for place, volume in found}
+
+
+def managed(pod: Pod) -> str:
+    path = pod.vcap / "bosh/managed_disk_settings.json"
+    return path.read_text() if path.exists() else ""
+
+
+async def test_double_mount(pod: Pod) -> None:
+    """There: the second mount_disk of a disk mounts it on the migration target too."""
+    await with_disks(pod, "disk-1")
+
+    await pod.run("mount_disk", "disk-1")
+
+    assert mounts(pod) == {"store": "disk-1"}
+    assert await pod.run("list_disk") == ["disk-1"]
+
+
+async def test_mount_for_a_migration(pod: Pod) -> None:
+    """There: the new disk is written down as the mounted one before anything is copied to it."""
+    await with_disks(pod, "disk-1", "disk-2")
+
+    assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
+    assert managed(pod) == "disk-1"
+    await pod.restart()
+    assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
+
+
+async def test_migrate(pod: Pod) -> None:
+    """There: the last step fails, and neither disk is mounted any more."""
+    await with_disks(pod, "disk-1", "disk-2")
+
+    await pod.run("migrate_disk", "disk-1", "disk-2")
+
+    assert mounts(pod) == {"store": "disk-2"}
+    assert managed(pod) == "disk-2"
+    assert await pod.run("list_disk") == ["disk-2"]
+    assert (pod.vcap / "store/whose").read_text() == "disk-1"
+
+
+async def test_unmount(pod: Pod) -> None:
+    """There: the mount of the runtime goes, the store stays mounted, and the disk remains written down."""
+    await with_disks(pod, "disk-1")
+
+    await pod.run("unmount_disk", "disk-1")
+
+    assert mounts(pod) == {}
+    assert managed(pod) == ""
+    assert await pod.run("list_disk") == []
+    pod.machine.run("mountpoint -q /var/vcap/bosh/disks/disk-1")
+
+
+async def test_list_after_a_restart(pod: Pod) -> None:
+    """There: the disk is listed, and the store is an empty directory of the container."""
+    await with_disks(pod, "disk-1")
+
+    await pod.restart()
+
+    assert mounts(pod) == {"store": "disk-1"}
+    assert await pod.run("list_disk") == ["disk-1"]
+
+
+async def test_restart_after_the_disk_is_gone(pod: Pod) -> None:
+    """There: the file that names the mounted disk is never cleared, and the boot fails for ever."""
+    pod.keeps_root = True
+    await with_disks(pod, "disk-1")
+    await pod.run("unmount_disk", "disk-1")
+    pod.disks.clear()
+
+    await pod.restart()
+
+    assert await pod.run("list_disk") == []
+    assert (await pod.run("get_state"))["job_state"] == "running"
+
+
+async def test_busy_hosts(pod: Pod) -> None:
+    """There: a file cannot be moved over /etc/hosts of the kubelet (EBUSY), and bosh-dns never sees new records."""
+    pod.start_container()
+    line = f"10.1.2.3\t{socket.gethostname()}"
+    (pod.machine.root / "mnt/hosts").write_text(f"{line}\n")
+    pod.machine.run("mount --bind /mnt/hosts /etc/hosts; touch /etc/other; ! mv /etc/other /etc/hosts")
+    await pod.start_agent()
+    records = json.dumps({"version": 3, "records": [["10.9.8.7", "neighbour.bosh"]]}).encode()
+    blob = jobs.blob(pod.scratch / "blobs", records)
+
+    assert await pod.run("sync_dns", blob["blobstore_id"], blob["sha1"], 3) == "synced"
+
+    assert (pod.vcap / "instance/dns/records.json").read_bytes() == records
+    hosts = pod.machine.run("mountpoint -q /etc/hosts; cat /etc/hosts").splitlines()
+    assert "10.9.8.7 neighbour.bosh" in hosts
+    assert line in hosts
+
+
+async def test_negative_uptime(pod: Pod) -> None:
+    """There: with lxcfs on /proc/uptime every process is about as old as the host is, below zero."""
+    pod.start_container()
+    (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
+    pod.machine.run("mount --bind /mnt/uptime /proc/uptime")
+    await pod.start_agent()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.run("start")
+    await pod.until("running")
+
+    state = await pod.run("get_state", "full")
+
+    ages = [state["vitals"]["uptime"], *(process["uptime"] for process in state["processes"])]
+    assert len(ages) == 2
+    for age in ages:
+        secs = age.get("secs", 0)  # a natural number, left out where it is 0
+        assert isinstance(secs, int)
+        assert 0 <= secs < 600
+
+
+SLOW_TO_STOP = """#!/bin/sh
+pidfile=/var/vcap/sys/run/web/web.pid
+case $1 in
+start) echo $$ >$pidfile; exec sleep 1000 ;;
+stop)
+    touch /var/vcap/data/stopping
+    while [ ! -e /var/vcap/data/go-on ]; do sleep 0.05; done
+    kill $(cat $pidfile); rm -f $pidfile ;;
+esac
+"""
+
+
+async def summary(pod: Pod, words: str) -> None:
+    """Wait until monit says this of the process."""
+    async with asyncio.timeout(30):
+        while pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() != words:
+            await asyncio.sleep(0.05)
+
+
+async def test_pending_ordering(pod: Pod) -> None:
+    """An action is pending until its program has ended, not monitored meanwhile; one more waits and is not lost.
+
+    There a second request is refused with 503 until the first is done.
+    """
+    files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
+    await pod.start()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": files}))
+    await pod.run("start")
+    await pod.until("running")
+    await summary(pod, "running")
+    pidfile = pod.vcap / "data/sys/run/web/web.pid"
+    before = pidfile.read_text()
+
+    pod.machine.run(f"{MONIT} stop web")
+    await summary(pod, "not monitored - stop pending")
+    async with asyncio.timeout(30):
+        while not (pod.data / "stopping").exists():
+            await asyncio.sleep(0.02)
+    pod.machine.run(f"{MONIT} start web")
+    assert pidfile.read_text() == before
+    assert (pod.machine.root / "proc" / before.strip()).exists()
+    (pod.data / "go-on").touch()
+
+    await summary(pod, "running")
+    assert pidfile.read_text() != before
