@@ -59,9 +59,17 @@ async def test_t8_ten_tasks_at_once_all_get_ids_and_run_one_after_the_other(worl
         assert await world.run("get_task", task_id) == {"value": {}}
 
 
-@pytest.mark.parametrize("method", ["release_apply_spec", "configure_networks", "noop", "", "associate_disks", "PING"])
+@pytest.mark.parametrize("method", ["explode", "", "PING", "ping "])
 async def test_e1_unknown_method(world: World, method: str) -> None:
     assert await world.call(method) == {"exception": {"message": f"unknown message {method}"}}
+
+
+OLD = "release_apply_spec configure_networks prepare_configure_networks prepare_network_change noop associate_disks"
+
+
+@pytest.mark.parametrize("method", OLD.split())
+async def test_a28_actions_of_old_are_unknown(world: World, method: str) -> None:
+    assert await world.call(method, {}) == {"exception": {"message": f"unknown message {method}"}}
 
 
 async def test_e1_missing_method(world: World) -> None:

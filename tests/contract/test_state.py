@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from typing import Any
 
 import msgspec
@@ -36,6 +38,26 @@ async def test_s1_fresh_state_is_that_of_the_go_agent(world: World) -> None:
         "job_state": "running",
         "vm": {"name": "vm-1"},
     }
+
+
+async def test_s2_a_partial_apply_replaces_everything_and_a_full_one_names_it(world: World) -> None:
+    full = await deployed(world, "web")
+    partial = {"deployment": "dep", "job": {"name": "group"}, "index": 3, "id": "i-1", "networks": jobs.NETWORKS}
+
+    known = await world.value("get_state")
+    await world.value("apply", partial)
+    bare = await world.value("get_state")
+
+    template = {"name": "web", "version": "1"}
+    assert known["job"] == {"name": "group", "release": "", "template": "web", "version": "1", "templates": [template]}
+    assert known["packages"]["tool"] == {**full["packages"]["tool"], "signed_url": "", "blobstore_headers": None}
+    assert known["rendered_templates_archive"] == full["rendered_templates_archive"]
+    named = ("configuration_hash", "deployment", "name", "id", "az", "index", "persistent_disk")
+    assert {name: known[name] for name in named} == {name: full[name] for name in named}
+    assert bare["job"] == {"name": "group", "release": "", "template": "", "version": "", "templates": None}
+    assert [bare[name] for name in named] == ["", "dep", "", "i-1", "", 3, 0]
+    assert (bare["packages"], bare["rendered_templates_archive"]) == ({}, None)
+    assert set(bare) - {"processes"} == set(known) - {"processes"}
 
 
 class _Secs(msgspec.Struct):
@@ -106,6 +128,37 @@ async def test_s5_processes_are_numbers_that_the_cli_decodes(world: World) -> No
     assert (process.name, process.state) == ("web", "running")
     assert process.mem.kb is None or process.mem.kb > 0
     assert process.uptime.secs is None or process.uptime.secs >= 0
+
+
+async def test_s4_stopped_goes_before_failing_and_that_before_running(world: World) -> None:
+    """And no process at all is running; which is how a fresh instance looks."""
+    seen = [(await world.value("get_state"))["job_state"]]
+    await deployed(world, good={}, bad={"monit": "check process bad with nonsense"})
+    await world.value("start")
+    async with asyncio.timeout(20):
+        while (state := await world.value("get_state"))["job_state"] == "starting":
+            await asyncio.sleep(0.01)
+    seen.append(state["job_state"])
+    await world.value("stop")
+    seen.append((await world.value("get_state"))["job_state"])
+
+    assert seen == ["running", "failing", "stopped"]
+
+
+async def test_s4_who_starts_is_running_at_once_and_after_an_exit_only_when_it_has_settled(world: World) -> None:
+    """A first start is believed, as monit believes it; what has died once has to stay up first."""
+    await deployed(world, "web")
+    await world.value("start")
+    await running(world)
+    os.kill(int((world.paths.run / "web/web.pid").read_text()), signal.SIGKILL)
+
+    async with asyncio.timeout(20):
+        while not world.agent.supervisor.services()[0].restarts:
+            await asyncio.sleep(0.01)
+        while not (state := await world.value("get_state"))["processes"][0]["uptime"]:
+            await asyncio.sleep(0.01)
+
+    assert state["job_state"] in ("failing", "starting")
 
 
 async def test_s4_crashing_job_is_not_running(world: World) -> None:

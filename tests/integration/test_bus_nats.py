@@ -46,7 +46,7 @@ async def test_slow_request_holds_nobody_up(tmp_path: Path) -> None:
         slow.cancel()
 
 
-async def test_subscribes_to_its_own_subject_alone() -> None:
+async def test_t3_subscribes_to_its_own_subject_alone() -> None:
     """No inbox, no second subscription, nothing but the two pings of the handshake: more would be denied."""
     seen: list[str] = []
 
@@ -96,7 +96,7 @@ async def test_handler_may_drop_a_message(tmp_path: Path) -> None:
         await until(lambda: talk.bus.stats.rejected == 1)
 
 
-async def test_reply_without_permission_is_counted(tmp_path: Path) -> None:
+async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     """The server denies a reply to somebody else's subject; the link stays as it is."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:

@@ -30,7 +30,7 @@ def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
     return replace(mbus, urls=urls)
 
 
-async def test_refused_until_known(tmp_path: Path) -> None:
+async def test_t2_refused_until_known(tmp_path: Path) -> None:
     """nats-sync learns of an agent after it has booted: refusals are no end, and a word about them is enough."""
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         await until(lambda: bus.stats.attempts >= 5)
@@ -44,7 +44,7 @@ async def test_refused_until_known(tmp_path: Path) -> None:
         assert bus.stats.last_error == ""
 
 
-async def test_thrown_out_and_let_in(tmp_path: Path) -> None:
+async def test_t2_thrown_out_and_let_in(tmp_path: Path) -> None:
     """A user that a reload removes while it is connected comes back when the user does."""
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")
@@ -57,7 +57,7 @@ async def test_thrown_out_and_let_in(tmp_path: Path) -> None:
         assert await talk.director.value("agent", "ping") == "ping"
 
 
-async def test_server_dies_and_returns(tmp_path: Path) -> None:
+async def test_t2_server_dies_and_returns(tmp_path: Path) -> None:
     """While there is no server the bus goes on trying; then it hears again."""
     async with talking(tmp_path) as talk:
         await talk.server.kill()
@@ -111,7 +111,7 @@ async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:
             assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
-async def test_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
+async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
     """A held event loop does not make the server look dead."""
     async with talking(tmp_path) as talk:
         for _ in range(3):
@@ -196,7 +196,7 @@ async def _flood(bus: NatsBus) -> None:
         await asyncio.sleep(0)
 
 
-async def test_any_of_several_addresses_will_do(tmp_path: Path) -> None:
+async def test_t4_any_of_several_addresses_will_do(tmp_path: Path) -> None:
     """Dead addresses are passed over; when the server in use dies, the next one takes its place."""
     authority = Authority()
     async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
@@ -316,7 +316,7 @@ async def test_cancelled_until_it_ends() -> None:
     assert task.done()
 
 
-def test_pauses() -> None:
+def test_t2_pauses() -> None:
     """2, 4, 6, 8, 10, 10 s, less up to half of it; soon after a link that worked; a second while we are not known."""
     timing = Timing()
     for _ in range(100):

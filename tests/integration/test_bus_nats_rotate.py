@@ -16,7 +16,7 @@ from agent_shim.settings import Mbus
 from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking, until
 
 
-async def test_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
+async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
     """A Director that asks without a pause gets one answer to each request, from before to after."""
     handled: Counter[str] = Counter()
 

@@ -34,7 +34,7 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     ],
     ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
 )
-async def test_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
+async def test_t1_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
     """A server that cannot prove to be the bus is not told who we are; a right one in its place is taken."""
     async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
         await wrong.add_agent("agent")
@@ -104,7 +104,7 @@ async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
     assert len(asked) == 2
 
 
-async def test_certificates_as_a_director_makes_them(tmp_path: Path) -> None:
+async def test_t1_certificates_as_a_director_makes_them(tmp_path: Path) -> None:
     """RSA with 3072 bits for all, as on a real bus."""
     async with NatsServer(tmp_path, Authority(bits=3072)) as server:
         await server.add_agent("agent")

@@ -14,11 +14,16 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.director import HealthMonitor
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.demo.release import archive
 from agent_shim.host import process
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support import jobs
+from tests.support.bus import connected, on_bus
+from tests.support.world import world as contract_world
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ async def test_shutdown_stops_the_jobs_and_stays_idle_over_a_restart(world: Worl
     assert (await command(world, "probe", "live"))[0] == 0
 
 
-async def test_heartbeat_comes_at_once_and_again_after_the_bus_was_away(world: World) -> None:
+async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(world: World) -> None:
     monitor = HealthMonitor()
     async with monitor.on(world.server.peer(HEALTH_MONITOR)):
         await world.start_agent()
@@ -230,3 +235,67 @@ async def test_new_settings_of_the_cpi_are_taken_without_a_restart(world: World)
     await world.server.add_agent(AGENT, bootstrap=True, permanent=False)
 
     assert await world.director.value(AGENT, "ping") == "pong"
+
+
+@pytest.mark.slow
+async def test_t7_the_link_lasts_while_much_is_done(tmp_path: Path) -> None:
+    """Five pings of a server that drops who misses two; an errand, a compilation and an archive of logs meanwhile."""
+    burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
+    async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:
+        await server.add_agent("agent-1")
+        store = Path(inside.agent.settings.current.blobstore.options["blobstore_path"])
+        source = jobs.blob(store, archive({"packaging": "head -c 300000000 /dev/zero >$BOSH_INSTALL_TARGET/zeros\n"}))
+        async with (
+            on_bus(server.mbus("agent-1"), "agent-1", inside.dispatcher.handle) as bus,
+            Director(poll=0.1).on(server.peer()) as director,
+        ):
+            await connected(bus)
+
+            async def run(method: str, *arguments: Any) -> Any:
+                return await director.run("agent-1", method, *arguments)
+
+            compiling: tuple[Any, ...] = ("compile_package", source["blobstore_id"], source["sha1"], "zeros", "1", {})
+            assert "result" in await run(*compiling)
+            await run("apply", jobs.spec(store, {"busy": {"monit": "", "bin/run": burn}}))
+            errand = asyncio.create_task(run("run_errand"))
+            logs = asyncio.create_task(run("fetch_logs", "job", None))
+            while not errand.done():
+                assert await director.value("agent-1", "ping", timeout=10) == "pong"
+                await asyncio.sleep(0.1)
+
+            assert (await errand)["exit_code"] == 0
+            assert "blobstore_id" in await logs
+            assert bus.stats.connects == 1
+
+
+async def test_t11_new_credentials_are_taken_told_of_and_there_after_a_restart(world: World) -> None:
+    await world.start_agent()
+    await world.server.add_agent(AGENT, bootstrap=True, permanent=True)
+    mbus = world.server.mbus(AGENT, bootstrap=True)
+    cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+
+    accepted = await world.director.value(AGENT, "update_settings", {"mbus": {"cert": cert}})
+    async with asyncio.timeout(60):
+        while (told := await world.director.value(AGENT, "get_task", accepted["agent_task_id"])) != "ok":
+            assert told == accepted
+    await world.server.add_agent(AGENT, bootstrap=True, permanent=False)
+    assert await world.director.value(AGENT, "ping") == "pong"
+
+    await world.kill_agent()
+    await world.start_agent()
+    assert json.loads((world.base / "bosh/update_settings.json").read_bytes())["mbus"]["cert"] == cert
+
+
+async def test_s9_the_health_monitor_is_told_of_a_drain_for_shutdown_alone(world: World) -> None:
+    monitor = HealthMonitor()
+    async with monitor.on(world.server.peer(HEALTH_MONITOR)):
+        await world.start_agent()
+        assert await world.director.run(AGENT, "drain", "update", {}) == 0
+        await monitor.wait_for("heartbeat", AGENT)
+        assert monitor.of("shutdown", AGENT) == []
+
+        assert await world.director.run(AGENT, "drain", "shutdown") == 0
+
+        notice = await monitor.wait_for("shutdown", AGENT)
+        assert notice.body is None
+        assert len(monitor.of("shutdown", AGENT)) == 1

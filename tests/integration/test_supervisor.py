@@ -424,7 +424,7 @@ async def test_stop_keeps_its_budget(world: World) -> None:
         assert not is_alive(found.pid)
 
 
-async def test_stop_that_takes_too_long_is_told_in_words_the_director_knows(
+async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It swallows errors that contain "Timed out waiting for service"."""
@@ -445,7 +445,7 @@ def _lose(identity: tuple[int, int], sig: int) -> bool:
     return True
 
 
-async def test_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the Go agent."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(process, "KILL_PATIENCE", 0.1)

@@ -41,7 +41,7 @@ KINDS = (
         ("timeout changed", 4),
     ],
 )
-def test_severity(event: str, severity: int) -> None:
+def test_s8_severity(event: str, severity: int) -> None:
     """As the Go agent has them, in any case; what nobody knows is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
@@ -61,12 +61,12 @@ def test_severity(event: str, severity: int) -> None:
         "Monit instance changed",
     ],
 )
-def test_good_news_is_none(event: str) -> None:
+def test_s8_good_news_is_none(event: str) -> None:
     """Recoveries are not sent."""
     assert alert_of("web", event, "alert", "", [], 0) is None
 
 
-def test_message() -> None:
+def test_s8_message() -> None:
     """The fields of the Go agent: addresses in order of their text, the event as monit spells it, whole seconds."""
     ips = ["192.168.7.9", "10.0.0.5"]
     message = json.loads(
@@ -82,14 +82,14 @@ def test_message() -> None:
     }
 
 
-def test_title_without_addresses() -> None:
+def test_s8_title_without_addresses() -> None:
     """No parenthesis where there is nothing to put into it."""
     message = json.loads(alert_of("nats", "Does not exist", "restart", "", [], 0) or b"")
 
     assert message["title"] == "nats - Does not exist - restart"
 
 
-def test_ids_are_unique() -> None:
+def test_s8_ids_are_unique() -> None:
     """The Health Monitor drops an alert whose id it knows."""
     messages = [alert_of("a", "Timeout", "alert", "", [], 0) for _ in range(100)]
 

@@ -126,7 +126,7 @@ async def test_associations_come_with_update_settings(world: World) -> None:
     assert await actions.list_disk(world.agent) == ["a"]
 
 
-async def test_a_dynamic_disk(world: World) -> None:
+async def test_a24_a_dynamic_disk(world: World) -> None:
     world.instance.paths.dynamic_disks.mkdir()
 
     assert await actions.add_dynamic_disk(world.agent, "d", {"path": "/dev/null"}) == {}
@@ -140,7 +140,7 @@ def test_hints_are_not_logged() -> None:
     assert ACTIONS["add_dynamic_disk"].secret
 
 
-def test_list_disk_answers_the_cli_at_once() -> None:
+def test_a19_list_disk_answers_the_cli_at_once() -> None:
     assert not ACTIONS["list_disk"].is_task(0)
     assert ACTIONS["list_disk"].is_task(3)
     assert not ACTIONS["remove_dynamic_disk"].is_task(3)

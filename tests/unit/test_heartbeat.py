@@ -91,7 +91,7 @@ def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.0, 100.0, 3600.0])
-def test_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
+def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
     """In an hour there is a beat every 30 s to the millisecond, however long measuring takes."""
     world = World()
     world.slowness = slowness
@@ -244,7 +244,7 @@ async def test_bug_in_the_message_is_no_end() -> None:
         await until(lambda: heart.sent >= 1)
 
 
-def test_message() -> None:
+def test_s7_message() -> None:
     """The members of the Go agent's heartbeat and no other: an id or a time would make it be dropped."""
     given: dict[str, Any] = {
         "deployment": "cf",
@@ -259,7 +259,7 @@ def test_message() -> None:
     assert json.loads(build(**given)) == given
 
 
-def test_message_before_the_first_apply() -> None:
+def test_s7_message_before_the_first_apply() -> None:
     """What is not known is null or empty, as in Go."""
     message = build(
         deployment="", job=None, index=None, job_state="running", vitals={}, node_id="", number_of_processes=None

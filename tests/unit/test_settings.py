@@ -87,7 +87,7 @@ def test_nulls_and_unknown_members_are_ignored() -> None:
     assert found == settings.Settings("a-1")
 
 
-def test_bus_addresses_come_from_the_last_word() -> None:
+def test_t4_bus_addresses_come_from_the_last_word() -> None:
     plain = parsed(mbus="nats://old:1")
     env = parsed(mbus="nats://old:1", env={"bosh": {"mbus": {"urls": ["nats://env:2"], "cert": CERT}}})
 
@@ -98,7 +98,7 @@ def test_bus_addresses_come_from_the_last_word() -> None:
     assert effective(env).mbus.scheme == "nats"
 
 
-def test_stored_credentials_count_only_with_a_ca() -> None:
+def test_t4_stored_credentials_count_only_with_a_ca() -> None:
     env = parsed(env={"bosh": {"mbus": {"cert": CERT}}})
 
     assert effective(env, mbus={"cert": {"ca": "", "certificate": "N", "private_key": "N"}}).mbus.certificate == "CERT"

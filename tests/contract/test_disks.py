@@ -1,0 +1,135 @@
+"""What the Director and the CLI are told of disks (checklist A19 to A24); volumes are directories here.
+
+What happens to real file systems is tested where there are some, in ``tests/root``; here disks are shown by links, so
+that no test mounts anything where others see it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.world import World
+
+
+@pytest.fixture(autouse=True)
+def _links(world: World) -> None:
+    world.agent.disks._places._binds = False
+
+
+def volume(world: World, cid: str) -> dict[str, str]:
+    """A volume that somebody has mounted, as the CPI's hint names it."""
+    path = world.paths.base.parent / "volumes" / cid
+    path.mkdir(parents=True)
+    return {"path": str(path)}
+
+
+async def mounted(world: World, cid: str) -> Path:
+    """Attach and mount a disk as the Director does."""
+    hint = volume(world, cid)
+    assert await world.value("add_persistent_disk", cid, hint) == {}
+    assert await world.value("mount_disk", cid) == {}
+    return Path(hint["path"])
+
+
+async def test_a19_a_mounted_disk_is_listed_at_once_or_as_a_task(world: World) -> None:
+    await mounted(world, "disk-a")
+
+    assert await world.call("list_disk", protocol=2) == {"value": ["disk-a"]}
+    assert "agent_task_id" in (await world.call("list_disk", protocol=3))["value"]
+    assert await world.value("list_disk") == ["disk-a"]
+
+
+async def test_a20_a_disk_comes_to_the_store_and_a_second_one_to_the_migration_target(world: World) -> None:
+    first = await mounted(world, "disk-a")
+    assert world.paths.store.resolve() == first
+    assert world.paths.managed_disk.read_text() == "disk-a"
+    assert await world.value("mount_disk", "disk-a") == {}
+
+    second = await mounted(world, "disk-b")
+    assert (world.paths.store.resolve(), world.paths.store_migration_target.resolve()) == (first, second)
+
+
+async def test_a20_an_unknown_disk_is_told(world: World) -> None:
+    assert (await world.error("mount_disk", "x")).endswith(
+        "Reading persistent disk settings: Persistent disk with volume id 'x' could not be found"
+    )
+
+
+async def test_a21_unmounting_says_what_it_found(world: World) -> None:
+    await mounted(world, "disk-a")
+
+    assert (await world.value("unmount_disk", "disk-a"))["message"].startswith("Unmounted partition of {ID:disk-a ")
+    again = (await world.value("unmount_disk", "disk-a"))["message"]
+    assert again.startswith("Partition of {ID:disk-a ")
+    assert again.endswith(" is not mounted")
+    assert await world.value("list_disk") == []
+
+
+async def test_a22_migrating_needs_no_arguments_and_moves_everything(world: World) -> None:
+    await mounted(world, "disk-a")
+    (world.paths.store / "data").write_text("precious")
+    second = await mounted(world, "disk-b")
+
+    assert await world.value("migrate_disk") == {}
+
+    assert world.paths.store.resolve() == second
+    assert (second / "data").read_text() == "precious"
+    assert await world.value("list_disk") == ["disk-b"]
+
+
+async def test_a22_the_director_names_both_disks(world: World) -> None:
+    await mounted(world, "disk-a")
+    await mounted(world, "disk-b")
+
+    assert await world.value("migrate_disk", "disk-a", "disk-b") == {}
+    assert await world.value("list_disk") == ["disk-b"]
+
+
+async def test_a22_without_two_disks_it_is_told(world: World) -> None:
+    assert " result: Migrating persistent disk: " in await world.error("migrate_disk")
+
+
+@pytest.mark.parametrize(
+    ("hint", "told"),
+    [
+        ("/dev/sdz", {"Path": "/dev/sdz", "VolumeID": "/dev/sdz"}),
+        ({"path": "/a", "volume_id": "v", "lun": "1"}, {"Path": "/a", "VolumeID": "v", "Lun": "1"}),
+        (None, {"Path": "", "VolumeID": ""}),
+        (7, {"Path": "", "VolumeID": ""}),
+        (
+            {"iscsi_settings": {"username": "u", "password": "p", "target": "t", "initiator_name": "i"}},
+            {"ISCSISettings": {"InitiatorName": "i", "Username": "u", "Target": "t", "Password": "p"}},
+        ),
+    ],
+)
+async def test_a23_a_hint_of_any_form_is_kept(world: World, hint: Any, told: dict[str, Any]) -> None:
+    assert await world.value("add_persistent_disk", "disk-a", hint) == {}
+
+    stored = json.loads(world.paths.disk_hints.read_bytes())["disk-a"]
+    assert {name: stored[name] for name in ("ID", *told)} == {"ID": "disk-a", **told}
+    assert world.paths.disk_hints.stat().st_mode & 0o077 == 0
+
+
+async def test_a23_a_hint_may_be_removed_that_is_not_there(world: World) -> None:
+    await world.value("add_persistent_disk", "disk-a", "/dev/sdz")
+
+    for _ in range(2):
+        assert await world.value("remove_persistent_disk", "disk-a") == {}
+    assert "disk-a" not in json.loads(world.paths.disk_hints.read_bytes())
+
+
+async def test_a24_a_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: World) -> None:
+    hint = volume(world, "disk-d")
+    link = world.paths.dynamic_disks / "disk-d"
+
+    for _ in range(2):
+        assert "agent_task_id" in (await world.call("add_dynamic_disk", "disk-d", hint))["value"]
+        assert await world.value("add_dynamic_disk", "disk-d", hint) == {}
+    assert link.readlink() == Path(hint["path"])
+    for _ in range(2):
+        assert await world.call("remove_dynamic_disk", "disk-d") == {"value": {}}
+    assert not link.is_symlink()
