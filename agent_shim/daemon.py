@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_shim import boot, comeback, control, log, metrics, observed, settings, wire
+from agent_shim import boot, comeback, control, joblogs, log, metrics, observed, settings, wire
 from agent_shim.dispatch import ACTIONS
 from agent_shim.errors import ConfigError
 from agent_shim.fencing import Fence, only_one
@@ -45,16 +46,20 @@ class Options:
     http: str | None = None
     log_format: str = ""
     log_level: str = ""
+    job_logs: bool = False
 
 
 def main(options: Options) -> int:
     """Run until told to stop; returns the exit code."""
     config = _read_config(options.config)
+    form = options.log_format or config.shim.log_format
     log.setup(
         level=options.log_level or config.shim.log_level,
-        form=options.log_format or config.shim.log_format,
+        form=form,
         file=options.paths.agent_log / "current",
     )
+    if options.job_logs or config.shim.job_logs:
+        joblogs.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     return asyncio.run(Daemon(options, config).serve())
 
 
@@ -97,6 +102,8 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
+        for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
+            loop.add_signal_handler(number, log.turn, steps)
         with only_one(self._paths, "start"):
             async with self._systemd.beating(), self._http():
                 if await or_stop(self._without_rival(self._rival_on_data), self._stop):

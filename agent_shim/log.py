@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+logger = logging.getLogger(__name__)
+
 LARGEST: Final = 10_000_000
 """Bytes of a log file; with the one before it twice as many."""
 
@@ -147,12 +149,23 @@ class _Stderr(logging.Handler):
                 self._stream.flush()
 
 
-def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
-    """Send all logging to stderr and, when given, to ``file`` as well; ``form`` is json or text.
+def is_json(form: str) -> bool:
+    """Whether lines are JSON; without a ``form`` a terminal gets text and anything else JSON."""
+    return form == "json" or (form != "text" and not sys.stderr.isatty())
 
-    Without a form a terminal gets text and anything else JSON.
-    """
-    form = form or ("text" if sys.stderr.isatty() else "json")
+
+def turn(steps: int) -> None:
+    """Say more (``steps`` below 0) or less; what is said last of all is errors."""
+    root = logging.getLogger()
+    names = [name.upper() for name in LEVELS]
+    now = names.index(logging.getLevelName(root.level))
+    name = names[min(len(names) - 1, max(0, now + steps))]
+    logger.log(max(root.level, logging.getLevelName(name)), "the level of the log is %s now", name.lower())
+    root.setLevel(name)
+
+
+def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
+    """Send all logging to stderr and, when given, to ``file`` as well; ``form`` is json, text or "" (``is_json``)."""
     handlers: list[logging.Handler] = [_Stderr()]
     if file is not None:
         handlers.append(_File(file))
@@ -162,7 +175,7 @@ def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> N
         if isinstance(old, _Stderr | _File):
             old.close()
     for handler in handlers:
-        handler.setFormatter(_Json() if form == "json" else _Text())
+        handler.setFormatter(_Json() if is_json(form) else _Text())
         root.addHandler(handler)
     root.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")

@@ -9,6 +9,8 @@ from typing import Final, TextIO
 Paint = Callable[[str, str], str]
 """Gives a text a colour of ``CODES``."""
 
+CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
+"""To the upper left corner, and nothing is shown."""
 CODES: Final = {"good": "32", "limited": "33", "wrong": "1;31", "faint": "2", "strong": "1"}
 
 

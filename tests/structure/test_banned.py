@@ -14,7 +14,7 @@ from tests.structure.source import Module, modules, uses
 SENDERS = frozenset({"host", "demo.play"})
 """Who may signal by number: the demonstration is the murderer of a process that is not its own."""
 
-COMMANDS = frozenset({"check", "cli", "monit_cli", "bpm_cli", "demo"})
+COMMANDS = frozenset({"check", "commands", "monit_cli", "bpm_cli", "demo"})
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
         ("tasks", "import time\nat = time.monotonic()"),
         ("tasks", "class T:\n    def print(self): ...\nT().print()"),
         ("log", "import time\nat = time.time()"),
-        ("cli", "print('done')"),
+        ("commands", "print('done')"),
         ("tasks", "try:\n    f()\nexcept BaseException:\n    close()\n    raise"),
         ("dispatch", "try:\n    f()\nexcept Exception:  # noqa: BLE001 a bug becomes a reply\n    pass"),
     ],

@@ -10,14 +10,16 @@ import pytest
 from tests.structure.source import PACKAGE, Module, imports, modules
 
 FLOORS: Mapping[int, frozenset[str]] = {
-    7: frozenset({"cli", "monit_cli", "bpm_cli", "demo", "check", "doctor", "status_text", "terminal"}),
+    7: frozenset(
+        {"cli", "commands", "probe", "monit_cli", "bpm_cli", "demo", "check", "doctor", "status_text", "terminal"}
+    ),
     6: frozenset({"boot", "comeback", "daemon", "handback", "observed", "orderly", "running", "standalone", "worker"}),
     5: frozenset({"bus", "heartbeat", "alerts", "metrics", "control", "asking"}),
     4: frozenset({"dispatch", "actions"}),
     3: frozenset({"agent", "tasks"}),
     2: frozenset(
         {"supervisor", "bundles", "scripts", "compiler", "blobstore", "disks", "dns", "logs", "vitals", "users"}
-        | {"certificates", "drift", "expiry", "fencing", "mirror", "settings_store", "spec_store", "sshd"}
+        | {"certificates", "drift", "expiry", "fencing", "joblogs", "mirror", "settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),
     0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "log", "x509"}),

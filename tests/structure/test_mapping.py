@@ -29,6 +29,7 @@ ELSEWHERE: Mapping[str, str] = {
     "supervisor.bpm_answers": "contract/test_bpm_cli.py",
     "supervisor.monit_answers": "integration/test_monit_cli.py",
     "supervisor.posix_regex": "contract/test_corpus_monit.py",
+    "probe": "unit/test_commands.py",
     "terminal": "unit/test_doctor.py",
 }
 """Modules that are tested through others, and the file that would fail."""

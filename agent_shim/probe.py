@@ -1,0 +1,49 @@
+"""``agent-shim probe live|ready``: one question over the control socket, with as little of Python as it takes.
+
+A pod may ask every second, and an interpreter is not cheap: this imports neither the daemon nor the other commands.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+SOCKET = "data/sys/run/agent_shim/control.sock"
+"""``paths.Paths.control_socket`` below the base, which a test compares."""
+PATIENCE = 10.0
+"""Seconds for the answer: an event loop that is held longer is not alive."""
+NO, NO_AGENT = 1, 69
+
+
+def read(words: list[str]) -> tuple[str, str] | None:
+    """Kind and base of a probe as manifests write it; None for what else may stand there, which a parser explains."""
+    if len(words) == 3 and words[1] == "-b":
+        kind, base = words[0], words[2]
+    elif len(words) == 1:
+        kind, base = words[0], "/var/vcap"
+    else:
+        return None
+    return (kind, base) if kind in ("live", "ready") else None
+
+
+def main(question: tuple[str, str]) -> int:
+    """Print why, and return 0 for yes, 1 for no, 69 when nobody answers."""
+    kind, base = question
+    path = f"{base}/{SOCKET}"
+    try:
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(PATIENCE)
+            asked.connect(path)
+            asked.sendall(b'{"command":"probe","kind":"%b"}\n' % kind.encode())
+            with asked.makefile("rb") as stream:
+                reply = stream.readline()
+        import json
+
+        answer = json.loads(reply)
+    except (OSError, ValueError) as exc:
+        sys.stderr.write(
+            f"agent-shim: cannot ask the agent at {path}: {exc} (is it running, and are you root or its user?)\n"
+        )
+        return NO_AGENT
+    sys.stdout.write(f"{answer['reason']}\n")
+    return 0 if answer["ok"] else NO

@@ -1,0 +1,125 @@
+"""What an operator asks of a running agent by command line and by signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import process
+from benchmarks.world import AGENT, COMMAND, World
+from benchmarks.world import world as made
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with made(f"{COMMAND} --job-logs --log-format json") as one:
+        await one.start_agent()
+        await one.director.run(AGENT, "apply", one.spec(2, 0))
+        await one.run("start")
+        await one.until_running()
+        yield one
+
+
+async def until(holds: Callable[[], object], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+def started(world: World, *words: str) -> tuple[process.Process, Path]:
+    """An ``agent-shim`` command against this agent, and where its output goes."""
+    out = world.scratch / f"{words[0]}.out"
+    out.unlink(missing_ok=True)
+    argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(world.base)]
+    return process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out), out
+
+
+async def told(world: World, *words: str) -> tuple[int | None, str]:
+    """Exit code and output of a command that ends."""
+    command, out = started(world, *words)
+    async with asyncio.timeout(30):
+        return await command.wait(), out.read_text()
+
+
+def agent_log(world: World) -> str:
+    return (world.scratch / "agent.log").read_text()
+
+
+async def test_status_is_a_plain_table_in_a_pipe_and_json_on_request(world: World) -> None:
+    code, page = await told(world, "status")
+    assert code == 0
+    assert "\x1b" not in page
+    assert page.count("  running  ") == 2
+    assert "\nmachine    memory " in page
+
+    code, text = await told(world, "status", "--json")
+    assert code == 0
+    assert [one["state"] for one in json.loads(text)["processes"]] == ["running", "running"]
+
+
+async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent(world: World) -> None:
+    watching, out = started(world, "status", "--watch", "--every", "0.05")
+    await until(lambda: out.exists() and out.read_text().count("PROCESS") > 1)
+    await world.stop_agent()
+    await until(lambda: "cannot ask the agent" in out.read_text())
+
+    watching.send(signal.SIGINT)
+    async with asyncio.timeout(20):
+        assert await watching.wait() == 0
+
+
+async def test_probes_answer_with_a_reason(world: World) -> None:
+    assert await told(world, "probe", "live") == (0, "alive\n")
+    assert await told(world, "probe", "ready") == (0, "jobs are running\n")
+    name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
+    await told(world, "stop", name, "--wait")
+    code, reason = await told(world, "probe", "ready")
+    assert (code, reason) == (1, "jobs are failing\n")
+
+
+async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(world: World) -> None:
+    log = world.base / "data/sys/log/job-0/web.stdout.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("begun\n")
+    following, out = started(world, "logs", "job-0", "--follow")
+    await until(lambda: out.exists() and "begun" in out.read_text())
+    with log.open("a") as file:
+        file.write("served\n")
+
+    await until(lambda: "job-0/web.stdout.log | served" in out.read_text())
+    following.send(signal.SIGINT)
+    async with asyncio.timeout(20):
+        assert await following.wait() == 0
+    await until(lambda: '"message": "served"' in agent_log(world))
+    line = next(line for line in agent_log(world).splitlines() if '"served"' in line)
+    assert json.loads(line) == {"logger": "job", "job": "job-0", "file": "web.stdout.log", "message": "served"}
+
+    code, text = await told(world, "logs", "nothing")
+    assert code == 78
+    assert "cannot find logs of nothing" in text
+
+
+async def test_the_agents_own_log_is_where_bosh_logs_looks(world: World) -> None:
+    code, text = await told(world, "logs", "--agent", "-n", "1000")
+
+    assert code == 0
+    assert '"boot step directories: done' in text
+    assert (world.base / "bosh/log/current").read_text().startswith(text[:200])
+
+
+async def test_signals_turn_the_log_up_and_down(world: World) -> None:
+    assert world.agent is not None
+    world.agent.send(signal.SIGUSR1)
+    await until(lambda: "the level of the log is debug now" in agent_log(world))
+    world.agent.send(signal.SIGUSR2)
+    await until(lambda: "the level of the log is info now" in agent_log(world))
+    world.agent.send(signal.SIGUSR2)
+    await until(lambda: "the level of the log is warning now" in agent_log(world))
+    assert await told(world, "probe", "live") == (0, "alive\n")
