@@ -60,8 +60,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
     && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8
 COPY --from=build /opt/agent_shim /opt/agent_shim
-RUN --mount=type=bind,target=/mnt \
-    PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply /
+# Copied, not mounted: not every builder notices that something in a mount has changed.
+COPY stemcell_overlay /mnt/stemcell_overlay
+COPY systemd /mnt/systemd
+RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply / \
+    && rm -rf /mnt/stemcell_overlay /mnt/systemd
 
 # The version that stands in /var/vcap/bosh/etc and in the stemcell's manifest, if it is not to be that of the base.
 ARG STEMCELL_VERSION=

@@ -19,8 +19,12 @@ from agent_shim.errors import ConfigError, SettingsError
 
 T = TypeVar("T")
 
-WARDEN_SETTINGS: Final = Path("/var/vcap/bosh/warden-cpi-agent-env.json")
-"""Where container CPIs put the settings when agent.json names no file."""
+CPI_SETTINGS: Final = (
+    Path("/var/vcap/bosh/warden-cpi-agent-env.json"),
+    Path("/var/vcap/bosh/instance_settings.json"),
+    Path("/var/vcap/bosh/settings-source-file/config.json"),
+)
+"""Where container CPIs put the settings: all but those of Kubernetes into the first."""
 
 
 # --- agent.json -----------------------------------------------------------------------------------------------------
@@ -78,13 +82,19 @@ class AgentConfig(msgspec.Struct, frozen=True):
 
     @property
     def settings_files(self) -> list[Path]:
-        """The files that may hold the settings, in order; the path of container CPIs if none is named."""
+        """The files that may hold the settings, in order.
+
+        Those of all container CPIs if none is named (a volume may hide agent.json), or one of theirs (an official
+        stemcell names the first alone).
+        """
         named = [
             Path(source.settings_path)
             for source in self.infrastructure.settings.sources
             if source.type == "File" and source.settings_path
         ]
-        return named or [WARDEN_SETTINGS]
+        if named and not set(named) & set(CPI_SETTINGS):
+            return named
+        return list(dict.fromkeys([*named, *CPI_SETTINGS]))
 
 
 def parse_config(raw: bytes, *, origin: str) -> AgentConfig:

@@ -84,7 +84,8 @@ def build(podman: Podman, base: str) -> str:
     before = podman.run("image", "inspect", "--format", "{{.Id}}", IMAGE).stdout.decode().strip()
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
     arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *secrets, "--tag", IMAGE]
-    podman("build", "--quiet", *arguments, str(ROOT))
+    # The two halves of the image at once.
+    podman("build", "--quiet", "--jobs=2", *arguments, str(ROOT))
     if before and before != podman("image", "inspect", "--format", "{{.Id}}", IMAGE).strip():
         podman.run("rmi", before)
     return IMAGE
@@ -153,6 +154,20 @@ class Container:
         """Unpack one file, as the Docker CPI does it, into the running container."""
         await self.exec("tar", "-C", "/", "-xf", "-", stdin=_archive(path, content, mode))
 
+    async def copy(self, path: str, content: str) -> None:
+        """Put one file into a container that may not be running."""
+        archive = _archive(path, content, 0o644)
+        await asyncio.to_thread(self.podman, "cp", "-", f"{self.name}:/", stdin=archive)
+
+    async def kill(self) -> None:
+        """End it at once, with everything in it."""
+        await self.signal("KILL")
+        await self.ended()
+
+    async def start(self) -> None:
+        """Start it again, on the files it had."""
+        await asyncio.to_thread(self.podman, "start", self.name)
+
     async def stop(self) -> int:
         """Stop it as a runtime does, in order; its exit code."""
         await self.signal("TERM")
@@ -180,9 +195,8 @@ async def running(
     container = Container(podman, (await asyncio.to_thread(podman, *create)).strip())
     try:
         for path, content in (files or {}).items():
-            archive = _archive(path, content, 0o644)
-            await asyncio.to_thread(podman, "cp", "-", f"{container.name}:/", stdin=archive)
-        await asyncio.to_thread(podman, "start", container.name)
+            await container.copy(path, content)
+        await container.start()
         yield container
     finally:
         print(await asyncio.to_thread(container.logs))  # noqa: T201 - pytest shows it when the test fails

@@ -62,16 +62,25 @@ class Site:
         """What a CPI would write."""
         mbus = self.server.mbus(AGENT, bootstrap=True)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
-        urls = [f"nats://{self.network.gateway}:{self.proxy.port}"]
         store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
         document = {
             "agent_id": AGENT,
             "vm": {"name": "c-1", "id": "c-1"},
             "networks": {name: {**one, "dns": ["192.0.2.53"]} for name, one in jobs.NETWORKS.items()},
             "disks": {"system": "", "persistent": {}},
-            "env": {"bosh": {"mbus": {"urls": urls, "cert": cert}, "blobstores": [store]}},
+            "env": {"bosh": {"mbus": {"urls": self._urls(), "cert": cert}, "blobstores": [store]}},
         }
         return json.dumps(document | members)
+
+    async def replace_credentials(self) -> None:
+        """What follows the first contact: credentials to stay; those of the settings are not let in any more."""
+        mbus = self.server.mbus(AGENT)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        await self.director.run(AGENT, "update_settings", {"mbus": {"urls": self._urls(), "cert": cert}})
+        await self.server.add_agent(AGENT, bootstrap=False)
+
+    def _urls(self) -> list[str]:
+        return [f"nats://{self.network.gateway}:{self.proxy.port}"]
 
     async def until_pong(self) -> None:
         """Ask until the agent answers."""
@@ -90,7 +99,8 @@ class Site:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Until the jobs are so."""
+        """Until the jobs are so; the first request after a restart must not be one that nobody hears."""
+        await self.until_pong()
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
                 await asyncio.sleep(0.05)

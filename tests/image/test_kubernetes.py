@@ -55,8 +55,9 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
         kept.append({"name": volume, "hostPath": {"path": str(path), "type": "Directory"}})
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            container.pop(probe)
+        # podman would open the ports on this machine too, where somebody else may have them.
+        for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
+            container.pop(member)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
     return yaml.safe_dump_all([*maps, pod]), pod
 

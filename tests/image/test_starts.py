@@ -6,12 +6,12 @@ The commands are those of the CPIs, word for word; where one fails in a chain of
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.image
 UMOUNT = ("umount /etc/resolv.conf", "umount /etc/hosts", "umount /etc/hostname")
 SYS = ("rm -rf /var/vcap/data/sys", "mkdir -p /var/vcap/data/sys", "mkdir -p /var/vcap/store")
 NO_CHRONY = "sed -i 's/chronyc/# chronyc/g' /var/vcap/bosh/bin/sync-time"
+DISK = "disk-1"
 RUNSVDIR = "exec env -i /usr/sbin/runsvdir-start"
 
 OLD_UNITS = (
@@ -40,13 +41,16 @@ def chain(*commands: str) -> tuple[str, ...]:
 class Cpi:
     """``command`` and how the settings come: by ``tar`` into the running container, or with ``volume`` at ``path``.
 
-    ``directory``: the volume is one, with the links of the kubelet in it. ``options`` are those of the container.
+    ``directory``: the volume is one, with the links of the kubelet in it. ``whole_tree``: another one hides what the
+    image has in /var/vcap. ``disks`` is where disks are seen. ``options`` are those of the container.
     """
 
     command: tuple[str, ...]
     path: str = SETTINGS
     volume: bool = False
     directory: bool = False
+    whole_tree: bool = False
+    disks: str = "/warden-cpi-dev"
     options: tuple[str, ...] = ()
 
 
@@ -79,10 +83,18 @@ CPIS = {
     ),
     # bosh-kubernetes-cpi-release vm/vm_start.go
     "kubernetes (cppforlife)": Cpi(
-        chain(*UMOUNT, *SYS, "echo '#!/bin/bash' > /var/vcap/bosh/bin/ntpdate", RUNSVDIR), volume=True
+        chain(*UMOUNT, *SYS, "echo '#!/bin/bash' > /var/vcap/bosh/bin/ntpdate", RUNSVDIR),
+        volume=True,
+        disks="/mnt",
     ),
     # sykesm/kubernetes-cpi actions/create_vm.go
-    "kubernetes (sykesm)": Cpi(("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True),
+    "kubernetes (sykesm)": Cpi(
+        ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, disks="/mnt"
+    ),
+    # its fork evoila/kubernetes-cpi: a volume that was empty is all of /var/vcap
+    "kubernetes (evoila)": Cpi(
+        ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, whole_tree=True
+    ),
     # SAP/bosh-kubernetes-cpi-release CPI/Kubernetes/Resource/Pod.hs
     "kubernetes (SAP)": Cpi(
         chain(
@@ -98,6 +110,7 @@ CPIS = {
         "/var/vcap/bosh/settings-source-file/config.json",
         volume=True,
         directory=True,
+        disks="/var/vcap/bosh/disks",
         options=("--tty", "--interactive"),
     ),
     # bosh-runc-cpi service/create_vm.go
@@ -117,6 +130,10 @@ CPIS = {
 async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = None) -> AsyncIterator[Container]:
     """A container as this CPI makes it, with its settings."""
     document = settings or site.settings()
+    if cpi.whole_tree:
+        tree = site.scratch / "tree"
+        tree.mkdir(exist_ok=True)
+        options = (f"--volume={tree}:/var/vcap", *options)
     if cpi.volume:
         options = (f"--volume={_volume(site.scratch, cpi, document)}:ro", *options)
     async with site.container(*cpi.command, options=(*FULL, *cpi.options, *options)) as container:
@@ -125,18 +142,34 @@ async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = No
         yield container
 
 
+def disks_of(directory: str) -> dict[str, Any]:
+    """``disks`` of the settings with our disk, where this CPI lets it be seen."""
+    return {"system": "", "persistent": {DISK: f"{directory}/{DISK}"}}
+
+
+@asynccontextmanager
+async def data_volume(site: Site) -> AsyncIterator[str]:
+    """The option that puts a new volume, deleted after the block, to where CPIs want the data."""
+    name = (await asyncio.to_thread(site.podman, "volume", "create")).strip()
+    try:
+        yield f"--volume={name}:/var/vcap/data"
+    finally:
+        await asyncio.to_thread(site.podman, "volume", "rm", "--force", name)
+
+
 def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
     if not cpi.directory:
         file = scratch / "settings.json"
         file.write_text(document)
         return f"{file}:{cpi.path}"
     path = Path(cpi.path)
-    kept = scratch / "source" / "..2026_01_01"
-    kept.mkdir(parents=True)
+    source = Path(tempfile.mkdtemp(dir=scratch))
+    kept = source / "..2026_01_01"
+    kept.mkdir()
     (kept / path.name).write_text(document)
-    (scratch / "source/..data").symlink_to(kept.name)
-    (scratch / "source" / path.name).symlink_to(f"..data/{path.name}")
-    return f"{scratch / 'source'}:{path.parent}"
+    (source / "..data").symlink_to(kept.name)
+    (source / path.name).symlink_to(f"..data/{path.name}")
+    return f"{source}:{path.parent}"
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
@@ -153,42 +186,118 @@ async def test_every_start_leads_to_a_running_job(site: Site, cpi: Cpi) -> None:
 
 
 async def test_a_start_beside_another_init(site: Site) -> None:
-    """Garden has a process 1 of its own and runs the commands beside it, one that fails among them."""
+    """Garden has a process 1 of its own and runs the commands beside it, one that fails among them.
+
+    A disk is attached to what runs: the settings are written anew, and it appears in a directory that is there already.
+    """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
-    async with site.container("sleep", "infinity") as container:
+    disks = site.scratch / "disks"
+    disks.mkdir()
+    options = (*FULL, f"--volume={disks}:/warden-cpi-dev")
+    async with site.container("sleep", "infinity", options=options) as container:
         await container.put(SETTINGS, site.settings())
         running = asyncio.create_task(container.exec("/bin/bash", "-c", script))
         await site.deploy()
+        (disks / DISK).mkdir()
+        await container.put(SETTINGS, site.settings(disks=disks_of("/warden-cpi-dev")))
+        await site.director.run(AGENT, "add_persistent_disk", DISK, f"/warden-cpi-dev/{DISK}")
+        await site.director.run(AGENT, "mount_disk", DISK)
+        await container.exec("touch", "/var/vcap/store/kept")
 
+        assert (disks / DISK / "kept").exists()
         assert (await container.exec("cat", "/proc/1/comm")).strip() == "sleep"
         await container.exec("pkill", "-TERM", "-x", "s6-svscan")
         await running
 
 
-async def test_recreation_with_a_disk(site: Site) -> None:
-    """The Docker CPI attaches a disk by killing the container and its data; what it knows it tells the new one late."""
+async def test_recreation_by_the_docker_cpi(site: Site) -> None:
+    """To attach a disk it kills the container and deletes its data; what it has saved it tells the new one late.
+
+    In between the agent knows only credentials that are not let in any more, and half of a file.
+    """
     cpi = CPIS["docker, runit"]
+    disk = site.scratch / "disk"
+    disk.mkdir()
+    async with data_volume(site) as data, started(site, cpi, data) as container:
+        await site.deploy()
+        await site.replace_credentials()
+        saved = await container.exec("cat", "/var/vcap/bosh/update_settings.json")
+        await container.kill()
+    settings = site.settings(disks=disks_of(cpi.disks))
+    attached = f"--volume={disk}:{cpi.disks}/{DISK}"
+    async with data_volume(site) as data, started(site, cpi, data, attached, settings=settings[:99]) as container:
+        await container.put(SETTINGS, settings)
+        await container.until(0, "sh", "-c", "agent-shim status --json | grep -q uthori")
+        await container.put("/var/vcap/bosh/update_settings.json", saved)
+        await container.put("/var/vcap/instance/dns/records.json", '{"version": 3, "records": []}', 0o644)
+        await container.exec("chgrp", "vcap", "/var/vcap/instance/dns/records.json")
+        await site.until_pong()
+        await site.director.run(AGENT, "add_persistent_disk", DISK, f"{cpi.disks}/{DISK}")
+        await site.director.run(AGENT, "mount_disk", DISK)
+        await site.deploy()
+        await container.exec("touch", "/var/vcap/store/kept")
+
+        assert await site.director.run(AGENT, "list_disk") == [DISK]
+        assert (disk / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
+async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> None:
+    """A pod with the disk takes the place of one without; no Director tells a hint, the settings alone have it.
+
+    When the pod is recreated once more, the disk is back before anybody asks for it.
+    """
+    cpi = CPIS[name]
     disk = site.scratch / "disk"
     disk.mkdir()
     async with started(site, cpi) as container:
         await site.deploy()
-        await container.signal("KILL")
-        await container.ended()
-    settings = json.loads(site.settings(disks={"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}))
-    async with started(
-        site, cpi, f"--volume={disk}:/warden-cpi-dev/disk-1", settings=json.dumps(settings)
-    ) as container:
-        await container.put("/var/vcap/instance/dns/records.json", '{"version": 3, "records": []}', 0o644)
-        with contextlib.suppress(AssertionError):
-            await container.exec("chgrp", "vcap", "/var/vcap/instance/dns/records.json")
+        await container.kill()
+    settings = site.settings(disks=disks_of(cpi.disks))
+    attached = f"--volume={disk}:{cpi.disks}/{DISK}"
+    async with started(site, cpi, attached, settings=settings) as container:
         await site.until_pong()
-        await site.director.run(AGENT, "add_persistent_disk", "disk-1", "/warden-cpi-dev/disk-1")
-        await site.director.run(AGENT, "mount_disk", "disk-1")
+        await site.director.run(AGENT, "mount_disk", DISK)
         await site.deploy()
         await container.exec("touch", "/var/vcap/store/kept")
+        await container.kill()
+    async with started(site, cpi, attached, settings=settings) as container:
+        await site.until_pong()
 
-        assert await site.director.run(AGENT, "list_disk") == ["disk-1"]
-        assert (disk / "kept").exists()
+        assert await site.director.run(AGENT, "list_disk") == [DISK]
+        await container.exec("test", "-f", "/var/vcap/store/kept")
+
+
+async def test_a_restart_on_kept_files(site: Site) -> None:
+    """The LXD CPI stops the container and starts it again, to attach a disk or because somebody wants a reboot.
+
+    Its hints are maps. Nobody deploys anew: the disk comes first, and then the jobs.
+    """
+    cpi = CPIS["lxd"]
+    disks = site.scratch / "disks"
+    disks.mkdir()
+    hint = {"path": f"/warden-cpi-dev/{DISK}"}
+    settings = site.settings(disks={"ephemeral": {"path": "/var/vcap/data"}, "persistent": {DISK: hint}})
+    options = (*FULL, f"--volume={disks}:/warden-cpi-dev")
+    async with (
+        data_volume(site) as data,
+        site.container(*cpi.command, options=(*options, data), files={SETTINGS: site.settings()}) as container,
+    ):
+        await site.deploy()
+        await container.kill()
+        (disks / DISK).mkdir()
+        await container.copy(SETTINGS, settings)
+        await container.start()
+        await site.until_state("running")
+        await site.director.run(AGENT, "add_persistent_disk", DISK, hint)
+        await site.director.run(AGENT, "mount_disk", DISK)
+        await container.exec("touch", "/var/vcap/store/kept")
+        await container.kill()
+        await container.start()
+        await site.until_state("running")
+
+        assert await site.director.run(AGENT, "list_disk") == [DISK]
+        await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
 async def test_kept_data_brings_the_jobs_back(site: Site) -> None:
@@ -198,8 +307,7 @@ async def test_kept_data_brings_the_jobs_back(site: Site) -> None:
     data.mkdir()
     async with started(site, cpi, f"--volume={data}:/var/vcap/data") as container:
         await site.deploy()
-        await container.signal("KILL")
-        await container.ended()
+        await container.kill()
     async with started(site, cpi, f"--volume={data}:/var/vcap/data"):
         await site.until_pong()
         await site.until_state("running")

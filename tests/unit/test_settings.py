@@ -52,8 +52,16 @@ def test_a_port_that_is_none_is_refused(port: bytes) -> None:
         settings.parse_config(b'{"AgentShim":{"ssh":{"port":%s}}}' % port, origin="agent.json")
 
 
-def test_without_a_file_source_the_path_of_container_cpis_is_read() -> None:
-    assert settings.parse_config(b"{}", origin="agent.json").settings_files == [settings.WARDEN_SETTINGS]
+def test_without_a_file_source_the_paths_of_container_cpis_are_read() -> None:
+    assert settings.parse_config(b"{}", origin="agent.json").settings_files == list(settings.CPI_SETTINGS)
+
+
+def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> None:
+    """An official stemcell names that of warden, whoever starts it."""
+    first, second, third = settings.CPI_SETTINGS
+    raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
+
+    assert settings.parse_config(raw, origin="agent.json").settings_files == [second, first, third]
 
 
 def test_broken_agent_json_is_named() -> None:
