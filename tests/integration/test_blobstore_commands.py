@@ -1,0 +1,204 @@
+"""Blobstores behind the commands of a stemcell, as actions use them: compiled there, installed from there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shlex
+import signal
+import socket
+import stat
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.demo.release import archive
+from agent_shim.host import process
+from tests.structure.source import ROOT
+from tests.support.world import World
+from tests.support.world import world as made
+
+PROGRAMS = ROOT / "tests/support/programs"
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gcs": {
+        "bucket_name": "blobs",
+        "credentials_source": "static",
+        "json_key": '{"private_key": "-----BEGIN KEY-----\\nAAAA\\n-----END KEY-----"}',
+        "storage_class": "STANDARD",
+        "encryption_key": None,
+    },
+    "azure-storage": {
+        "account_name": "blobs",
+        "account_key": "s3cr3t",
+        "container_name": "c",
+        "environment": "AzureCloud",
+    },
+}
+"""As the Director knows them."""
+
+
+def install(world: World, provider: str, *argv: str) -> None:
+    """Make ``argv`` the command of a provider."""
+    path = world.paths.bosh_bin / f"bosh-blobstore-{provider}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
+    path.chmod(0o755)
+
+
+async def through(world: World, source: str, digest: str) -> str:
+    """Compile a package whose source is in the store, and one that depends on the result; the id of the first."""
+    first = await world.value("compile_package", source, digest, "first", "1", {})
+    compiled = {"name": "first", "version": "1", **first["result"]}
+    second = await world.value("compile_package", source, digest, "second", "1", {"first": compiled})
+    assert second["result"]["blobstore_id"] != first["result"]["blobstore_id"]
+    blob_id: str = first["result"]["blobstore_id"]
+    return blob_id
+
+
+SOURCE = archive({"packaging": "echo compiled >$BOSH_INSTALL_TARGET/result"})
+DIGEST = hashlib.sha1(SOURCE).hexdigest()
+
+
+def left(world: World) -> list[str]:
+    """What lies in the directory for temporary files beyond what has a place there."""
+    return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
+
+
+# --- gcs and azure-storage ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", OPTIONS)
+async def test_what_is_stored_is_installed_from_there(tmp_path: Path, provider: str) -> None:
+    """Compiled, stored, fetched as a dependency, logs stored too; the options are in a file that only root reads."""
+    store, options = tmp_path / "store", OPTIONS[provider]
+    store.mkdir()
+    (store / "source").write_bytes(SOURCE)
+    blobstores = [{"provider": provider, "options": options}]
+    async with made(tmp_path, env={"bosh": {"blobstores": blobstores}}) as world:
+        program = str(PROGRAMS / "bosh_blobstore_directory.py")
+        install(world, provider, sys.executable, "-I", program, str(store), json.dumps(options))
+        await through(world, "source", DIGEST)
+        (world.paths.log / "a.log").write_text("line\n")
+        logs = await world.value("fetch_logs", "job", None)
+
+        assert hashlib.sha1((store / logs["blobstore_id"]).read_bytes()).hexdigest() == logs["sha1"]
+        assert len(list(store.iterdir())) == 4
+        config = world.paths.bosh_etc / f"blobstore-{provider}.json"
+        assert stat.S_IMODE(config.stat().st_mode) == 0o600
+        assert left(world) == []
+
+
+async def test_new_options_count_at_once(tmp_path: Path) -> None:
+    """Those that ``update_settings`` brings, those that the CPI writes, another provider; no restart, no new link."""
+    store, options = tmp_path / "store", OPTIONS["gcs"]
+    store.mkdir()
+    (store / "source").write_bytes(SOURCE)
+    stale = [{"provider": "azure-storage", "options": OPTIONS["azure-storage"] | {"account_key": "old"}}]
+    async with made(tmp_path, env={"bosh": {"blobstores": stale}}) as world:
+        program = str(PROGRAMS / "bosh_blobstore_directory.py")
+        for provider, wanted in OPTIONS.items():
+            install(world, provider, sys.executable, "-I", program, str(store), json.dumps(wanted))
+        compiling: tuple[Any, ...] = ("compile_package", "source", DIGEST, "p", "1", {})
+        said = await world.error(*compiling)
+        assert "Shelling out to bosh-blobstore-azure-storage cli: it ended with code 1: 403" in said
+
+        # The CPI's document.
+        path = tmp_path / "settings-source.json"
+        document = json.loads(path.read_text())
+        document["env"]["bosh"]["blobstores"][0]["options"] = OPTIONS["azure-storage"]
+        path.write_text(json.dumps(document))
+        await world.agent.settings.refreshed()
+        await world.value(*compiling)
+
+        # The Director's word goes before it.
+        news = [{"provider": "gcs", "options": options | {"json_key": "wrong"}}]
+        await world.value("update_settings", {"blobstores": news, "trusted_certs": "", "disk_associations": []})
+        assert "bosh-blobstore-gcs" in await world.error(*compiling)
+        news[0]["options"] = options
+        await world.value("update_settings", {"blobstores": news, "trusted_certs": "", "disk_associations": []})
+        await world.value(*compiling)
+        assert world.asked == []
+
+
+# --- s3 -------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def moto(where: Path) -> AsyncIterator[int]:
+    """moto's stand-in for S3 on a port of the loopback."""
+    program = ROOT / ".tools/bin/moto_server"
+    assert program.exists(), "moto_server is missing: ./dev test-slow installs it"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [str(program), "-H", "127.0.0.1", "-p", str(port)]
+    server = process.spawn(argv, env=dict(os.environ), stdout=where / "moto.log", stderr=where / "moto.log")
+    try:
+        async with asyncio.timeout(60):
+            while not _listens(port):
+                await asyncio.sleep(0.05)
+        yield port
+    finally:
+        server.send(signal.SIGTERM)
+        await server.terminate(10)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def s3(method: str, url: str, data: bytes = b"") -> bytes:
+    """One request to the store past the command."""
+    signed = "AWS4-HMAC-SHA256 Credential=key-id/20260101/us-east-1/s3/aws4_request"  # moto does not verify it
+    headers = {"Content-Type": "application/octet-stream", "Authorization": signed}
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as response:
+        content: bytes = response.read()
+        return content
+
+
+@pytest.mark.slow
+async def test_s3(tmp_path: Path) -> None:
+    """A store that speaks S3, behind a command with the contract of ``bosh-blobstore-s3``."""
+    async with moto(tmp_path) as port:
+        bucket = f"http://127.0.0.1:{port}/blobs"
+        s3("PUT", bucket)
+        s3("PUT", f"{bucket}/source", SOURCE)
+        options = {
+            "bucket_name": "blobs",
+            "access_key_id": "key-id",
+            "secret_access_key": "s3cr3t-k3y",
+            "credentials_source": "static",
+            "region": "us-east-1",
+            "host": "127.0.0.1",
+            "port": port,
+            "use_ssl": False,
+            "ssl_verify_peer": True,
+            "multipart_upload": True,
+        }
+        blobstores = [{"provider": "s3", "options": options}]
+        async with made(tmp_path, env={"bosh": {"blobstores": blobstores}}) as world:
+            program = str(PROGRAMS / "bosh_blobstore_s3.py")
+            install(world, "s3", str(ROOT / ".tools/bin/python"), "-I", program)
+            blob_id = await through(world, "source", DIGEST)
+            assert s3("GET", f"{bucket}/{blob_id}")[:2] == b"\x1f\x8b"
+
+            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # more than one part
+            logs = await world.value("fetch_logs", "job", None)
+            assert hashlib.sha1(s3("GET", f"{bucket}/{logs['blobstore_id']}")).hexdigest() == logs["sha1"]
+
+            said = await world.error("compile_package", "missing", DIGEST, "p", "1", {})
+            assert "Shelling out to bosh-blobstore-s3 cli: it ended with code 1: cannot get:" in said
+            assert "404" in said
+            assert "s3cr3t-k3y" not in said
+            assert left(world) == []

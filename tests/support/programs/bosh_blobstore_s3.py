@@ -1,0 +1,43 @@
+"""``bosh-blobstore-s3 -c CONFIG get ID FILE`` and ``… put FILE ID``: the contract of a stemcell's command, with boto3.
+
+Runs with the interpreter of ``.tools``. CONFIG holds the options of a blobstore with the provider ``s3`` as the
+Director knows them; those that a store on this machine needs are understood. Code 1 and a text on failure, with the
+secret key in it: whoever quotes the text has to take care of that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import boto3  # type: ignore[import-not-found, unused-ignore]
+from botocore.config import Config  # type: ignore[import-not-found, unused-ignore]
+from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-not-found, unused-ignore]
+
+
+def main() -> None:
+    flag, config, what, first, second = sys.argv[1:]
+    assert flag == "-c"
+    options = json.loads(Path(config).read_text())
+    assert options["credentials_source"] == "static"
+    scheme = "https" if options["use_ssl"] else "http"
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"{scheme}://{options['host']}:{options['port']}",
+        region_name=options["region"],
+        aws_access_key_id=options["access_key_id"],
+        aws_secret_access_key=options["secret_access_key"],
+        verify=options["ssl_verify_peer"],
+        config=Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}),
+    )
+    try:
+        if what == "get":
+            client.download_file(options["bucket_name"], first, second)
+        else:
+            client.upload_file(first, options["bucket_name"], second)
+    except (BotoCoreError, ClientError, OSError) as exc:
+        sys.exit(f"cannot {what}: {exc}; key {options['secret_access_key']}")
+
+
+main()
