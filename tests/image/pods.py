@@ -84,8 +84,7 @@ def build(podman: Podman, base: str) -> str:
     before = podman.run("image", "inspect", "--format", "{{.Id}}", IMAGE).stdout.decode().strip()
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
     arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *secrets, "--tag", IMAGE]
-    # The two halves of the image at once.
-    podman("build", "--quiet", "--jobs=2", *arguments, str(ROOT))
+    podman("build", "--quiet", *arguments, str(ROOT))
     if before and before != podman("image", "inspect", "--format", "{{.Id}}", IMAGE).strip():
         podman.run("rmi", before)
     return IMAGE
