@@ -7,10 +7,12 @@ agent/action/runner.go); the only broad handler of the program is here: nothing 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import logging
 import time
 import typing
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +23,7 @@ import msgspec
 from agent_shim import wire
 from agent_shim.agent import Agent
 from agent_shim.errors import ActionError, BadArgumentsError, HostError, ShimError, UnknownActionError
-from agent_shim.tasks import Tasks, Work
+from agent_shim.tasks import Task, Tasks, Work
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("agent_shim.audit")
@@ -35,6 +37,10 @@ ProtocolVersion = NewType("ProtocolVersion", int)
 
 Done = Callable[[str, str, float], None]
 """Called with method, outcome (``done`` or ``failed``) and seconds when an action has ended."""
+
+
+SAME_REQUEST: Final = 60.0
+"""Seconds in which a message that comes again, to the byte, is the same request."""
 
 
 class Mode(Enum):
@@ -128,6 +134,7 @@ class Dispatcher:
         self._agent = agent
         self._tasks = tasks
         self._on_done = on_done
+        self._recent: dict[bytes, tuple[float, Task]] = {}
         self.rejected = 0
         self.refusing = ""
         """Why nothing that changes the machine is done any more; empty while it is."""
@@ -165,13 +172,26 @@ class Dispatcher:
             raise ActionError(f"cannot run {found.method}: {self.refusing}")
         if not found.is_task(request.protocol):
             return await self._run(found, request, None), ""
-        cancelled = asyncio.Event() if found.is_cancellable else None
-        if found.persistent:
-            task = await self._tasks.submit_persistent(found.method, self._work(found, request, None), data)
-            await self._agent.mirror.update()
-        else:
-            task = self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
+        task = self._known(request, data) or await self._begin(found, request, data)
         return {"agent_task_id": task.id, "state": "running"}, task.id
+
+    async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
+        cancelled = asyncio.Event() if found.is_cancellable else None
+        if not found.persistent:
+            task = self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
+            self._recent[_fingerprint(data)] = time.monotonic(), task
+            return task
+        task = await self._tasks.submit_persistent(found.method, self._work(found, request, None), data)
+        self._recent[_fingerprint(data)] = time.monotonic(), task
+        await self._agent.mirror.update()
+        return task
+
+    def _known(self, request: wire.Request, data: bytes) -> Task | None:
+        """The task of this very message, delivered twice: on the bus each request has a ``reply_to`` of its own."""
+        old = time.monotonic() - SAME_REQUEST
+        self._recent = {key: entry for key, entry in self._recent.items() if entry[0] > old}
+        known = self._recent.get(_fingerprint(data))
+        return known[1] if known is not None and _is_of_a_director(request.reply_to) else None
 
     def _work(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Work:
         async def work() -> Any:
@@ -219,6 +239,15 @@ class Dispatcher:
     def _failed(self, method: str, exc: BaseException) -> str:
         text = self.failure(method, exc)
         return text if isinstance(exc, UnknownActionError) else f"Action Failed {method}: {text}"
+
+
+def _fingerprint(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _is_of_a_director(reply_to: str) -> bool:
+    """``director.<uuid>.<agent id>.<request id>`` (nats_rpc.rb of the Director)."""
+    return reply_to.startswith("director.") and len(reply_to.rpartition(".")[2]) == len(str(uuid.UUID(int=0)))
 
 
 def _audit(

@@ -273,8 +273,12 @@ class only_one:  # noqa: N801 - reads as a phrase: with only_one(paths, "start")
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            who = os.pread(self._held, 20, 0).decode(errors="replace").strip()
             os.close(self._held)
-            raise AlreadyRunningError(f"cannot {self._what}: another agent holds {self._path}") from None
+            other = f"another agent, process {who}," if who.isdigit() else "another agent"
+            raise AlreadyRunningError(f"cannot {self._what}: {other} holds {self._path}") from None
+        os.ftruncate(self._held, 0)
+        os.pwrite(self._held, f"{os.getpid()}\n".encode(), 0)
 
     def __exit__(self, *_: object) -> None:
         if self._held is not None:

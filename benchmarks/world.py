@@ -54,7 +54,11 @@ class World:
     server: NatsServer
     director: Director
     agent: process.Process | None = None
-    blobs: dict[str, Path] = field(default_factory=dict)
+    urls: tuple[str, ...] = ()
+    """Where the agent finds the bus, if not at the server itself."""
+    http: str = "127.0.0.1:0"
+    bosh: dict[str, Any] = field(default_factory=dict)
+    """More members of ``env.bosh``."""
 
     @property
     def base(self) -> Path:
@@ -67,13 +71,10 @@ class World:
 
     async def start_agent(self) -> float:
         """Start the agent; seconds from exec to its first pong."""
-        config = self.scratch / "agent.json"
-        if not config.exists():
+        if not self.config.exists():
             self.write_settings()
-        argv = [word.format(config=config, base=self.base) for word in shlex.split(self.command)]
-        log = self.scratch / "agent.log"
         begun_at = time.monotonic()
-        self.agent = process.spawn(argv, env=dict(os.environ), cwd=self.scratch, stdout=log, stderr=log)
+        self.exec_agent()
         async with asyncio.timeout(120):
             while True:
                 try:
@@ -81,6 +82,25 @@ class World:
                     return time.monotonic() - begun_at
                 except RpcTimeoutError:
                     continue
+
+    def exec_agent(self) -> None:
+        """Start the agent with the settings that are there; it need not come up."""
+        log = self.scratch / "agent.log"
+        self.agent = process.spawn(self.argv(), env=dict(os.environ), cwd=self.scratch, stdout=log, stderr=log)
+
+    def argv(self) -> list[str]:
+        """The words of the command."""
+        return [word.format(config=self.config, base=self.base) for word in shlex.split(self.command)]
+
+    @property
+    def config(self) -> Path:
+        """The agent.json."""
+        return self.scratch / "agent.json"
+
+    @property
+    def source(self) -> Path:
+        """The settings that a CPI would have written."""
+        return self.scratch / "settings.json"
 
     async def kill_agent(self) -> None:
         """End the agent without a word."""
@@ -107,19 +127,19 @@ class World:
         """What the agent is started with; the first start does it unless it was done before."""
         mbus = self.server.mbus(AGENT)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
-        source, config = self.scratch / "settings.json", self.scratch / "agent.json"
         self.store.mkdir(exist_ok=True)
         document = {
             "agent_id": AGENT,
             "vm": {"name": "vm-bench"},
             "networks": NETWORKS,
             "blobstore": {"provider": "local", "options": {"blobstore_path": str(self.store)}},
-            "env": {"bosh": {"mbus": {"urls": list(mbus.urls), "cert": cert}}},
+            "env": {"bosh": {"mbus": {"urls": list(self.urls or mbus.urls), "cert": cert}, **self.bosh}},
         }
-        source.touch(mode=0o600)
-        source.write_text(json.dumps(document))
-        sources = {"Sources": [{"Type": "File", "SettingsPath": str(source)}]}
-        config.write_text(json.dumps({"Infrastructure": {"Settings": sources}, "AgentShim": {"http": "127.0.0.1:0"}}))
+        self.source.touch(mode=0o600)
+        self.source.write_text(json.dumps(document))
+        sources = {"Sources": [{"Type": "File", "SettingsPath": str(self.source)}]}
+        options = {"Infrastructure": {"Settings": sources}, "AgentShim": {"http": self.http}}
+        self.config.write_text(json.dumps(options))
 
     @property
     def store(self) -> Path:

@@ -52,6 +52,8 @@ with _without("aiohttp", "importlib.metadata", empty="nats.js"):
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
+LONGEST_SUBJECT: Final = 1024
+"""nats-server ends a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Requests that are worked on at a time, in number and size; what comes beyond is dropped, as nats.go does."""
 
@@ -211,6 +213,8 @@ class _Link(Client):
         """Hand a message over to be sent; raises ``BusError``."""
         if self.is_over:
             raise BusError(self._ended.result())
+        if len(subject) > LONGEST_SUBJECT:
+            raise BusError(f"a subject of {len(subject)} characters would end the link")
         if self.pending_data_size > MAX_BACKLOG:
             raise BusError("the server does not take what is sent")
         try:
@@ -375,7 +379,7 @@ class NatsBus:
             async with asyncio.timeout(self._timing.connect):
                 await self._link.send(subject, data)
         except (BusError, TimeoutError) as exc:
-            raise BusError(f"cannot publish to {subject!r}: {str(exc) or 'the server does not take it'}") from exc
+            raise BusError(f"cannot publish to {subject[:100]!r}: {str(exc) or 'the server does not take it'}") from exc
         self.stats.sent += 1
         self.stats.sent_bytes += len(data)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 import re
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,15 @@ async def test_modes_are_those_of_the_go_agent(world: World, tmp_path: Path) -> 
     )
     assert not ACTIONS["list_disk"].is_task(2)
     assert ACTIONS["list_disk"].is_task(3)
+
+
+async def test_a_request_that_is_delivered_twice_is_one_task(world: World) -> None:
+    """On the bus each request has a subject of its own for the reply: the same bytes again are the same request."""
+    request = {"method": "run_script", "arguments": ["nothing", {}], "protocol": 3}
+    one, other = (f"director.d.a.{uuid.uuid4()}" for _ in range(2))
+
+    replies = [await world.raw(request | {"reply_to": reply_to}) for reply_to in (one, one, other, "x", "x")]
+
+    ids = [reply["value"]["agent_task_id"] for reply in replies]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 4

@@ -118,8 +118,9 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
         ("director.a b", 2),
         ("director.a\r\nPUB agent.other 2\r\n{}", 2),
         ("director.a.agent.b", 1024 * 1024 + 1),
+        ("a" * 10_000, 2),
     ],
-    ids=["none", "blank", "injected", "too long"],
+    ids=["none", "blank", "injected", "too long", "a line too long"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
     """A subject of more than one word, or more bytes than the server takes, cost that reply and nothing else."""

@@ -77,7 +77,7 @@ async def test_a_second_agent_on_the_same_tree_ends_with_3_and_touches_nothing(w
     second = process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out)
 
     assert await second.wait() == 3
-    assert "cannot start: another agent holds" in out.read_text()
+    assert f"cannot start: another agent, process {world.pid}, holds" in out.read_text()
     assert await world.director.value(AGENT, "ping") == "pong"
 
 

@@ -120,7 +120,7 @@ async def test_not_while_the_agent_runs(world: World) -> None:
 
     status, output = await handback(world)
 
-    assert (status, "cannot hand back: another agent holds" in output) == (3, True)
+    assert (status, "cannot hand back: another agent, process" in output) == (3, True)
     assert (world.base / "bosh/agent_shim.json").exists()
 
 

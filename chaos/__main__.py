@@ -1,0 +1,142 @@
+"""``./dev chaos [CASE…]``: play the cases of the scorecard, print a table, and write it into ``docs/reliability.md``.
+
+Any agent can be put in by ``--agent-command``, where ``{config}`` stands for its agent.json and ``{base}`` for the
+directory that stands for /var/vcap; then nothing is written unless ``--into`` says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.world import COMMAND
+from chaos import crash, disks, messages, network, resources, supervision
+from chaos.cases import CASES, NOT_INJECTED, Case
+from chaos.stand import CannotInjectError, NotHeldError, stand
+
+MODULES: Final = (crash, network, supervision, disks, resources, messages)
+DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
+BEGIN: Final = "<!-- scorecard -->"
+END: Final = "<!-- /scorecard -->"
+LIMIT: Final = 900.0
+"""Seconds that a case may take."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """``verdict`` is ``held``, ``not held`` or ``not run``."""
+
+    id: str
+    fault: str
+    verdict: str
+    figures: str
+
+
+async def play(case: Case, command: str) -> Row:
+    """Play one case on a stand of its own and look at the invariants afterwards."""
+    try:
+        async with asyncio.timeout(LIMIT), stand(command) as one:
+            try:
+                figures = await case.play(one)
+                broken = await one.broken()
+            except BaseException:
+                keep = one.world.scratch / "agent.log"
+                if keep.exists():
+                    sys.stderr.write(f"--- the last words of the agent\n{keep.read_text()[-3000:]}\n---\n")
+                raise
+    except NotHeldError as exc:
+        return Row(case.id, case.fault, "not held", str(exc))
+    except CannotInjectError as exc:
+        return Row(case.id, case.fault, "not run", str(exc))
+    except Exception as exc:  # noqa: BLE001 - whatever an agent makes of a fault is the answer of its case
+        return Row(case.id, case.fault, "not held", f"{type(exc).__name__}: {exc}")
+    if broken:
+        return Row(case.id, case.fault, "not held", f"{figures}; {'; '.join(broken)}")
+    return Row(case.id, case.fault, "held", f"{figures} ({case.scale})" if case.scale else figures)
+
+
+async def play_all(cases: Sequence[Case], command: str, times: int) -> list[Row]:
+    """Each case so often in a row; the first time it does not hold is its row."""
+    rows = []
+    for case in cases:
+        for number in range(times):
+            begun_at = time.monotonic()
+            row = await play(case, command)
+            took = time.monotonic() - begun_at
+            sys.stderr.write(f"{row.id} {row.verdict} {took:.1f} s  {row.fault}: {row.figures}\n")
+            if row.verdict != "held":
+                break
+            del number
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is written into the document."""
+    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
+    lines = [
+        f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
+        "",
+        "| case | fault | outcome | figures |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {r.id} | {r.fault} | {r.verdict} | {r.figures.replace('|', '/')[:300]} |" for r in rows]
+    return "\n".join(lines)
+
+
+def earlier(text: str) -> dict[str, Row]:
+    """The rows that a document has."""
+    rows = {}
+    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0] not in ("case", "---"):
+            rows[cells[0]] = Row(*cells)
+    return rows
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Put rows into a document in place of those with the same numbers."""
+    text = path.read_text()
+    known = earlier(text) | {row.id: row for row in rows}
+    known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
+    ordered = sorted(known.values(), key=lambda row: ("CNSDRM".index(row.id[0]), row.id))
+    head, _, rest = text.partition(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{table(ordered)}\n{END}{rest.partition(END)[2]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if all cases held that were played."""
+    parser = argparse.ArgumentParser(prog="./dev chaos", description=__doc__)
+    parser.add_argument("case", nargs="*", metavar="CASE", help="C-01, N, ... (default: all)")
+    parser.add_argument("--agent-command", default=COMMAND, metavar="COMMAND")
+    parser.add_argument("--times", type=int, default=1, help="how often in a row each has to hold")
+    parser.add_argument("--short", action="store_true", help="only cases below ten seconds")
+    parser.add_argument("--into", type=Path, default=None, metavar="FILE", help=f"default: {DOCUMENT.name}")
+    parser.add_argument("--list", action="store_true", help="say which there are")
+    asked = parser.parse_args(arguments)
+    chosen = [
+        one
+        for one in sorted(CASES.values(), key=lambda one: ("CNSDRM".index(one.id[0]), one.id))
+        if (not asked.case or any(one.id == name or one.id[0] == name for name in asked.case))
+        and not (asked.short and one.is_long)
+    ]
+    if asked.list:
+        sys.stdout.writelines(f"{one.id}  {one.fault}\n" for one in chosen)
+        sys.stdout.writelines(f"{number}  {fault}: not run: {why}\n" for number, (fault, why) in NOT_INJECTED.items())
+        return 0
+    rows = asyncio.run(play_all(chosen, asked.agent_command, asked.times))
+    sys.stdout.write(f"{table(rows)}\n")
+    into = asked.into or (DOCUMENT if asked.agent_command == COMMAND else None)
+    if into is not None:
+        write(into, rows)
+    return 1 if any(row.verdict == "not held" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

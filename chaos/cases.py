@@ -1,0 +1,39 @@
+"""All cases by their number, with what they expect; modules of cases fill it when they are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from chaos.stand import Stand
+
+Play = Callable[[Stand], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``play`` injects the fault and returns the figures or raises ``NotHeldError``; ``scale`` is what was reduced."""
+
+    id: str
+    fault: str
+    play: Play
+    scale: str = ""
+    is_long: bool = False
+    """More than ten seconds: not in the daily tests."""
+
+
+CASES: Final[dict[str, Case]] = {}
+
+NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {}
+"""Cases that cannot be made here, by number: the fault, and why."""
+
+
+def case(number: str, fault: str, *, scale: str = "", is_long: bool = False) -> Callable[[Play], Play]:
+    """Enter a case."""
+
+    def entered(play: Play) -> Play:
+        CASES[number] = Case(number, fault, play, scale, is_long)
+        return play
+
+    return entered

@@ -1,0 +1,144 @@
+"""C: crashes and the life of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from benchmarks.world import AGENT, World
+from chaos.cases import NOT_INJECTED, case
+from chaos.stand import Stand, expect, until
+
+MB = 1 << 20
+
+
+@case("C-01", "SIGKILL of the agent at random moments, 200 jobs running", scale="20 kills of 100", is_long=True)
+async def killed_often(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(200)
+    stand.remember()
+    chance, longest = random.Random(1), 0.0
+    for _ in range(20):
+        await asyncio.sleep(chance.uniform(0.0, 1.0))
+        await stand.kill_agent()
+        longest = max(longest, await stand.answers(5))
+    await stand.heartbeat(5)
+    return f"back after {longest:.2f} s at most, 0 jobs restarted"
+
+
+async def _insist(world: World, method: str, *arguments: object) -> object:
+    """As a Director whose task was lost asks again."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await world.director.run(AGENT, method, *arguments, timeout=2)
+            except RpcTimeoutError:
+                continue
+            except RpcRemoteError as exc:
+                if "could not be found" not in str(exc):
+                    raise
+
+
+@case("C-02", "SIGKILL at points spread over an apply (2 packages, 2 jobs)", scale="40 points in time", is_long=True)
+async def killed_in_apply(stand: Stand) -> str:
+    await stand.boot()
+    spec = stand.world.spec(2, 2, 4 * MB)
+    await stand.world.run("prepare", spec)
+    took = await stand.world.run("apply", spec)
+    await stand.world.run("stop")
+    stand.remember()
+    stand.involved = None
+    for number in range(40):
+        version = f"v{number}"
+        spec = stand.world.spec(2, 2, 4 * MB, version=version)
+        asking = asyncio.create_task(_insist(stand.world, "apply", spec))
+        await asyncio.sleep(took * 1.2 * number / 40)
+        if number % 2:
+            agent = stand.world.agent
+            assert agent is not None
+            for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+        await stand.kill_agent()
+        await asking
+        await _insist(stand.world, "apply", spec)
+        expect(_whole(stand.world, spec), f"after the kill at point {number} something is half installed")
+    return f"40 kills within {took:.2f} s; each repeated apply complete"
+
+
+def _whole(world: World, spec: dict[str, object]) -> bool:
+    packages = spec["packages"]
+    assert isinstance(packages, dict)
+    return all((world.base / "packages" / name / "content").stat().st_size >= 4 * MB - 100 for name in packages)
+
+
+@case("C-03", "SIGKILL while state files are written", scale="40 points in time", is_long=True)
+async def killed_in_writes(stand: Stand) -> str:
+    await stand.boot()
+    spec = await stand.deploy(2)
+    stand.remember()
+    chance = random.Random(3)
+    for number in range(40):
+        cert = {"trusted_certs": "", "disk_associations": [], "unknown": f"{number}"}
+        telling = asyncio.create_task(stand.world.director.tell(AGENT, "update_settings", cert))
+        again = asyncio.create_task(stand.world.director.tell(AGENT, "apply", spec))
+        await asyncio.gather(telling, again)
+        await asyncio.sleep(chance.uniform(0, 0.05))
+        await stand.kill_agent()
+        await stand.answers(5)
+        wrong = [line for line in await stand.broken() if line.startswith("I7")]
+        expect(not wrong, "; ".join(wrong))
+    await stand.world.until_running()
+    return "40 kills: every file old or new, every boot ok"
+
+
+NOT_INJECTED["C-04"] = (
+    "SIGKILL of a supervisor that is a process of its own",
+    "the supervisor is part of the agent: C-01 is this case",
+)
+
+
+@case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)
+async def replaced(stand: Stand) -> str:
+    await stand.boot()
+    world = stand.world
+    await stand.deploy(50)
+    errand = world.base / "jobs/job0/bin/run"
+    errand.write_text(f"#!/bin/sh\ntouch {world.base}/data/in-errand\nsleep 2\necho done\n")
+    errand.chmod(0o755)
+    stand.remember()
+    stand.expected_ends += 1
+    task = (await stand.call("run_errand", "job0"))["agent_task_id"]
+    await until((world.base / "data/in-errand").exists, 5, "errand")
+    agent = world.agent
+    assert agent is not None
+    agent.send(signal.SIGTERM)
+    await agent.wait()
+    back = await stand.answers(5)
+    try:
+        await stand.call("get_task", task)
+    except RpcRemoteError as exc:
+        # As with the Go agent: what ran for the old process is lost, and the Director is told so.
+        expect("could not be found" in str(exc), str(exc))
+    return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is told as lost, as by the Go agent"
+
+
+@case("C-10", "a second agent is started on the same tree")
+async def twice(stand: Stand) -> str:
+    await stand.boot()
+    stand.remember()
+    begun_at = time.monotonic()
+    done = await asyncio.to_thread(
+        subprocess.run, stand.world.argv(), capture_output=True, text=True, timeout=20, check=False
+    )
+    took = time.monotonic() - begun_at
+    expect(done.returncode == 3, f"it ended with {done.returncode}")
+    expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
+    return f"ends with 3 after {took:.2f} s and names the other"

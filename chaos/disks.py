@@ -1,0 +1,127 @@
+"""D: disks, blobs and files."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import tarfile
+import time
+from typing import Any
+
+from agent_shim.demo.director import RpcRemoteError
+from benchmarks.world import AGENT
+from chaos.cases import case
+from chaos.stand import Stand, expect
+
+
+async def refused(stand: Stand, method: str, *arguments: Any) -> str:
+    """The error that an action ends with."""
+    try:
+        await stand.world.run(method, *arguments)
+    except RpcRemoteError as exc:
+        return str(exc)
+    expect(False, f"{method} was not refused")
+    return ""
+
+
+@case("D-05", "blobs that are cut, changed or missing")
+async def bad_blobs(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    spec = stand.world.spec(1, 1, 1 << 20, version="2")
+    blob = stand.world.store / "package0-2"
+    good = blob.read_bytes()
+    errors = []
+    for content in (good[:-1000], good[:-1] + bytes([good[-1] ^ 1]), b"", None):
+        if content is None:
+            blob.unlink()
+        else:
+            blob.write_bytes(content)
+        errors.append(await refused(stand, "apply", spec))
+        expect(not (stand.world.base / "packages/package0").exists(), "a wrong package was put in place")
+    blob.write_bytes(good)
+    await stand.world.run("apply", spec)
+    stand.involved = None
+    return f"{len(errors)} kinds refused, the right one is taken afterwards"
+
+
+def _hostile() -> dict[str, bytes]:
+    """Archives that want out."""
+    made: dict[str, bytes] = {}
+
+    def add(name: str, *members: tuple[tarfile.TarInfo, bytes]) -> None:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:gz") as tar:
+            for member, content in members:
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        made[name] = out.getvalue()
+
+    def info(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+        one = tarfile.TarInfo(name)
+        one.type, one.linkname, one.mode = kind, link, mode
+        return one
+
+    add("dots", (info("../../escaped"), b"x"))
+    add("absolute", (info("/tmp/agent-shim-chaos-escaped"), b"x"))
+    add("link then write", (info("l", tarfile.SYMTYPE, "/tmp"), b""), (info("l/agent-shim-chaos-escaped"), b"x"))
+    add("hard link out", (info("h", tarfile.LNKTYPE, "/etc/passwd"), b""))
+    add("device", (info("d", tarfile.CHRTYPE), b""))
+    add("fifo", (info("f", tarfile.FIFOTYPE), b""))
+    add("file as directory", (info("a"), b"x"), (info("a/b"), b"x"))
+    made["cut"] = made["dots"][:-12]
+    made["no archive"] = b"\x1f\x8b" + os.urandom(1000)
+    return made
+
+
+@case("D-06", "hostile archives")
+async def hostile(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    told = 0
+    for number, (name, content) in enumerate(_hostile().items()):
+        spec = stand.world.spec(1, 1, 1000, version=f"bad{number}")
+        spec["packages"]["package0"] |= stand.world.blob(f"hostile-{number}", content)
+        error = await refused(stand, "apply", spec)
+        told += bool(error)
+        escaped = list(stand.world.scratch.rglob("*escaped*"))
+        expect(not escaped and not os.path.exists("/tmp/agent-shim-chaos-escaped"), f"{name}: something got out")
+    stand.involved = None
+    return f"{told} kinds refused, nothing outside"
+
+
+@case("D-07", "logs that grow, rotate and vanish while they are fetched", scale="400 files, 400 MB", is_long=True)
+async def moving_logs(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    logs = stand.world.base / "data/sys/log/job0"
+    logs.mkdir(parents=True, exist_ok=True)
+    for number in range(400):
+        (logs / f"{number}.log").write_bytes(os.urandom(1000) * 1000)
+    (logs / "loop.log").symlink_to("loop.log")
+    os.mkfifo(logs / "fifo.log")
+    stand.remember()
+    moving = True
+
+    async def move() -> None:
+        number = 0
+        while moving:
+            await asyncio.sleep(0.005)
+            (logs / f"{number % 400}.log").unlink(missing_ok=True)
+            with (logs / f"{(number + 7) % 400}.log").open("ab") as file:
+                file.write(b"more\n" * 1000)
+            number += 1
+
+    mover = asyncio.create_task(move())
+    begun_at = time.monotonic()
+    result = await stand.world.director.run(AGENT, "fetch_logs", "job", [])
+    took = time.monotonic() - begun_at
+    moving = False
+    await mover
+    blob = stand.world.store / result["blobstore_id"]
+    with tarfile.open(blob) as tar:
+        count = len(tar.getnames())
+    return f"{count} members in {took:.1f} s"

@@ -1,0 +1,128 @@
+"""M: messages that are wrong, many or large."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+
+from benchmarks.world import AGENT
+from chaos.cases import case
+from chaos.stand import Stand, expect
+
+_BAD: tuple[bytes, ...] = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"x"',
+    b"\xff\xfe",
+    b'{"method": 7}',
+    b'{"method": "ping", "arguments": {}, "reply_to": "director.x.y.z"}',
+    b'{"method": "ping", "reply_to": "director.x.y.z", "protocol": "x"}',
+    b'{"method": "apply", "arguments": [null], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "apply", "arguments": ["' + b"9" * 5000 + b'"], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "get_task", "arguments": [' + b"9" * 100_000 + b'], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"a":' * 100_000,
+    b"[" * 500_000,
+    b'{"method": "ping", "arguments": [], "reply_to": "a\\r\\nPUB x 1", "protocol": 3}',
+    b'{"method": "' + b"m" * 900_000 + b'", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "ping", "arguments": [NaN], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "ssh", "arguments": ["cleanup", {"user_regex": "(a+)+$"}], "reply_to": "director.x.y.z"}',
+    b'{"method": "\\ud800", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
+)
+
+_GOOD = [
+    {"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.x.y.z"}
+    for method, arguments in (
+        ("ping", []),
+        ("get_state", ["full"]),
+        ("get_task", ["1"]),
+        ("cancel_task", ["1"]),
+        ("list_disk", []),
+        ("info", []),
+        ("sync_dns", ["a", "b", 1]),
+        ("fetch_logs", ["job", ["x"]]),
+    )
+]
+
+
+@case("M-01", "malformed and mutated requests", scale="10 000 of 100 000", is_long=True)
+async def malformed(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(2)
+    for message in _BAD:
+        await _publish(stand, message)
+    await stand.answers(2)
+    stand.remember()
+    chance, slowest = random.Random(1), 0.0
+    for number in range(10_000):
+        if chance.random() < 0.02:
+            message = chance.choice(_BAD)
+        else:
+            raw = bytearray(json.dumps(chance.choice(_GOOD)).encode())
+            for _ in range(chance.randint(1, 8)):
+                place = chance.randrange(len(raw))
+                match chance.randrange(3):
+                    case 0:
+                        raw[place] = chance.randrange(256)
+                    case 1:
+                        del raw[place]
+                    case _:
+                        raw[place:place] = raw[: chance.randrange(20)]
+            message = bytes(raw)
+        await _publish(stand, message)
+        if number % 500 == 0:
+            begun_at = time.monotonic()
+            await stand.call("ping", timeout=5)
+            slowest = max(slowest, time.monotonic() - begun_at)
+    expect(slowest < 1, f"a ping took {slowest:.2f} s meanwhile")
+    return f"the slowest ping meanwhile took {slowest * 1000:.0f} ms"
+
+
+async def _publish(stand: Stand, message: bytes) -> None:
+    peer = stand.world.director._peer
+    assert peer is not None
+    await peer.publish(f"agent.{AGENT}", message)
+
+
+@case("M-02", "a flood: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60", is_long=True)
+async def flood(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(2)
+    stand.remember()
+    size = stand.size()
+    tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
+    asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
+    begun_at = time.monotonic()
+    sent = 0
+    ping = {"protocol": 3, "method": "ping", "arguments": [], "reply_to": "director.x.y.z"}
+    message = json.dumps(ping).encode()
+    while time.monotonic() - begun_at < 10:
+        for _ in range(50):
+            await _publish(stand, message)
+        sent += 50
+        await asyncio.sleep(0.01)
+    beat = await stand.heartbeat(31)
+    await asyncio.gather(*tasks, *asked, return_exceptions=True)
+    back = await stand.answers(5)
+    grown = stand.size().memory - size.memory
+    expect(grown < 30 << 20, f"memory grew by {grown >> 20} MiB")
+    rest = f"a heartbeat within {beat:.0f} s, a pong after {back * 1000:.0f} ms"
+    return f"{sent / 10:.0f} pings/s; {rest}; +{grown >> 20} MiB"
+
+
+@case("M-03", "an errand that prints 50 MB, half of it quotes and broken UTF-8", is_long=True)
+async def large_reply(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    script = stand.world.base / "jobs/job0/bin/run"
+    script.write_text("#!/bin/sh\nyes '\"\\' | head -c 25000000\nhead -c 25000000 /dev/urandom\n")
+    script.chmod(0o755)
+    result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=60)
+    size = len(json.dumps(result))
+    expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")
+    expect(len(result["stdout"]) > 100_000, "nearly nothing of the output is left")
+    return f"a reply of {size >> 10} KiB"

@@ -1,0 +1,328 @@
+"""What a case works on: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
+
+The agent under test is a command, known by the wire alone. After each case ``Stand.broken`` says which of the ten
+invariants do not hold; an invariant that cannot be seen from outside is judged by what can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.demo.director import HealthMonitor, RpcTimeoutError
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.host import proc, process
+from benchmarks.world import AGENT, World, world
+from tests.support.proxy import Proxy
+
+CANARY: Final = "canary-7f3a9c"
+"""A secret of the settings: it may be nowhere but in files that only their owner reads."""
+
+CONNECTED: Final = 12.0
+"""Seconds within which an agent is back on a bus that is there again."""
+
+LOG_GROWTH: Final = 1 << 20
+RESTART_PAUSE: Final = 0.2
+
+
+class NotHeldError(Exception):
+    """The expected outcome of a case did not come."""
+
+
+class CannotInjectError(Exception):
+    """This machine cannot make the fault."""
+
+
+def expect(fact: bool, what: str) -> None:
+    """Raise ``NotHeldError`` unless ``fact``."""
+    if not fact:
+        raise NotHeldError(what)
+
+
+async def until(fact: Callable[[], Any], within: float, what: str) -> float:
+    """Seconds until ``fact()`` is true; raises ``NotHeldError`` after ``within`` seconds."""
+    begun_at = time.monotonic()
+    while not fact():
+        if time.monotonic() - begun_at > within:
+            raise NotHeldError(f"{what}: not within {within:g} s")
+        await asyncio.sleep(0.005)
+    return time.monotonic() - begun_at
+
+
+@dataclass(frozen=True)
+class Size:
+    """What an agent holds of the machine's."""
+
+    descriptors: int
+    threads: int
+    memory: int
+    """Resident bytes."""
+
+
+@dataclass
+class Stand:
+    """``jobs`` is how many run; ``involved`` are those a case may restart, ``None`` for all of them."""
+
+    world: World
+    proxy: Proxy
+    monitor: HealthMonitor
+    jobs: int = 0
+    involved: set[str] | None = field(default_factory=set)
+    port: int = 0
+    expected_ends: int = 0
+    ends: int = 0
+    is_dead: bool = False
+    """Set by a case that ends the agent for good."""
+    _init: asyncio.Task[None] | None = None
+    _before: Size | None = None
+    _starts: dict[str, list[int]] = field(default_factory=dict)
+    _log_size: int = 0
+
+    # --- what cases do ---
+
+    @property
+    def pid(self) -> int:
+        return self.world.pid
+
+    async def boot(self) -> float:
+        """Start the agent under an init that starts it again; seconds to its first answer."""
+        took = await self.world.start_agent()
+        self._init = asyncio.create_task(self._keep(), name="init")
+        return took
+
+    async def deploy(self, jobs: int, packages: int = 0, size: int = 0, version: str = "1") -> dict[str, Any]:
+        """Deploy so many jobs; the spec."""
+        spec = self.world.spec(jobs, packages, size, version=version)
+        self.jobs = jobs
+        for method, *arguments in (("prepare", spec), ("stop",), ("apply", spec), ("start",)):
+            await self.world.run(method, *arguments)
+        await self.world.until_running()
+        return spec
+
+    async def call(self, method: str, *arguments: Any, timeout: float = 5.0) -> Any:
+        """One reply's value."""
+        return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
+
+    async def answers(self, within: float) -> float:
+        """Seconds until a ping is answered."""
+        begun_at = time.monotonic()
+        while time.monotonic() - begun_at < within:
+            with contextlib.suppress(RpcTimeoutError):
+                await self.call("ping", timeout=0.25)
+                return time.monotonic() - begun_at
+        raise NotHeldError(f"no pong within {within:g} s")
+
+    async def heartbeat(self, within: float) -> float:
+        """Seconds until the next heartbeat."""
+        before = len(self.monitor.of("heartbeat", AGENT))
+        return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "heartbeat")
+
+    async def kill_agent(self) -> None:
+        """SIGKILL; its init starts it again."""
+        self.expected_ends += 1
+        agent = self.world.agent
+        assert agent is not None
+        agent.send(signal.SIGKILL)
+        await agent.wait()
+
+    def live(self) -> dict[str, int]:
+        """The living processes that pidfiles of the jobs name."""
+        return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
+
+    def scrape(self) -> str:
+        """The metrics, if the agent has any."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def alerts(self, text: str = "") -> list[dict[str, Any]]:
+        """Alerts so far that have ``text`` in them."""
+        return [one.body for one in self.monitor.of("alert", AGENT) if text in json.dumps(one.body)]
+
+    def size(self) -> Size:
+        """What the agent holds now."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        memory = int(fields["VmRSS"].split()[0]) * 1024
+        return Size(len(list(Path(f"/proc/{self.pid}/fd").iterdir())), int(fields["Threads"]), memory)
+
+    # --- invariants ---
+
+    def remember(self) -> None:
+        """What the invariants compare with: call it when all is set up and before the fault."""
+        self._before = self.size()
+        self._starts = self.world.starts()
+        self._log_size = self._log()
+
+    async def broken(self) -> list[str]:
+        """The invariants that do not hold now, each with what was seen."""
+        found = []
+        if self.ends != self.expected_ends:
+            found.append(f"I1: the agent ended {self.ends} times instead of {self.expected_ends}")
+        again = [
+            name
+            for name, pids in self.world.starts().items()
+            if self.involved is not None and name not in self.involved and pids != self._starts.get(name, pids)
+        ]
+        if again:
+            found.append(f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}")
+        if self.is_dead:
+            return found + self._secrets() + self._documents()
+        try:
+            await self.call("ping", timeout=1.0)
+        except RpcTimeoutError:
+            found.append("I3: ping is not answered within a second")
+        found += await self._grown()
+        found += await self._zombies()
+        return found + self._left() + self._documents() + await self._tasks() + self._talk() + self._secrets()
+
+    async def _grown(self) -> list[str]:
+        before, now = self._before, self.size()
+        if before is None or self.expected_ends:
+            return []  # another process: nothing to compare it with
+        for _ in range(60):
+            now = self.size()
+            if now.descriptors <= before.descriptors + 5 and now.threads <= before.threads + 2:
+                break
+            await asyncio.sleep(1)
+        found = []
+        if now.descriptors > before.descriptors + 5:
+            found.append(f"I4: {now.descriptors} descriptors after {before.descriptors}")
+        if now.threads > before.threads + 2:
+            found.append(f"I4: {now.threads} threads after {before.threads}")
+        if now.memory > before.memory + (5 << 20):
+            found.append(f"I4: {now.memory >> 20} MiB after {before.memory >> 20} MiB")
+        return found
+
+    async def _zombies(self) -> list[str]:
+        def dead() -> set[tuple[int, int]]:
+            return {s.identity for s in proc.table().values() if s.parent == self.pid and not s.is_alive}
+
+        first = dead()
+        if first:
+            await asyncio.sleep(5)
+        return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
+
+    def _left(self) -> list[str]:
+        base = self.world.base
+        places: Iterable[Path] = (
+            base / "bosh",
+            base / "jobs",
+            base / "packages",
+            base / "data/tmp",
+            base / "data/jobs",
+        )
+        left = [path for place in places for path in place.glob("*") if ".tmp" in path.name or "part" in path.suffix]
+        left += [path for path in (base / "data/tmp").rglob("*") if not path.is_dir()]
+        return [f"I6: left behind: {' '.join(map(str, left[:3]))}"] if left else []
+
+    def _documents(self) -> list[str]:
+        found = []
+        for path in [*(self.world.base / "bosh").glob("*.json"), *(self.world.base / "data/bosh").glob("*.json")]:
+            try:
+                json.loads(path.read_bytes())
+            except ValueError:
+                found.append(f"I7: {path} is no JSON")
+            except FileNotFoundError:
+                continue
+        return found
+
+    async def _tasks(self) -> list[str]:
+        running = [line for line in self.scrape().splitlines() if line.startswith("agent_shim_tasks_running ")]
+        return ["I8: a task runs with no work behind it"] if running and float(running[0].split()[1]) > 0 else []
+
+    def _talk(self) -> list[str]:
+        grown = self._log() - self._log_size
+        return [f"I9: its log grew by {grown >> 10} KiB"] if grown > LOG_GROWTH else []
+
+    def _secrets(self) -> list[str]:
+        secret = CANARY.encode()
+        found = ["I10: a secret is in the log"] if secret in (self.world.scratch / "agent.log").read_bytes() else []
+        if CANARY in self.scrape():
+            found.append("I10: a secret is in the metrics")
+        for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
+            for place in ("cmdline", "environ"):
+                with contextlib.suppress(OSError):
+                    if pid != os.getpid() and secret in Path(f"/proc/{pid}/{place}").read_bytes():
+                        found.append(f"I10: a secret is in the {place} of process {pid}")
+        for path in self.world.base.rglob("*"):
+            with contextlib.suppress(OSError):
+                if path.is_file() and path.stat().st_mode & 0o044 and secret in path.read_bytes():
+                    found.append(f"I10: a secret can be read by others in {path}")
+        return found
+
+    def _log(self) -> int:
+        return (self.world.scratch / "agent.log").stat().st_size
+
+    # --- init ---
+
+    async def _keep(self) -> None:
+        while True:
+            agent = self.world.agent
+            assert agent is not None
+            await agent.wait()
+            self.ends += 1
+            await asyncio.sleep(RESTART_PAUSE)
+            self.world.exec_agent()
+
+    async def end(self) -> None:
+        """Stop starting it again."""
+        if self._init is not None:
+            self._init.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._init
+
+
+def _lives(pid: int) -> bool:
+    stat = proc.stat(pid)
+    return stat is not None and stat.is_alive
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@asynccontextmanager
+async def stand(command: str) -> AsyncIterator[Stand]:
+    """A stand with a bus and nobody on it yet."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
+    monitor, port = HealthMonitor(), _free_port()
+    async with (
+        world(command) as made,
+        monitor.on(made.server.peer(HEALTH_MONITOR)),
+        Proxy(int(made.server.url.rpartition(":")[2])) as proxy,
+    ):
+        made.urls = (f"nats://127.0.0.1:{proxy.port}",)
+        made.http = f"127.0.0.1:{port}"
+        made.bosh = {"password": "", "secret_note": CANARY}
+        one = Stand(made, proxy, monitor, port=port)
+        try:
+            yield one
+        finally:
+            await one.end()
+            end_marked(made)
+
+
+def end_marked(made: World) -> None:
+    """Kill what the jobs of a world have left, whatever the agent did."""
+    marker = str(made.base).encode()
+    for stat in proc.table().values():
+        with contextlib.suppress(OSError):
+            if marker in Path(f"/proc/{stat.pid}/cmdline").read_bytes() and stat.pid != os.getpid():
+                process.send(stat.identity, signal.SIGKILL)
