@@ -1,0 +1,51 @@
+"""The page about the protocol is whole: every action is on it as it is in the code, every numbered fact has a test."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agent_shim import daemon  # noqa: F401 - importing registers the actions
+from agent_shim.dispatch import ACTIONS, Mode
+from tests.support import protocol
+from tests.support.protocol import Section
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_action_is_on_the_page_once() -> None:
+    """And nothing else is."""
+    assert Counter(section.method for section in protocol.sections()) == Counter(ACTIONS.keys())
+
+
+@pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)
+def test_an_action_is_told_as_it_is(section: Section) -> None:
+    """How it is answered, whether it can be cancelled, what can go wrong, what differs, and an example of it."""
+    action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
+
+    assert first.startswith("Task" if action.mode is Mode.TASK else "At once")
+    assert ("can be cancelled" in first) is action.is_cancellable
+    assert ("at once below" in first) is (action.task_from_protocol > 0)
+    for part in ("Errors: ", "Go agent: "):
+        assert len(re.findall(f"^{part}", section.text, re.MULTILINE)) == 1
+    asked = [line for example in section.examples for mark, line in example.lines if mark == ">"]
+    assert any(f'"method": "{section.method}"' in line for line in asked)
+
+
+def _named() -> Counter[str]:
+    """The numbers in the names of tests, and how many tests have each."""
+    found: Counter[str] = Counter()
+    for path in TESTS.rglob("test_*.py"):
+        found.update(re.findall(r"^(?:async )?def test_([a-z]\d+)_", path.read_text(), re.MULTILINE))
+    return found
+
+
+def test_every_fact_has_a_test_that_is_named_after_it() -> None:
+    """And no test claims a fact that is not on the page."""
+    facts = protocol.facts()
+
+    assert len(facts) == len(set(facts)) > 60
+    assert set(_named()) == set(facts)
