@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agent_shim.paths import Paths
-from tests.support import jobs
+from tests.support.go_agent import (
+    NAMES,
+    TASK,
+    alive,
+    leave_as_the_go_agent,
+    start_monit,
+    starts,
+    until_monit_has,
+    write_all_state_files,
+)
 from tests.support.machine import Machine
-from tests.support.pod import AGENT, NETWORKS, Pod, end
+from tests.support.pod import Pod
 from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.root
-
-CONTROL = """
-set daemon 1
-set logfile /var/vcap/monit/monit.log
-set pidfile /var/vcap/monit/monit.pid
-set idfile /var/vcap/monit/monit.id
-set statefile /var/vcap/monit/monit.state
-set httpd unixsocket /var/vcap/monit/monit.sock
-    allow vcap:"secret"
-include /var/vcap/monit/job/*.monitrc
-"""
-CTL = """#!/bin/sh
-pidfile=/var/vcap/sys/run/{name}/{name}.pid
-case $1 in
-start)
-    sleep 1000 &
-    echo $! | tee -a /var/vcap/data/{name}/starts >$pidfile ;;
-stop) kill $(cat $pidfile); rm -f $pidfile ;;
-esac
-"""
-NAMES = ("web", "worker", "db")
 
 
 @pytest.fixture
@@ -51,82 +32,6 @@ async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
         one.keeps_root = True
         one.start_container()
         yield one
-
-
-def leave_as_the_go_agent(machine: Machine) -> None:
-    """The tree after ``apply`` and ``start`` (agent/applier, jobsupervisor), with logs of every start."""
-    vcap, package = machine.vcap, "/var/vcap/data/packages/tool/digest"
-    for path in ("monit/job", "bosh", "data/sys/run", "data/sys/log", "jobs", "packages", "instance"):
-        (vcap / path).mkdir(parents=True, exist_ok=True)
-    (vcap / "sys").symlink_to("/var/vcap/data/sys")
-    (vcap / package.removeprefix("/var/vcap/")).mkdir(parents=True)
-    (vcap / "packages/tool").symlink_to(package)
-    digest = "0" * 40
-    for number, name in enumerate(reversed(NAMES)):
-        bundle = f"data/jobs/{name}/{hashlib.sha1(f'1-{digest}'.encode()).hexdigest()}"
-        files = {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)}
-        for path, text in files.items():
-            place = vcap / bundle / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
-            place.chmod(0o750)
-        (vcap / "jobs" / name).symlink_to(f"/var/vcap/{bundle}")
-        (vcap / f"monit/job/{number:04}_{name}.monitrc").write_text(files["monit"])
-        for above in ("data/sys/run", "data/sys/log", "data"):
-            (vcap / above / name).mkdir()
-    spec = {
-        "properties": {"logging": {"max_log_file_size": ""}},
-        "job": {
-            "name": "group",
-            "release": "",
-            "template": NAMES[0],
-            "version": "1",
-            "templates": [{"name": name, "version": "1"} for name in NAMES],
-        },
-        "packages": {},
-        "configuration_hash": "hash",
-        "networks": NETWORKS,
-        "resource_pool": None,
-        "deployment": "dep",
-        "name": "group",
-        "index": 0,
-        "id": "instance-id",
-        "az": "z1",
-        "persistent_disk": 0,
-        "rendered_templates_archive": {"sha1": digest, "blobstore_id": "blob"},
-    }
-    machine.write("/var/vcap/bosh/spec.json", spec, mode=0o644)
-    machine.write("/var/vcap/bosh/settings.json", {"agent_id": AGENT, "vm": {"name": "vm-1"}}, mode=0o644)
-
-
-def start_monit(machine: Machine) -> subprocess.Popen[bytes]:
-    place = machine.vcap / "monit/monitrc"
-    place.write_text(CONTROL)
-    place.chmod(0o600)
-    return machine.popen(["monit", "-I", "-c", "/var/vcap/monit/monitrc"])
-
-
-def starts(machine: Machine) -> dict[str, list[str]]:
-    """The process numbers under which each job was ever started."""
-    return {
-        name: path.read_text().split() if (path := machine.vcap / f"data/{name}/starts").exists() else []
-        for name in NAMES
-    }
-
-
-async def until_monit_has(machine: Machine, expected: int) -> None:
-    """Wait until so many processes are known to run by monit."""
-    async with asyncio.timeout(60):
-        while True:
-            shown = machine.popen(["monit", "-c", "/var/vcap/monit/monitrc", "summary"], stdout=subprocess.PIPE)
-            out, _ = shown.communicate()
-            if sum(line.split()[1:2] == [b"OK"] for line in out.splitlines() if b"Process" in line) == expected:
-                return
-            await asyncio.sleep(0.2)
-
-
-def alive(machine: Machine, numbers: dict[str, list[str]]) -> bool:
-    return all((machine.root / "proc" / pids[-1]).exists() for pids in numbers.values())
 
 
 async def test_from_monit_and_back(pod: Pod) -> None:
@@ -194,23 +99,15 @@ async def test_stopped_by_the_go_agent(pod: Pod) -> None:
 
 
 async def test_all_that_the_go_agent_had_stored(pod: Pod) -> None:
-    """Its settings on top of those of the CPI, its spec, the disk that it had mounted."""
+    """Its settings on top of those of the CPI, its spec, disk and unfinished task; and back, with the same files."""
     pod.kill()
     pod.attach("disk-1")
     (pod.volume("disk-1") / "data").write_text("precious")
     pod.start_container()
     machine = pod.machine
     leave_as_the_go_agent(machine)
-    updates: dict[str, Any] = {
-        "blobstores": None,
-        "disk_associations": None,
-        "mbus": {"cert": {}, "urls": None},
-        "trusted_certs": "",
-    }
-    machine.write("/var/vcap/bosh/update_settings.json", updates, mode=0o644)
-    (machine.vcap / "bosh/managed_disk_settings.json").write_text("disk-1")
-    machine.write("/var/vcap/bosh/persistent_disk_hints.json", {}, mode=0o644)
-    machine.write("/var/vcap/bosh/agent_state.json", {"Linux": {"hosts_configured": True}}, mode=0o644)
+    write_all_state_files(machine, "disk-1")
+    before = state_files(machine)
 
     await pod.start_agent()
 
@@ -218,69 +115,23 @@ async def test_all_that_the_go_agent_had_stored(pod: Pod) -> None:
     assert (state["deployment"], state["job"]["name"]) == ("dep", "group")
     assert await pod.run("list_disk") == ["disk-1"]
     assert (machine.vcap / "store/data").read_text() == "precious"
-    assert json.loads((machine.vcap / "bosh/agent_state.json").read_text()) == {"Linux": {"hosts_configured": True}}
+    assert await pod.run("get_task", TASK) == "ok"
 
-
-GO_AGENT = os.environ.get("BOSH_AGENT", "")
-HTTP = """
-set httpd port 2822 and use address 127.0.0.1
-    allow 127.0.0.1
-"""
-
-
-@pytest.mark.skipif(not GO_AGENT, reason="BOSH_AGENT names no binary of the Go agent")
-async def test_the_go_agent_itself_goes_on(pod: Pod) -> None:
-    """What this agent has deployed, handed back: the Go agent with monit reports it, stops it, and gives it back."""
-    machine = pod.machine
-    shutil.copy(GO_AGENT, machine.root / "mnt/bosh-agent")
-    files = {"monit": jobs.sleeper(Paths(), "web")["monit"], "bin/ctl": CTL.format(name="web")}
-    await pod.start_agent()
-    spec = jobs.spec(pod.scratch / "blobs", {"web": files}, {"tool": {"bin/tool": "x"}})
-    await pod.run("apply", spec)
-    await pod.run("start")
-    ours = await pod.until("running")
-    credentials = json.loads((machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())["env"]["bosh"]["mbus"]
-    await pod.run("update_settings", {"mbus": credentials, "trusted_certs": "", "blobstores": None})
-    before = starts(machine)["web"]
     pod.end_agent()
-    machine.run(f"{sys.executable} -m agent_shim.cli handback")
+    said = machine.run(f"{sys.executable} -m agent_shim.cli handback")
+    assert "disk disk-1: our mark is removed; /var/vcap/bosh/managed_disk_settings.json says it is the store" in said
+    after = state_files(machine)
+    del before["tasks.json"]  # nothing is left to be done
+    assert json.loads(after.pop("update_settings.json")).keys() == json.loads(before.pop("update_settings.json")).keys()
+    assert json.loads(after.pop("settings.json"))["agent_id"] == json.loads(before.pop("settings.json"))["agent_id"]
+    assert after == before
+    assert not (pod.volume("disk-1") / ".agent_shim").exists()
+    assert [path.name for path in (machine.vcap / "data/bosh").iterdir()] == ["lease.json"]
 
-    place = machine.vcap / "monit/monitrc"
-    place.write_text(CONTROL.partition("set httpd")[0] + HTTP + "include /var/vcap/monit/job/*.monitrc\n")
-    place.chmod(0o600)
-    monit = machine.popen(["monit", "-I", "-c", "/var/vcap/monit/monitrc"])
-    wrapper = machine.vcap / "bosh/bin/monit"
-    wrapper.parent.mkdir()
-    wrapper.write_text('#!/bin/sh\nexec /usr/bin/monit -c /var/vcap/monit/monitrc "$@"\n')
-    wrapper.chmod(0o755)
-    log = (pod.scratch / "go.log").open("wb")
-    argv = [
-        "env",
-        "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "/mnt/bosh-agent",
-        "-P",
-        "dummy",
-        "-M",
-        "monit",
-    ]
-    go = machine.popen([*argv, "-C", "/var/vcap/bosh/agent.json"], cwd="/", stdout=log, stderr=log)
-    try:
-        await pod.director.wait_until_ready(AGENT, timeout=30)
-        theirs = await pod.until("running")
-        for member in ("deployment", "job", "packages", "configuration_hash", "networks", "id", "name", "index", "az"):
-            assert theirs[member] == ours[member], member
-        assert [process["name"] for process in theirs["processes"]] == ["web"]
-        assert starts(machine)["web"] == before
-        await pod.run("stop")
-        assert (await pod.until("stopped"))["job_state"] == "stopped"
-    finally:
-        end(go)
-        log.close()
-        machine.run("kill $(cat /var/vcap/monit/monit.pid)")
-        monit.wait()
 
-    await pod.start_agent()
-    assert (await pod.until("stopped"))["deployment"] == "dep"
-    await pod.run("start")
-    await pod.until("running")
-    assert len(starts(machine)["web"]) == 2
+def state_files(machine: Machine) -> dict[str, str]:
+    """The files below ``bosh`` that an agent writes, by name."""
+    place = machine.vcap / "bosh"
+    found = {str(path.relative_to(place)): path for path in place.rglob("*") if path.is_file()}
+    config = {"agent.json", "warden-cpi-agent-env.json", "agent_shim.lock", "log/current"}
+    return {name: path.read_text() for name, path in found.items() if name not in config and "disks/" not in name}

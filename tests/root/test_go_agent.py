@@ -1,0 +1,184 @@
+"""The Go agent itself, with Debian's monit, before and after this agent: run by ``./dev test-go-agent BINARY``.
+
+Its platform is the one that leaves the machine alone. Monit listens on 127.0.0.1:2822, where the Go agent looks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.paths import Paths
+from tests.support import jobs
+from tests.support.go_agent import CONTROL, CTL, NAMES, alive, starts
+from tests.support.pod import AGENT, Pod, end
+from tests.support.pod import pod as made
+
+pytestmark = pytest.mark.go_agent
+
+HTTP = """
+set httpd port 2822 and use address 127.0.0.1
+    allow 127.0.0.1
+"""
+START = "/usr/bin/monit -c /var/vcap/monit/monitrc"
+KILL = "pid=$(cat /var/vcap/monit/monit.pid); kill -9 $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
+RELOADS = "Waiting for monit to reload"
+COMPARED = ("deployment", "job", "packages", "configuration_hash", "networks", "id", "name", "index", "az")
+"""Of a state, by the Director."""
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with made(tmp_path) as one:
+        one.keeps_root = True
+        one.start_container()
+        shutil.copy(os.environ["BOSH_AGENT"], one.machine.root / "mnt/bosh-agent")
+        place = one.machine.vcap / "monit/monitrc"
+        place.parent.mkdir()
+        (place.parent / "job").mkdir()
+        place.write_text(CONTROL.partition("set httpd")[0] + HTTP + "include /var/vcap/monit/job/*.monitrc\n")
+        place.chmod(0o600)
+        wrapper = one.machine.vcap / "bosh/bin/monit"
+        wrapper.parent.mkdir()
+        wrapper.write_text('#!/bin/sh\nexec /usr/bin/monit -c /var/vcap/monit/monitrc "$@"\n')
+        wrapper.chmod(0o755)
+        for name in NAMES:
+            (one.machine.vcap / "data" / name).mkdir()
+        yield one
+
+
+@contextmanager
+def go_agent_and_monit(pod: Pod) -> Iterator[None]:
+    """Both run for the length of the block; the jobs go on after it."""
+    pod.machine.run(START)
+    search = "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    options = ["-P", "dummy", "-M", "monit", "-C", "/var/vcap/bosh/agent.json"]
+    with (pod.scratch / "go.log").open("ab") as log:
+        go = pod.machine.popen(["env", search, "/mnt/bosh-agent", *options], cwd="/", stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        end(go)
+        pod.machine.run(KILL)
+
+
+@contextmanager
+def this_agent(pod: Pod) -> Iterator[None]:
+    """Handed back at the end of the block."""
+    pod.exec_agent()
+    try:
+        yield
+    finally:
+        pod.end_agent()
+        pod.machine.run(f"{sys.executable} -m agent_shim.cli handback")
+
+
+async def ready(pod: Pod) -> None:
+    await pod.director.wait_until_ready(AGENT, timeout=60)
+
+
+async def deploy(pod: Pod) -> dict[str, Any]:
+    """Three jobs that write down each start; the state once they run."""
+    files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
+    spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
+    reloading = asyncio.create_task(reload_when_asked(pod))
+    await pod.run("apply", spec)
+    try:
+        await pod.run("start")
+    except RpcRemoteError as exc:  # Debian's monit asks for a token that the Go agent does not know
+        assert "Invalid CSRF Token" in str(exc)
+        pod.machine.run(f"{START} start all")
+    reloading.cancel()
+    return await running(pod, 120)
+
+
+async def reload_when_asked(pod: Pod) -> None:
+    """For ever: on its platform for tests the Go agent asks no service manager to kill and start monit."""
+    log, seen = pod.scratch / "go.log", 0
+    while True:
+        await asyncio.sleep(0.1)
+        asked = log.read_text(errors="replace").count(RELOADS) if log.exists() else 0
+        if asked > seen:
+            pod.machine.run(f"{KILL}; {START}")
+        seen = asked
+
+
+async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
+    """The state once all jobs run; monit takes its time."""
+    async with asyncio.timeout(seconds):
+        while True:
+            try:
+                state: dict[str, Any] = await pod.director.value(AGENT, "get_state", timeout=5)
+            except RpcTimeoutError:
+                continue
+            if state["job_state"] == "running" and len(state.get("processes", NAMES)) == len(NAMES):
+                return state
+            await asyncio.sleep(0.2)
+
+
+async def keep_credentials(pod: Pod) -> None:
+    """As a Director does for a new instance; the Go agent ends after that and is started by its service manager."""
+    settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
+    mbus = settings["env"]["bosh"]["mbus"]
+    await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
+
+
+async def test_what_this_agent_has_deployed_goes_on_under_the_go_agent(pod: Pod) -> None:
+    """It reports it, stops it, and gives it back stopped."""
+    with this_agent(pod):
+        await ready(pod)
+        ours = await deploy(pod)
+        await keep_credentials(pod)
+    before = starts(pod.machine)
+    assert [len(pids) for pids in before.values()] == [1, 1, 1]
+
+    with go_agent_and_monit(pod):
+        await ready(pod)
+        theirs = await running(pod)
+        for member in COMPARED:
+            assert theirs[member] == ours[member], member
+        assert starts(pod.machine) == before
+        assert alive(pod.machine, before)
+        await pod.run("stop")
+        assert (await pod.until("stopped"))["job_state"] == "stopped"
+
+    with this_agent(pod):
+        await ready(pod)
+        assert (await pod.until("stopped"))["deployment"] == "dep"
+        await pod.run("start")
+        await pod.until("running")
+        assert [len(pids) for pids in starts(pod.machine).values()] == [2, 2, 2]
+
+
+async def test_what_the_go_agent_has_deployed_goes_on_under_this_agent_and_back(pod: Pod) -> None:
+    """Twice; every process is the one that monit has started."""
+    with go_agent_and_monit(pod):
+        await ready(pod)
+        theirs = await deploy(pod)
+    before = starts(pod.machine)
+    assert [len(pids) for pids in before.values()] == [1, 1, 1]
+
+    for _ in range(2):
+        with this_agent(pod):
+            await ready(pod)
+            ours = await running(pod)
+            for member in COMPARED:
+                assert ours[member] == theirs[member], member
+            assert starts(pod.machine) == before
+        with go_agent_and_monit(pod):
+            await ready(pod)
+            again = await running(pod)
+            for member in COMPARED:
+                assert again[member] == theirs[member], member
+            assert starts(pod.machine) == before
+        assert alive(pod.machine, before)
