@@ -278,13 +278,8 @@ def words(service: Mapping[str, Any]) -> str:
         return "Does not exist" if is_dead else "Execution failed"
     if phase == "running":
         is_good = service["state"] != "failing"
-        return _GOOD.get(service["kind"], "accessible") if is_good else _fault(service["reason"])
+        return _GOOD.get(service["kind"], "accessible") if is_good else str(service["faults"][0])
     return _WORDS[phase]
-
-
-def _fault(reason: str) -> str:
-    """Of a process that runs and fails a check."""
-    return "Connection failed" if "connection" in reason.lower() else "Resource limit matched"
 
 
 def duration(seconds: int) -> str:

@@ -8,15 +8,15 @@ machine, memory, swap and processor are those of the container.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.host import cgroups, clock, machine, proc
+from agent_shim.host.apart import apart
 from agent_shim.host.machine import CpuTimes, Memory
 from agent_shim.paths import Paths
 
@@ -96,7 +96,7 @@ class Vitals:
     async def _ask(self, path: Path) -> Usage | None:
         """Ask once: while a disk owes an answer it is asked nothing else."""
         if path not in self._asked:
-            self._asked[path] = _ask_apart(path)
+            self._asked[path] = apart(partial(_usage, path), f"statvfs {path}")
         asked = self._asked[path]
         await asyncio.wait({asked}, timeout=PATIENCE)
         if not asked.done():
@@ -106,22 +106,11 @@ class Vitals:
         return asked.result()
 
 
-def _ask_apart(path: Path) -> asyncio.Future[Usage]:
-    """``statvfs`` in a thread of its own, for which nothing waits at the end: it may hang for ever."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Usage] = loop.create_future()
-
-    def ask() -> None:
-        usage: Usage
-        try:
-            usage = os.statvfs(path)
-        except OSError as exc:
-            usage = exc
-        with contextlib.suppress(RuntimeError):  # the loop is gone
-            loop.call_soon_threadsafe(answer.set_result, usage)
-
-    threading.Thread(target=ask, name=f"statvfs {path}", daemon=True).start()
-    return answer
+def _usage(path: Path) -> Usage:
+    try:
+        return os.statvfs(path)
+    except OSError as exc:
+        return exc
 
 
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:

@@ -99,6 +99,13 @@ def memory(cgroup: Cgroup, host: machine.Memory) -> machine.Memory | None:
     )
 
 
+def memory_total(cgroup: Cgroup, host: int) -> int:
+    """Bytes the container may use: its tightest limit, or the ``host``'s memory where none is tighter."""
+    level = _tightest(cgroup.memory, host)
+    limit = memory_limit(cgroup.memory.version, level) if cgroup.memory and level else None
+    return host if limit is None else limit
+
+
 def memory_limit(version: int, level: Path) -> int | None:
     """Bytes; None without a limit (version 1 writes a number near 2**63)."""
     return _number(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))

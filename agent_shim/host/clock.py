@@ -29,6 +29,11 @@ def uptime_of(start_ticks: int) -> int:
     return max(0, int(boot_time() - start_ticks / TICKS))
 
 
+def wall_time() -> float:
+    """Now by the wall clock, in seconds since 1970: what stamps of files are compared with, and nothing else."""
+    return time.time()
+
+
 def wall_time_of(start_ticks: int) -> float:
     """When that was by the wall clock as it is set now, in seconds since 1970."""
     return time.time() - (boot_time() - start_ticks / TICKS)

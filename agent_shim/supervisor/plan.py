@@ -75,7 +75,8 @@ class ProcessSpec:
     """One supervised unit; ``error`` says why it cannot be used, then nothing else but the names counts.
 
     ``kind`` is the type word of the check. A process is known by ``pidfile`` or by ``pattern``, a regular expression
-    for its command line; ``path`` is what a check of a file, directory, fifo or filesystem looks at.
+    for its command line; ``path`` is what a check of a file, directory, fifo or filesystem looks at, and ``address``
+    what a check of a host asks.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ProcessSpec:
     pidfile: Path | None = None
     pattern: re.Pattern[str] | None = None
     path: Path | None = None
+    address: str = ""
     start: Program | None = None
     stop: Program | None = None
     groups: frozenset[str] = frozenset({VCAP})
@@ -204,11 +206,11 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
     for rule in check.rules:
         match rule.test:
             case values.Missing():
-                absence, cycles = _reaction(rule.action), rule.rate.cycles
+                absence, cycles = reaction(rule.action), rule.rate.cycles
             case values.Changed(what="pid"):
-                change = _reaction(rule.action)
+                change = reaction(rule.action)
             case values.Restarts(count, within):
-                limits.append(RestartLimit(count, within, _reaction(rule.action)))
+                limits.append(RestartLimit(count, within, reaction(rule.action)))
             case _:
                 rules.append(rule)
     return ProcessSpec(
@@ -218,6 +220,7 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
         pidfile=Path(check.pidfile) if check.pidfile else None,
         pattern=posix_regex.compiled(check.matching) if check.matching else None,
         path=Path(check.path) if check.path else None,
+        address=check.address,
         start=_program(check.start),
         stop=_program(check.stop),
         groups=frozenset(group.lower() for group in check.groups),
@@ -232,7 +235,8 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
     )
 
 
-def _reaction(action: values.Action) -> Reaction:
+def reaction(action: values.Action) -> Reaction:
+    """The action of a rule."""
     return Reaction(action.kind, _program(action.program))
 
 

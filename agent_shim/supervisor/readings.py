@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from agent_shim.host import clock, proc
+from agent_shim.host import cgroups, clock, proc
+from agent_shim.supervisor.faults import ORDER
 from agent_shim.supervisor.identity import Identity
 from agent_shim.supervisor.service import Service
-from agent_shim.supervisor.state import MONITORED
+from agent_shim.supervisor.state import MONITORED, UP
 
 MIN_SAMPLE: Final = 1.0
 """Seconds between two readings of processor time; closer ones would say little."""
+MEMORY_KEEP: Final = 10.0
+"""Seconds for which the limit of the container's memory is known: few change it while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class ServiceInfo:
     own_mem_percent: float = 0.0
     own_cpu: float = 0.0
     """``own_*`` is of the process alone, in the units of ``process``."""
+    faults: tuple[str, ...] = ()
+    """What it breaks while it runs, in the words and the order of monit."""
+    mode: str = "active"
 
 
 class _Sample(NamedTuple):
@@ -78,17 +84,20 @@ _NOTHING: Final = _Own()
 
 
 class Readings:
-    """Reads ``/proc`` once for each question; ``memory_total`` tells the bytes that percentages are of."""
+    """Reads ``/proc`` once for each question; ``memory_total`` tells the bytes that percentages are of.
+
+    Without it those of the container are.
+    """
 
     def __init__(self, memory_total: Callable[[], int] | None = None) -> None:
-        self._memory_total = memory_total or _machine_memory
+        self.memory_total = memory_total or _ContainerMemory()
         self._samples: dict[str, _Sample] = {}
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
         """How each of them is now; numbers are 0 where monit shows none: not monitored, or without a process."""
         processes = proc.table()
         children = proc.children(processes)
-        total_kb = max(1, self._memory_total() // 1024)
+        total_kb = max(1, self.memory_total() // 1024)
         found = []
         for service in services:
             info = ProcessInfo(service.name, service.reported)
@@ -108,6 +117,7 @@ class Readings:
                     self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
                 )
                 info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
+            complaints = service.complaints.values() if service.state in UP else ()
             found.append(
                 ServiceInfo(
                     process=info,
@@ -118,7 +128,9 @@ class Readings:
                     pid=process.pid if process is not None else 0,
                     restarts=service.record.restarts,
                     last_exit=service.record.last_exit,
-                    reason="; ".join(filter(None, [service.record.reason, *service.complaints.values()])),
+                    reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
+                    faults=tuple(kind.failed for kind in ORDER if any(each.kind is kind for each in complaints)),
+                    mode=service.spec.mode,
                     **own._asdict(),
                 )
             )
@@ -141,6 +153,18 @@ class Readings:
         return share
 
 
-def _machine_memory() -> int:
-    """Bytes of memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+class _ContainerMemory:
+    """Bytes of memory the container may use, the machine's where no limit is tighter; read again now and then."""
+
+    def __init__(self) -> None:
+        self._cgroup = cgroups.find()
+        self._total = 0
+        self._read_at = float("-inf")
+
+    def __call__(self) -> int:
+        now = time.monotonic()
+        if now - self._read_at > MEMORY_KEEP:
+            self._read_at = now
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            self._total = cgroups.memory_total(self._cgroup, host)
+        return self._total

@@ -23,6 +23,7 @@ from agent_shim.errors import ConfigError, HostError
 from agent_shim.host.process import Process
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.bpm_run import Bpm
+from agent_shim.supervisor.faults import Complaint
 from agent_shim.supervisor.identity import Identity, Traces
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
 from agent_shim.supervisor.presence import LateError, Presence, Timing
@@ -69,6 +70,8 @@ class Shared:
     tell: Callable[[Event], None]
     changed: Callable[[], None]
     """Something that is saved has changed."""
+    was_oom: Callable[[], bool]
+    """Whether the kernel has killed something for want of memory that nobody has laid claim to yet."""
     may_start: asyncio.Event
     """Cleared while no program may be started: what shall run waits, as starting."""
 
@@ -81,8 +84,8 @@ class Service:
         self.record = Record()
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
-        self.complaints: dict[str, str] = {}
-        """What checks find wrong with a running process, by rule; it is then reported as failing."""
+        self.complaints: dict[int, Complaint] = {}
+        """What checks find wrong while it runs, by the number of the rule; it is then reported as failing."""
         self.is_stuck = False
         """The last stop could not end everything."""
         self._shared = shared
@@ -95,6 +98,8 @@ class Service:
         self._stop_by = float("inf")
         self._patience = 0.0
         self._restarted_at: deque[float] = deque(maxlen=64)
+        self._is_counted = False
+        """A restart goes on that the limits of restarts count."""
         self.take_spec(spec)
 
     # --- what is known of it ----------------------------------------------------------------------------------------
@@ -111,6 +116,11 @@ class Service:
     def process(self) -> Process | None:
         """The process that is watched; it may have ended meanwhile where nobody watches."""
         return self._presence.process
+
+    @property
+    def up_at(self) -> float:
+        """When its process started, monotonic."""
+        return self._presence.up_at
 
     @property
     def reported(self) -> str:
@@ -132,6 +142,8 @@ class Service:
 
     def take_spec(self, spec: ProcessSpec) -> None:
         """Go by another file from now on."""
+        if spec.rules != self.spec.rules:
+            self.complaints.clear()
         self.spec = spec
         before = self.state
         if spec.error:
@@ -173,6 +185,7 @@ class Service:
         for dependant in self.dependants:
             dependant.unmonitor()
         self._again = False
+        self.complaints.clear()
         self._ask(Trigger.UNMONITOR_ASKED)
 
     def _ask_stop(self, by: float = float("inf")) -> None:
@@ -260,6 +273,9 @@ class Service:
             self._failed(str(exc))
         else:
             self._appeared()
+        if self._is_counted:
+            self._is_counted = False
+            await self._heed_limits()
 
     async def _bring_up(self) -> None:
         spec, presence = self.spec, self._presence
@@ -303,7 +319,7 @@ class Service:
     def _failed(self, why: str) -> None:
         self.record.failures = max(self.record.failures + 1, 2)
         self.record.reason = self._with_last_words(f"cannot start: {why}")
-        self._tell("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
+        self.tell("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
         self._move(Trigger.FAILED)
 
     # --- watching ---------------------------------------------------------------------------------------------------
@@ -312,8 +328,8 @@ class Service:
         """Wait for the end of the process; another one that took its place is followed."""
         how = await self._presence.gone(self.spec)
         if self._look():
-            self._tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
-            await self._react(self.spec.change)
+            self.tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
+            await self.react(self.spec.change)
         else:
             self._lost(how)
 
@@ -324,7 +340,7 @@ class Service:
                 how = await self._presence.gone(self.spec)
         except TimeoutError:
             self.record.reason = ""
-            self._tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
+            self.tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
             self._move(Trigger.SETTLED)
         else:
             if not self._look():
@@ -339,7 +355,11 @@ class Service:
         record.last_exit = how
         record.reason = self._with_last_words(f"the process ended by itself: {how}")
         self.complaints.clear()
-        self._tell("Does not exist", self.spec.absence.kind, "process is not running")
+        told = "process is not running"
+        if how == signal.SIGKILL.name and self._shared.was_oom():
+            record.reason = f"the kernel killed the process: out of memory ({how})"
+            told = f"{told}: the kernel killed it, out of memory"
+        self.tell("Does not exist", self.spec.absence.kind, told)
         self._move(Trigger.DIED)
         if self.spec.is_restartable:
             for dependant in self.dependants:
@@ -358,14 +378,13 @@ class Service:
                 self._appeared()
                 return
         self._patience = 0.0
-        await self._heed_limits()
-        self.record.restarts += 1
+        self._count_restart()
         self._move(Trigger.RETRIED)
 
     async def _wait_for_others(self) -> None:
         """It is not ours to restart: do what the file says instead, each cycle as monit does, until it is there."""
         while True:
-            await self._react(self.spec.absence)
+            await self.react(self.spec.absence)
             again_at = time.monotonic() + self._timing.cycle
             while time.monotonic() < again_at:
                 await asyncio.sleep(self._timing.look)
@@ -373,15 +392,21 @@ class Service:
                     self._appeared()
                     return
 
+    def _count_restart(self) -> None:
+        """One that nobody asked for begins."""
+        self.record.restarts += 1
+        self._restarted_at.append(time.monotonic())
+        self._is_counted = True
+
     async def _heed_limits(self) -> None:
-        """``if N restarts within M cycles then …``; called before each restart."""
+        """``if N restarts within M cycles then …``; called after each restart."""
         now = time.monotonic()
-        self._restarted_at.append(now)
         for limit in self.spec.limits:
             recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
             if len(recent) >= limit.count:
-                self._tell("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
-                await self._react(limit.reaction)
+                self.tell("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
+                if limit.reaction.kind not in ("start", "restart"):  # it is being done
+                    await self.react(limit.reaction)
 
     def _delay(self) -> float:
         """Before the next restart: none after the first death in a row, then doubled each time."""
@@ -391,18 +416,25 @@ class Service:
         backoff = self._timing.backoff_first * 2.0 ** min(self.record.failures - 2, 32)
         return max(patience, min(backoff, self._timing.backoff_limit))
 
-    async def _react(self, reaction: Reaction) -> None:
-        """Do what a rule says beyond telling; does not return when that ends the present step."""
+    async def react(self, reaction: Reaction) -> None:
+        """Do what a rule says beyond telling; does not return when that ends the step that calls it.
+
+        What is passive is only told of, and its programs are run; a restart takes a start and a stop program, as monit
+        has it.
+        """
         if reaction.kind == "exec" and reaction.program is not None:
             try:
                 await self._run(reaction.program, "Action done", is_aside=True)
             except HostError as exc:
-                self._tell("Execution failed", "alert", str(exc))
-        elif reaction.kind == "stop":
-            self.stop()
+                self.tell("Execution failed", "alert", str(exc))
         elif reaction.kind == "unmonitor":
             self.unmonitor()
-        elif reaction.kind in ("start", "restart") and self.state in UP:
+        elif self.spec.mode == "passive":
+            pass
+        elif reaction.kind == "stop":
+            self.stop()
+        elif reaction.kind == "restart" and self.state in UP and self.spec.start and self.spec.stop:
+            self._count_restart()
             self.bounce()
         await asyncio.sleep(0)
 
@@ -422,11 +454,13 @@ class Service:
         if self.spec.start is not None:
             left = await programs.sweep(self.spec.label, traces, left, self._within(self._timing.grace))
         self.is_stuck = bool(left)
-        self.complaints.clear()
+        if not self._again:
+            # What a restart was to mend counts as broken until a check has seen it whole.
+            self.complaints.clear()
         self.record.failures = 0
         self.record.reason = f"cannot end {', '.join(str(pid) for pid, _ in left)}" if left else ""
         if left:
-            self._tell("Execution failed", "alert", "failed to stop")
+            self.tell("Execution failed", "alert", "failed to stop")
             self._move(Trigger.STUCK)
             return
         self.release()
@@ -447,13 +481,13 @@ class Service:
             try:
                 await self._shared.bpm.stop(stop.bpm, min(self._stop_by, time.monotonic() + stop.timeout))
             except OSError as exc:
-                self._tell("Execution failed", "alert", str(exc))
+                self.tell("Execution failed", "alert", str(exc))
             return
         if stop is not None:
             try:
                 stopper = await self._run(stop, "Stopped")
             except HostError as exc:
-                self._tell("Execution failed", "alert", str(exc))
+                self.tell("Execution failed", "alert", str(exc))
                 return
         elif running is not None and self.spec.start is not None:
             running.send(signal.SIGTERM)
@@ -466,7 +500,7 @@ class Service:
                 if running is not None:
                     await running.wait()
         except TimeoutError:
-            self._tell("Execution failed", "alert", "failed to stop")
+            self.tell("Execution failed", "alert", "failed to stop")
             if stopper is not None:
                 await stopper.terminate(self._within(self._timing.grace))
 
@@ -486,7 +520,8 @@ class Service:
         words = self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.name)
         return f"{why} ({words})" if words else why
 
-    def _tell(self, event: str, action: str, description: str) -> None:
+    def tell(self, event: str, action: str, description: str) -> None:
+        """Let operators know of an event of monit."""
         self._shared.tell(Event(self.name, event, action, description))
 
 

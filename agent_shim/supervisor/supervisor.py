@@ -21,6 +21,8 @@ from agent_shim.host import files, proc
 from agent_shim.paths import Paths
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm_run import Bpm, Hog
+from agent_shim.supervisor.checks import Checks
+from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.presence import Timing
 from agent_shim.supervisor.programs import Bucket, Programs
@@ -69,12 +71,14 @@ class Supervisor:
         timing: Timing = Timing(),  # noqa: B008 - frozen
         is_strict: bool = False,
     ) -> None:
-        """``memory_total`` tells the bytes that percentages are of, the machine's without it.
+        """``memory_total`` tells the bytes that percentages are of, the container's without it.
 
         With ``is_strict`` a process of bpm.yml that asks for what the container cannot give is not started.
         """
         self._paths = paths
         self._readings = Readings(memory_total)
+        self._kills = Kills()
+        self._checks = Checks(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - it may change
         self._programs = Programs(paths.base, paths.shim_run / "output")
         user = "vcap" if paths.is_system else None
         self.bpm = Bpm(paths, self._programs, user=user, is_strict=is_strict)
@@ -82,7 +86,15 @@ class Supervisor:
         may_start = asyncio.Event()
         may_start.set()
         self._shared = Shared(
-            paths.base, self._programs, self.bpm, restarts, timing, on_event, self._changed, may_start
+            paths.base,
+            self._programs,
+            self.bpm,
+            restarts,
+            timing,
+            on_event,
+            self._changed,
+            self._kills.claim,
+            may_start,
         )
         self._obstacle = ""
         self._services: dict[str, Service] = {}
@@ -110,20 +122,26 @@ class Supervisor:
 
         The daemon then ends, and the next agent takes the processes over.
         """
-        watching = asyncio.create_task(self._watch_memory(), name="memory of bpm processes")
-        watching.add_done_callback(self._life_ended)
+        beside = [
+            asyncio.create_task(self._watch_memory(), name="memory of bpm processes"),
+            asyncio.create_task(self._checks.run(), name="rules"),
+        ]
+        for task in beside:
+            task.add_done_callback(self._life_ended)
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TRIM_PERIOD):
                         await self._has_bug.wait()
-                for life in (watching, *self._lives.values()):
+                for life in (*beside, *self._lives.values()):
                     if life.done() and not life.cancelled():
                         life.result()
                 with contextlib.suppress(OSError):
                     await asyncio.to_thread(self._programs.trim)
+                self._kills.count()
         finally:
-            watching.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _watch_memory(self) -> None:
         """Kill processes that use more memory than their bpm.yml allows; they are restarted as after any death."""
@@ -343,6 +361,9 @@ class Supervisor:
     def count(self) -> int:
         """Processes that the Director knows of."""
         return sum(service.spec.is_vcap for service in self._services.values())
+
+    def _all(self) -> Iterable[Service]:
+        return list(self._services.values())
 
     def services(self) -> list[ServiceInfo]:
         """All services, in the order of the files."""

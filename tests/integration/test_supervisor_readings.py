@@ -42,7 +42,7 @@ async def test_percent_of_memory_is_of_what_the_agent_says(world: World) -> None
     """In a container that is the limit of its cgroup."""
     async with world.supervising(world.job("web")) as supervisor:
         await until(supervisor, "web", "running")
-        supervisor._readings._memory_total = lambda: 1024 * 1024
+        supervisor._readings.memory_total = lambda: 1024 * 1024
         (told,) = supervisor.processes()
 
         assert told.mem_percent == pytest.approx(told.mem_kb / 1024 * 100)

@@ -45,6 +45,7 @@ WALL_CLOCK: Mapping[str, str] = {
 
 BROAD: Mapping[str, str] = {
     "bus.nats": "whatever the client library raises, the bus is tried again",
+    "host.apart": "whatever the work raises is raised where it is waited for",
     "dispatch": "a bug in an action becomes an exception reply, not the end of the agent",
     "tasks": "the lane outlives whatever a task raises",
 }

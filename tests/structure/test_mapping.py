@@ -27,6 +27,7 @@ ELSEWHERE: Mapping[str, str] = {
     "spec_store": "contract/test_state.py",
     "supervisor.bpm": "contract/test_corpus_bpm.py",
     "supervisor.bpm_answers": "contract/test_bpm_cli.py",
+    "supervisor.faults": "integration/test_supervisor_checks.py",
     "supervisor.monit_answers": "integration/test_monit_cli.py",
     "supervisor.posix_regex": "contract/test_corpus_monit.py",
     "probe": "unit/test_commands.py",

@@ -121,8 +121,7 @@ def test_status_has_values_in_33_columns() -> None:
         ({"phase": "down", "reason": "cannot start: no such file"}, "Execution failed"),
         ({"phase": "broken"}, "Execution failed"),
         ({"kind": "host"}, "online with all services"),
-        ({"state": "failing", "reason": "Connection failed: port 80"}, "Connection failed"),
-        ({"state": "failing", "reason": "memory is 3 GiB"}, "Resource limit matched"),
+        ({"state": "failing", "faults": ["Connection failed", "Resource limit matched"]}, "Connection failed"),
     ],
 )
 def test_words_are_those_of_monit(members: dict[str, Any], text: str) -> None:

@@ -57,6 +57,9 @@ def test_memory_of_version_2(tmp_path: Path) -> None:
     found = cgroups.memory(version_2(tmp_path, "pod", "agent"), HOST)
 
     assert found == machine.Memory(200 * MIB, 100 * MIB, 20 * MIB, 5 * MIB)
+    assert cgroups.memory_total(version_2(tmp_path, "pod", "agent"), HOST.total) == 200 * MIB
+    assert cgroups.memory_total(version_2(tmp_path), 500 * MIB) == 500 * MIB
+    assert cgroups.memory_total(cgroups.Cgroup(), 500 * MIB) == 500 * MIB
 
 
 def test_memory_of_version_1(tmp_path: Path) -> None:

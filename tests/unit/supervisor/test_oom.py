@@ -1,0 +1,30 @@
+"""Kills for want of memory, and the deaths they explain."""
+
+from __future__ import annotations
+
+from agent_shim.supervisor.oom import Kills
+
+
+def test_a_kill_explains_one_death() -> None:
+    """What happened before us explains none."""
+    kills = [3]
+    counted = Kills(lambda: kills[0])
+
+    assert not counted.claim()
+    kills[0] = 5
+    assert [counted.claim(), counted.claim(), counted.claim()] == [True, True, False]
+
+
+def test_a_kill_noted_before_the_death_waits_for_it() -> None:
+    """The counter rises first, and may be read in between."""
+    kills = [0]
+    counted = Kills(lambda: kills[0])
+    kills[0] = 1
+    counted.count()
+
+    assert counted.claim()
+
+
+def test_no_counter_explains_nothing() -> None:
+    """Where the kernel does not say."""
+    assert not Kills(lambda: None).claim()
