@@ -61,9 +61,10 @@ class Fleet:
         networks: dict[str, Any],
         *,
         volumes: Mapping[str, Path] = MappingProxyType({}),
+        bosh: Mapping[str, Any] = MappingProxyType({}),
         **members: Any,
     ) -> Machine:
-        """One more machine, whose agent answers; ``volumes`` as ``machine`` has them."""
+        """One more machine, whose agent answers; ``volumes`` as ``machine`` has them, ``bosh`` joins env.bosh."""
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)
         stack = self.stack.enter_context(ExitStack())
@@ -78,6 +79,7 @@ class Fleet:
                 "bosh": {
                     "mbus": {"urls": [self.server.url], "cert": cert},
                     "blobstores": [{"provider": "local", "options": {"blobstore_path": str(BLOBS)}}],
+                    **bosh,
                 }
             },
         }

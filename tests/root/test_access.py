@@ -1,0 +1,118 @@
+"""Operators come in: what the Director and the settings say of access, over the bus, and OpenSSH on the other side."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.demo.director import RpcRemoteError
+from agent_shim.demo.pki import Authority
+from agent_shim.host import network
+from tests.support.fleet import Fleet
+from tests.support.fleet import fleet as made
+from tests.support.machine import Machine
+from tests.support.programs import eventually
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("sshd", path="/usr/sbin") is None, reason="needs openssh-server"),
+]
+
+AGENT = "5b6f0e0c-53a4-4e0e-8d4c-6a3f0b1c2d3e"
+NETWORKS = {"default": {"type": "manual", "ip": "127.0.0.1", "netmask": "255.0.0.0", "default": ["dns", "gateway"]}}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """An operator's key pair."""
+    path = tmp_path / "operator"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+    return path
+
+
+def login(fleet: Fleet, key: Path, user: str, host_key: str, command: str) -> subprocess.CompletedProcess[str]:
+    """As ``bosh ssh`` does it: no other host key is trusted than the one that was told."""
+    known = key.with_name("known_hosts")
+    known.write_text(f"[127.0.0.1]:{fleet.ssh_port} {host_key}")
+    options = [f"UserKnownHostsFile={known}", "StrictHostKeyChecking=yes", "BatchMode=yes", "IdentitiesOnly=yes"]
+    argv = ["ssh", "-F", "none", "-i", str(key), *(f"-o{option}" for option in options), "-p", str(fleet.ssh_port)]
+    return subprocess.run([*argv, f"{user}@127.0.0.1", command], capture_output=True, text=True, timeout=60)
+
+
+def shadow(machine: Machine) -> dict[str, str]:
+    lines = (machine.root / "etc/shadow").read_text().splitlines()
+    return dict(line.split(":")[:2] for line in lines)
+
+
+async def test_a3_an_operator_comes_in_by_the_director_and_is_gone_after_the_cleanup(fleet: Fleet, key: Path) -> None:
+    machine = await fleet.add(AGENT, NETWORKS)
+    for path in (machine.root / "etc/ssh").glob("ssh_host_*"):
+        path.unlink()
+    params = {"user": "bosh_jane", "public_key": key.with_suffix(".pub").read_text()}
+
+    found = await fleet.director.value(AGENT, "ssh", "setup", params)
+    inside = login(fleet, key, "bosh_jane", found["host_public_key"], "id -un; id -nG; pwd; ls -d /var/vcap/bosh")
+
+    assert inside.returncode == 0, inside.stderr
+    name, groups, home, seen = inside.stdout.splitlines()
+    assert (name, home, seen) == ("bosh_jane", "/var/vcap/bosh_ssh/bosh_jane", "/var/vcap/bosh")
+    assert {"vcap", "admin", "bosh_sudoers", "bosh_sshers"} <= set(groups.split())
+    assert await fleet.director.value(AGENT, "ssh", "cleanup", {"user_regex": "^bosh_jane"}) == {
+        "command": "cleanup",
+        "status": "success",
+    }
+    assert login(fleet, key, "bosh_jane", found["host_public_key"], "true").returncode == 255
+    assert not network.is_listening(fleet.ssh_port)
+
+
+async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> None:
+    """vcap's keys and password are there before the agent answers; the password is root's too unless it says no."""
+    public = key.with_suffix(".pub").read_text().strip()
+    hashed = "$6$salt$" + "x" * 86
+    one = await fleet.add(AGENT, NETWORKS, bosh={"authorized_keys": [public], "password": hashed})
+
+    host_key = one.root / "etc/ssh/ssh_host_rsa_key.pub"
+    assert (shadow(one)["vcap"], shadow(one)["root"]) == (hashed, hashed)
+    assert (one.root / "home/vcap/.ssh/authorized_keys").read_text() == public
+    await eventually(lambda: network.is_listening(fleet.ssh_port))
+    one.run("usermod -a -G bosh_sshers vcap")  # as on every stemcell
+    inside = login(fleet, key, "vcap", host_key.read_text(), "id -un")
+    assert inside.stdout == "vcap\n", inside.stderr
+
+    keeping = {"password": hashed, "keep_root_password": True}
+    other = await fleet.add("another", NETWORKS, bosh=keeping)
+    assert (shadow(other)["vcap"], shadow(other)["root"] == hashed) == (hashed, False)
+
+
+async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_taken_back(fleet: Fleet) -> None:
+    machine, authority = await fleet.add(AGENT, NETWORKS), Authority("of the Director")
+    machine.run("mount -t tmpfs -o mode=0755 tmpfs /usr/local/share/ca-certificates")
+    (machine.root / "mnt/leaf.pem").write_text(authority.server().certificate)
+
+    async def trusted(bundle: str) -> bool:
+        assert await fleet.director.run(AGENT, "update_settings", {"trusted_certs": bundle}) == "ok"
+        verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
+        return machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no") == "yes\n"
+
+    assert [await trusted(""), await trusted(authority.ca), await trusted("")] == [False, True, False]
+
+
+async def test_a_container_without_sshd_is_told(fleet: Fleet, key: Path) -> None:
+    machine = await fleet.add(AGENT, NETWORKS)
+    machine.run("mount --bind /dev/null /usr/sbin/sshd")
+    params = {"user": "bosh_jane", "public_key": key.with_suffix(".pub").read_text()}
+
+    with pytest.raises(RpcRemoteError, match=f"nothing listens on port {fleet.ssh_port}"):
+        await fleet.director.value(AGENT, "ssh", "setup", params)
+
+    assert "bosh_jane" not in shadow(machine)
