@@ -99,6 +99,7 @@ class Daemon:
         As process 1 of a container the same signals are its end: then the jobs are stopped in order first.
         """
         process.default_signals()
+        process.leave_no_core()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)

@@ -27,9 +27,10 @@ async def killed_often(stand: Stand) -> str:
     chance, longest = random.Random(1), 0.0
     for _ in range(20):
         await asyncio.sleep(chance.uniform(0.0, 1.0))
+        beats = len(stand.monitor.of("heartbeat", AGENT))
         await stand.kill_agent()
         longest = max(longest, await stand.answers(5))
-    await stand.heartbeat(5)
+    await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 5, "heartbeat after the last kill")
     return f"back after {longest:.2f} s at most, 0 jobs restarted"
 
 

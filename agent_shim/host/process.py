@@ -265,6 +265,11 @@ def default_signals() -> None:
             signal.signal(number, _ignore)
 
 
+def leave_no_core() -> None:
+    """Let no core file show what we know; jobs begin with the same, as on a stemcell, and may raise it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
 def send(identity: tuple[int, int], sig: int) -> bool:
     """Signal the process with this number and start time; False if it is gone."""
     pid, start_ticks = identity

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shlex
 import signal
 import stat
@@ -195,6 +196,20 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
     ]
     assert readable == []
     assert any(key_line.encode() in path.read_bytes() for path in (world.base / "bosh").glob("*.json"))
+
+
+async def test_the_agent_leaves_no_core(world: World) -> None:
+    """A core file would hold the key of the bus; a job that wants one may still ask for it."""
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, unlimited if before[1] == resource.RLIM_INFINITY else (before[1],) * 2)
+    try:
+        await world.start_agent()
+        soft, hard = resource.prlimit(world.pid, resource.RLIMIT_CORE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+    assert (soft, hard) == (0, before[1])
 
 
 async def test_call_asks_what_the_director_would_ask(world: World) -> None:

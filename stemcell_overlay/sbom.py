@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""``./dev sbom``: what the agent is made of, in CycloneDX 1.5 on standard output: each wheel with hashes and licence.
+
+Versions and hashes are those of the lock that the image is built from; licences are read from the installed packages.
+``--licences`` prints a table for people instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[1]
+LOCK: Final = ROOT / "requirements/runtime.lock"
+_PINNED: Final = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)")
+_HASH: Final = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One package of the lock; ``hashes`` are of all its files, of which one is installed."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+    licence: str
+
+
+def components(lock: str) -> Iterator[Component]:
+    """What a lock file names, in its order; ``LookupError`` for what is not installed here."""
+    for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
+        pinned = _PINNED.match(entry)
+        if pinned is not None:
+            yield Component(pinned[1], pinned[2], tuple(_HASH.findall(entry)), licence(pinned[1]))
+
+
+def licence(name: str) -> str:
+    """What a package says of its licence: the expression, the field, or its classifiers."""
+    try:
+        told = importlib.metadata.metadata(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # a package for another system or interpreter
+    text = told.get("License-Expression") or ""
+    if not text:
+        classifiers = told.get_all("Classifier") or []
+        text = ", ".join(line.rpartition(" :: ")[2] for line in classifiers if line.startswith("License :: "))
+    return text or (told.get("License") or "unknown").splitlines()[0]
+
+
+def document(version: str, found: list[Component]) -> dict[str, Any]:
+    """CycloneDX 1.5."""
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {"type": "application", "name": "agent-shim", "version": version}},
+        "components": [
+            {
+                "type": "library",
+                "name": one.name,
+                "version": one.version,
+                "purl": f"pkg:pypi/{one.name.lower()}@{one.version}",
+                "licenses": [{"license": {"name": one.licence}}],
+                "hashes": [{"alg": "SHA-256", "content": digest} for digest in one.hashes],
+            }
+            for one in found
+        ],
+    }
+
+
+def main() -> int:
+    """Print it."""
+    parser = argparse.ArgumentParser(prog="./dev sbom", description=__doc__)
+    parser.add_argument("--licences", action="store_true", help="a table of names, versions and licences")
+    asked = parser.parse_args()
+    found = list(components(LOCK.read_text()))
+    if asked.licences:
+        sys.stdout.writelines(f"{one.name:20} {one.version:12} {one.licence}\n" for one in found)
+    else:
+        made = document(importlib.metadata.version("agent-shim"), found)
+        sys.stdout.write(f"{json.dumps(made, indent=1)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

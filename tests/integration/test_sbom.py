@@ -1,0 +1,36 @@
+"""What the agent says it is made of."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def sbom(*arguments: str) -> str:
+    program = [sys.executable, str(ROOT / "stemcell_overlay/sbom.py"), *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=True).stdout
+
+
+def test_every_package_of_the_lock_is_in_it_with_its_hashes() -> None:
+    """The lock is what the image is installed from."""
+    lock = (ROOT / "requirements/runtime.lock").read_text()
+    pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE))
+
+    document = json.loads(sbom())
+
+    assert {(one["name"], one["version"]) for one in document["components"]} == pinned
+    assert sum(len(one["hashes"]) for one in document["components"]) == lock.count("--hash=sha256:")
+    assert document["metadata"]["component"]["name"] == "agent-shim"
+
+
+def test_no_licence_forbids_what_is_done_here() -> None:
+    """Nothing that would bind users of the image: what is installed is permissive or weakly reciprocal."""
+    lines = sbom("--licences").splitlines()
+
+    assert len(lines) > 5
+    assert [line for line in lines if re.search(r"\b(A?GPL|SSPL|Commons Clause)", line)] == []
