@@ -6,6 +6,7 @@ made it. ``judgement`` says what facts mean, this module gathers them.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import pwd
@@ -54,7 +55,7 @@ class Patient:
 
 def examine(paths: Paths, config: Path | None) -> Report:
     """Look at everything; ``config`` is agent.json, by default the one of stemcells."""
-    with tempfile.TemporaryDirectory(prefix="agent-shim-doctor-") as scratch:
+    with _scratch(paths) as scratch:
         patient = Patient(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []
         for topic, check in CHECKS.items():
@@ -64,6 +65,14 @@ def examine(paths: Paths, config: Path | None) -> Report:
                 findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
         binds = not trials.outcome(partial(trials.bind_mount, patient.scratch))
         return Report(judgement.tier(is_root=patient.is_root, mounts=binds), findings)
+
+
+def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
+    """A directory to try things in; a pod whose root file system is read-only may have no /tmp."""
+    for place in (None, paths.data, paths.base):
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
+    return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=judgement.SHARED_MEMORY)
 
 
 def _config(paths: Paths, config: Path | None) -> AgentConfig:

@@ -7,11 +7,13 @@ not do the tests do in its place: volumes get the group of the pod, the preStop 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,15 +22,38 @@ import yaml
 
 from tests.image import pods
 from tests.image.pods import Container, Podman
-from tests.image.test_manifests import DEPLOY, kustomized
+from tests.image.test_manifests import DEPLOY, manifests
 
 pytestmark = pytest.mark.image
 
 EXAMPLE: Final = "localhost/agent-shim/example"
+DOCTOR: Final = ("agent-shim", "doctor", "--json", "-C", "/etc/agent_shim/agent.json")
 LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50")
 
-TIERS = {"base": "0", "privileged": "0", "restricted": "1000"}
-"""Overlays, and the user that the agent is in them."""
+
+@dataclass(frozen=True)
+class Tier:
+    """What is to be seen in an overlay's pod: the ``user`` that the agent is, and what its doctor says."""
+
+    user: str
+    called: str
+    limited: frozenset[str]
+    """Topics in which less is possible than in others."""
+
+
+TIERS: Final = {
+    "privileged": Tier("0", "privileged", frozenset()),
+    "userns": Tier("0", "privileged", frozenset()),
+    "base": Tier("0", "root with few capabilities", frozenset({"mounts"})),
+    "example": Tier("0", "root with few capabilities", frozenset({"mounts"})),
+    "restricted": Tier(
+        "1000", "restricted: no root", frozenset({"user", "confinement", "mounts", "/etc", "ports below 1024"})
+    ),
+}
+TOPICS: Final = frozenset(
+    {"user", "users", "confinement", "mounts", "bpm isolation", "process 1", "/etc", "/tmp", "/run", "ports below 1024"}
+)
+"""Those that depend on the tier, and not on the machine that the test runs on."""
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +64,14 @@ def example(podman: Podman, image: str) -> str:
 
 def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     """What ``kube play`` reads of an overlay, volumes below ``scratch``; and the pod in it."""
-    documents = list(yaml.safe_load_all(kustomized(name)))
-    owner = next(document for document in documents if document["kind"] == "StatefulSet")
-    template, claims = owner["spec"]["template"], owner["spec"]["volumeClaimTemplates"]
+    documents = list(yaml.safe_load_all(manifests(name)))
+    owner = next(document for document in documents if document["kind"] in ("StatefulSet", "Pod"))
+    template, claims = owner["spec"].get("template", owner), owner["spec"].get("volumeClaimTemplates", [])
     metadata = {**template["metadata"], "name": f"shim-{name}-{os.getpid()}"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
     group = pod["spec"].get("securityContext", {}).get("fsGroup", 0)
-    kept = [volume for volume in pod["spec"]["volumes"] if "emptyDir" not in volume]
-    made = [volume["name"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume]
+    kept = [volume for volume in pod["spec"]["volumes"] if "configMap" in volume]
+    made = [volume["name"] for volume in pod["spec"]["volumes"] if "configMap" not in volume]
     for volume in [*made, *(claim["metadata"]["name"] for claim in claims)]:
         path = scratch / volume
         path.mkdir()
@@ -57,15 +82,37 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     for container in pod["spec"]["containers"]:
         # podman would open the ports on this machine too, where somebody else may have them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
-            container.pop(member)
+            container.pop(member, None)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
     return yaml.safe_dump_all([*maps, pod]), pod
+
+
+def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path) -> tuple[tuple[str, ...], list[str]]:
+    """Options and command for ``podman run`` of a pod with a user namespace, which ``kube play`` does not make."""
+    spec = pod["spec"]["containers"][0]
+    (scratch / "config").mkdir()
+    for document in yaml.safe_load_all(text):
+        for file, content in document.get("data", {}).items():
+            (scratch / "config" / file).write_text(content)
+    paths = {one["name"]: one.get("hostPath", {}).get("path", scratch / "config") for one in pod["spec"]["volumes"]}
+    assert spec["securityContext"]["procMount"] == "Unmasked"
+    return (
+        f"--network={network.name}",
+        *("--uidmap=0:200000:65536", "--gidmap=0:200000:65536", "--security-opt=unmask=all", "--cap-drop=all"),
+        *(f"--cap-add={name}" for name in spec["securityContext"]["capabilities"]["add"]),
+        *(f"--volume={paths[one['name']]}:{one['mountPath']}:U" for one in spec["volumeMounts"]),
+    ), spec["command"]
 
 
 @asynccontextmanager
 async def played(podman: Podman, network: pods.Network, name: str, scratch: Path) -> AsyncIterator[Container]:
     """The container of an overlay's pod, for the length of the block."""
     text, pod = playable(name, scratch)
+    if not pod["spec"].get("hostUsers", True):
+        options, command = mapped(text, pod, network, scratch)
+        async with pods.running(podman, EXAMPLE, *command, options=options) as container:
+            yield container
+        return
     manifest = scratch / "pod.yaml"
     manifest.write_text(text)
     container = Container(podman, f"{pod['metadata']['name']}-instance")
@@ -107,15 +154,22 @@ async def user_of(container: Container, words: str) -> str:
     return (await container.exec("stat", "--format=%u", f"/proc/{pid}")).strip()
 
 
-@pytest.mark.parametrize(("name", "user"), TIERS.items())
+@pytest.mark.parametrize(("name", "tier"), TIERS.items(), ids=TIERS.keys())
 async def test_a_job_answers_in_every_tier(
-    podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, user: str
+    podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """Ready means that the job answers; the hook drains it, and the container then ends well."""
+    """Ready means that the job answers; the doctor says what is possible; the hook drains the job."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
-        assert (await user_of(container, "http.server"), await user_of(container, "bin/bosh-agent")) == ("1000", user)
+        assert (await user_of(container, "http.server"), await user_of(container, "bin/bosh-agent")) == (
+            "1000",
+            tier.user,
+        )
+        report = json.loads(await container.exec(*DOCTOR))
+        verdicts = {one["topic"]: one["verdict"] for one in report["findings"] if one["topic"] in TOPICS}
+        assert report["tier"] == tier.called
+        assert verdicts == {topic: "limited" if topic in tier.limited else "good" for topic in TOPICS}
 
         assert await container.exec(*LAST_WORDS) == "all jobs stopped in order\n"
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
