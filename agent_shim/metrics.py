@@ -153,7 +153,7 @@ class Readings:
     certificates: Mapping[str, float] = field(default_factory=dict)
     """Ends of the certificates of the bus, in seconds since 1970."""
     migration: float | None = None
-    """How much of a disk's content a migration has copied, as a share of one; None while there is none."""
+    """How much of its phase (counting, copying, comparing) a migration has done, of one; None while there is none."""
 
 
 class Histogram:
@@ -253,7 +253,9 @@ class Metrics:
         ends = _by_label(readings.certificates)
         text = "When a certificate of the bus ends, in seconds since 1970."
         yield _gauge("bus_certificate_expiry_timestamp_seconds", text, ends, "certificate")
-        yield _gauge("disk_migration_ratio", "How much of a persistent disk is migrated.", _one(readings.migration))
+        yield _gauge(
+            "disk_migration_ratio", "How much of a persistent disk is copied, then compared.", _one(readings.migration)
+        )
         yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
         durations = HistogramMetricFamily(
             "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]

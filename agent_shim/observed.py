@@ -93,8 +93,7 @@ def _warnings(live: Running) -> list[str]:
 async def _disk(agent: Agent) -> str:
     """The persistent disk in a line: how far a migration is, what is wrong, or whether there is one."""
     if (progress := agent.disks.progress()) is not None:
-        files_done = f"{progress.files}/{progress.files_total} files"
-        return f"migration, {progress.phase}: {files_done}, {progress.size}/{progress.size_total} bytes"
+        return f"migration, {progress}"
     return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted() else "none")
 
 
@@ -121,7 +120,7 @@ def readings(live: Running) -> metrics.Readings:
         tasks_waiting=agent.tasks.waiting,
         addresses_missing=len(live.drift.missing),
         certificates=live.expiry.ends,
-        migration=None if (progress := agent.disks.progress()) is None else progress.size / max(1, progress.size_total),
+        migration=None if (progress := agent.disks.progress()) is None else progress.share,
     )
 
 

@@ -78,7 +78,8 @@ class Places:
             place = self._paths.store  # the CPI names none: whoever made the container has put it there
         if place is None or not volumes.is_directory(place):
             return Disk(cid, place)
-        if self._paths.is_system and not volumes.is_mounted(place):  # a bare directory is lost with the container
+        # A bare directory, of the container or of what is mounted on all of /var/vcap, is where a volume is missing.
+        if self._paths.is_system and not volumes.is_mounted(place, apart_from=self._paths.base):
             return Disk(cid, place)
         marker = identity.read(place)
         if marker is not None and cid in self._taken_down:

@@ -46,6 +46,16 @@ class Progress:
     size: int = 0
     size_total: int = 0
 
+    @property
+    def share(self) -> float:
+        """How much of the present phase is done, as a share of one; 0 as long as nobody knows how much there is."""
+        return self.size / self.size_total if self.size_total else 0.0
+
+    def __str__(self) -> str:
+        if self.phase == "counting":
+            return f"counting: {self.files} files, {self.size} bytes"
+        return f"{self.phase}: {self.files}/{self.files_total} files, {self.size}/{self.size_total} bytes"
+
 
 Report = Callable[[Progress], None]
 

@@ -39,10 +39,10 @@ def is_directory(path: Path) -> bool:
         return False
 
 
-def is_mounted(path: Path) -> bool:
-    """True if ``path`` lies on something mounted, and not on the root file system of the container."""
-    mount = mounts.mount_of(path)
-    return mount is not None and mount.point != Path("/")
+def is_mounted(path: Path, *, apart_from: Path) -> bool:
+    """True if ``path`` lies on something mounted: not on the root file system, nor on that of ``apart_from``."""
+    mount, other = mounts.mount_of(path), mounts.mount_of(apart_from)
+    return mount is not None and mount.point != Path("/") and mount != other
 
 
 def shows(place: Path, volume: Path) -> bool:

@@ -51,6 +51,7 @@ class Pod:
         self.env: dict[str, Any] = {}
         self.keeps_root = False
         self.prefix: Sequence[str] = ()
+        self.http = "off"
         self.seen: dict[str, Path] = {}
         self.agent_id = AGENT
         self._stack = ExitStack()
@@ -109,7 +110,7 @@ class Pod:
         if self.cpi.start:
             self.machine.run(self.cpi.start)
         sources = [{"Type": "File", "SettingsPath": path} for path in self.cpi.sources]
-        settings = {"Infrastructure": {"Settings": {"Sources": sources}}, "AgentShim": {"http": "off"}}
+        settings = {"Infrastructure": {"Settings": {"Sources": sources}}, "AgentShim": {"http": self.http}}
         self.machine.write("/var/vcap/bosh/agent.json", settings)
         if not self.cpi.is_late:
             self.deliver()

@@ -88,3 +88,13 @@ async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypat
     assert proc.command_line(mine[0]) == ""
     await copying.in_worker(paths)(source, target, ignore)
     assert fingerprint(target) == fingerprint(source)
+
+
+def test_how_far_it_is_in_words_and_as_a_share() -> None:
+    """While it is counted nobody knows of how much."""
+    assert (str(Progress("counting", 5, 0, 700)), Progress("counting", 5, 0, 700).share) == (
+        "counting: 5 files, 700 bytes",
+        0.0,
+    )
+    copying = Progress("copying", 5, 10, 250, 1000)
+    assert (str(copying), copying.share) == ("copying: 5/10 files, 250/1000 bytes", 0.25)

@@ -1,0 +1,167 @@
+"""What people and the Director are told of disks: status, metrics, vitals and refusals, by a real agent. Needs root."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.demo.director import RpcRemoteError
+from agent_shim.paths import Paths
+from tests.support import jobs
+from tests.support.pod import Pod
+from tests.support.pod import pod as made
+from tests.support.volumes import holding
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+def status(pod: Pod) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json"))
+    return found
+
+
+async def metric(pod: Pod, name: str) -> float | None:
+    """A value of the page, which is kept for a second; None where it is left out."""
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{pod.http}/metrics", timeout=10) as page:
+            return str(page.read().decode())
+
+    found = re.search(rf"^agent_shim_{name} (\S+)$", await asyncio.to_thread(read), re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def worker(pod: Pod) -> int:
+    """The process that copies; 0 while there is none."""
+    for path in (pod.machine.root / "proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"agent_shim.worker" in path.read_bytes():
+                return int(path.parent.name)
+        except OSError:
+            continue
+    return 0
+
+
+async def stop_in_the_middle(pod: Pod) -> int:
+    """The number of the worker, stopped after it has said how far the copy is."""
+    said = pod.vcap / "data/sys/run/agent_shim/migration.json"
+    async with asyncio.timeout(60):
+        while not (number := worker(pod)):
+            await asyncio.sleep(0)
+        while True:
+            pod.machine.run(f"kill -STOP {number}")
+            if said.exists() and re.search(rb'"(copying|comparing)".*}$', said.read_bytes()):
+                return number
+            pod.machine.run(f"kill -CONT {number}")
+            await asyncio.sleep(0)
+
+
+async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> None:
+    """While it is copied; before and after it there is no such figure."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        pod.http = f"127.0.0.1:{free.getsockname()[1]}"
+    for cid in ("disk-1", "disk-2"):
+        pod.attach(cid)
+    for number in range(3000):
+        (pod.volume("disk-1") / str(number)).write_bytes(os.urandom(10_000))
+    await pod.start()
+    assert status(pod)["disk"] == "none"
+    await pod.run("mount_disk", "disk-1")
+    assert status(pod)["disk"] == "mounted"
+    await pod.run("mount_disk", "disk-2")
+    assert await metric(pod, "disk_migration_ratio") is None
+
+    migrating = asyncio.create_task(pod.run("migrate_disk", "disk-1", "disk-2"))
+    copying = await stop_in_the_middle(pod)
+    async with asyncio.timeout(30):
+        while not re.fullmatch(
+            r"migration, (copying|comparing): \d+/3000 files, \d+/30000000 bytes", status(pod)["disk"]
+        ):
+            await asyncio.sleep(0.05)
+        while (ratio := await metric(pod, "disk_migration_ratio")) is None:
+            await asyncio.sleep(0.1)
+    assert 0 <= ratio <= 1
+    assert "migrate_disk" in status(pod)["task"]
+    pod.machine.run(f"kill -CONT {copying}")
+
+    assert await migrating == {}
+    assert status(pod)["disk"] == "mounted"
+    async with asyncio.timeout(30):
+        while await metric(pod, "disk_migration_ratio") is not None:
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("prefix", [(), ("setpriv", "--bounding-set=-all", "--")], ids=["by mount", "by link"])
+async def test_persistent_vitals_while_a_disk_is_on_the_store(pod: Pod, prefix: tuple[str, ...]) -> None:
+    """And those of the ephemeral disk always: percents of size and of inodes, as texts."""
+    pod.prefix = prefix
+    pod.attach("disk-1")
+    await pod.start()
+
+    for method, names in [
+        ("list_disk", {"system", "ephemeral"}),
+        ("mount_disk", {"system", "ephemeral", "persistent"}),
+        ("unmount_disk", {"system", "ephemeral"}),
+    ]:
+        await pod.run(method, *(["disk-1"] if method != "list_disk" else []))
+        disks = (await pod.run("get_state", "full"))["vitals"]["disk"]
+        assert disks.keys() == names, method
+        assert all(value["percent"].isdigit() and value["inode_percent"].isdigit() for value in disks.values())
+
+
+async def test_start_is_refused_without_the_disk(pod: Pod) -> None:
+    """With the reason, which ``status`` says too; nothing of the jobs runs."""
+    pod.attach("disk-1")
+    await pod.start()
+    await pod.run("mount_disk", "disk-1")
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.run("start")
+    await pod.until("running")
+    pod.kill()
+    pod.start_container()
+    pod.machine.run("umount /var/vcap/bosh/disks/disk-1")
+    await pod.start_agent()
+
+    reason = "disk disk-1 was mounted and is not there: no volume at /var/vcap/bosh/disks/disk-1"
+    with pytest.raises(RpcRemoteError, match=reason):
+        await pod.run("start")
+
+    assert status(pod)["disk"] == reason
+    assert (await pod.run("get_state"))["job_state"] == "failing"
+    assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
+
+
+async def test_who_keeps_a_disk_busy_is_named_and_left_alone(pod: Pod) -> None:
+    """A process that is no job's; one of a job's is ended."""
+    pod.attach("disk-1")
+    (pod.volume("disk-1") / "file").write_text("x")
+    await pod.start()
+    await pod.run("mount_disk", "disk-1")
+    inside = ["nsenter", "-t", str(pod.machine.pid), "-m", "-p", "--"]
+
+    with holding(Path("/var/vcap/store"), within=inside) as program:
+        with pytest.raises(RpcRemoteError) as caught:
+            await pod.run("unmount_disk", "disk-1")
+        assert program.poll() is None
+
+    said = str(caught.value)
+    assert re.search(r"/var/vcap/store is in use: pid \d+ \(\S*python\S* -c .*\) has /var/vcap/store/file open", said)
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert (await pod.run("unmount_disk", "disk-1"))["message"].startswith("Unmounted")
