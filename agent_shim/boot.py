@@ -39,6 +39,9 @@ LEFT_TO_THE_CONTAINER: Final = (
 
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 
+GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - no secret of anybody
+"""What the Go agent writes into monit.user, to the letter."""
+
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
 
@@ -106,7 +109,7 @@ def make_tree(paths: Paths) -> None:
         files.swap_link(paths.data_sys, paths.sys)
 
 
-def steps(agent: Agent, comeback: Comeback) -> list[Step]:
+def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list[Step]:
     """What follows once there are settings."""
     paths = agent.paths
 
@@ -124,7 +127,13 @@ def steps(agent: Agent, comeback: Comeback) -> list[Step]:
         return None
 
     async def monit_user() -> str | None:
-        await files.save(paths.monit_user, f"vcap:{secrets.token_hex(16)}\n".encode(), mode=0o600)
+        """A password stays once it is made: releases read it when they start."""
+        found = await asyncio.to_thread(_text, paths.monit_user)
+        known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
+        if known and not monit_password:
+            return "there is one"
+        password = monit_password or secrets.token_hex(16)
+        await files.save(paths.monit_user, f"vcap:{password}\n".encode(), mode=0o600)
         return None
 
     async def left() -> str:
@@ -309,3 +318,11 @@ def tree_step(paths: Paths) -> Step:
         return None
 
     return Step("directories", tree, vital=True)
+
+
+def _text(path: Path) -> str:
+    """A small file; nothing where it is missing or no text."""
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""

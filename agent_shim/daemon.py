@@ -29,7 +29,7 @@ from agent_shim.mirror import Mirror
 from agent_shim.paths import Paths
 from agent_shim.running import GIVEN_UP, Running, or_stop
 from agent_shim.settings_store import SettingsStore
-from agent_shim.supervisor import bpm_answers, monit_answers
+from agent_shim.supervisor import bpm_answers
 
 logger = logging.getLogger(__name__)
 
@@ -214,10 +214,7 @@ class Daemon:
             case {"command": "bpm"} if live is not None:
                 return msgspec.json.encode(await bpm_answers.answer(live.agent.supervisor.bpm, request))
             case {"command": "services"} if live is not None:
-                obstacle = "" if self._phase == "running" else self._phase
-                found = await monit_answers.answer(live.agent.supervisor, request, obstacle=obstacle)
-                uptime = int(time.monotonic() - self._begun_at)
-                return msgspec.json.encode(found | {"pid": os.getpid(), "uptime_secs": uptime})
+                return msgspec.json.encode(await live.answer_monit(request))
             case {"method": _} if live is not None and live.dispatcher is not None:
                 return await live.dispatcher.reply(wire.decode_request(line), line, limit=None)
         return wire.encode_exception(f"cannot answer: the agent is {self._phase}")

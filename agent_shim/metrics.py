@@ -1,7 +1,7 @@
 """What an observer may ask over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``; read-only, nothing secret.
 
 Three parts: ``Readings``, the values of one scrape; ``Metrics``, which counts what happens and writes both kinds of
-values as text; ``listening``, a responder that knows just enough HTTP for a scraper and a probe. All times are seconds.
+values as text; ``Routes``, what is behind which path. All times are seconds.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import importlib.machinery
 import logging
-import os
 import sys
 import time
 import urllib.parse
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
-from agent_shim import __version__
-from agent_shim.errors import ConfigError
+from agent_shim import __version__, responder
+from agent_shim.responder import Request, Response
 
 logger = logging.getLogger(__name__)
 
@@ -336,26 +335,6 @@ _counter = partial(_family, CounterMetricFamily)
 
 # --- how it is asked for --------------------------------------------------------------------------------------------
 
-MAX_REQUEST: Final = 8192
-"""Bytes of a request with its headers; who sends more is told so."""
-
-MAX_CONNECTIONS: Final = 64
-"""When one more comes, the oldest goes: idle strangers must not keep the kubelet's probe waiting."""
-
-HEADER_TIME: Final = 5.0
-ANSWER_TIME: Final = 10.0
-
-PLAIN: Final = "text/plain; charset=utf-8"
-
-_STATUS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Routes:
@@ -364,117 +343,24 @@ class Routes:
     render: Callable[[bool], bytes]
     ready: Callable[[str], tuple[bool, str]]
 
-    def answer(self, target: str, accept: str) -> tuple[int, str, bytes]:
-        """Status, content type and body for a request target, as ``/readyz?level=agent``."""
-        path, _, query = target.partition("?")
+    def answer(self, request: Request) -> Response:
+        """What is answered to ``GET /readyz?level=agent`` and its like."""
+        path, _, query = request.target.partition("?")
         if path == "/metrics":
-            is_openmetrics = "application/openmetrics-text" in accept.lower()
+            is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "").lower()
             kind = openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_PLAIN_0_0_4
-            return 200, kind, self.render(is_openmetrics)
+            return Response(200, self.render(is_openmetrics), kind)
         if path == "/healthz":
-            return 200, PLAIN, b"ok\n"
+            return Response(200, b"ok\n")
         if path == "/readyz":
             level = urllib.parse.parse_qs(query).get("level", ["jobs"])[0]
             if level not in ("jobs", "agent"):
-                return 400, PLAIN, b"level is jobs or agent\n"
+                return Response(400, b"level is jobs or agent\n")
             is_ready, reason = self.ready(level)
-            return 200 if is_ready else 503, PLAIN, f"{reason}\n".encode("utf-8", "replace")
-        return 404, PLAIN, b"there is /metrics, /healthz and /readyz\n"
+            return Response(200 if is_ready else 503, f"{reason}\n".encode("utf-8", "replace"))
+        return Response(404, b"there is /metrics, /healthz and /readyz\n")
 
 
-class _Connection(asyncio.Protocol):
-    """One request, one answer, no task: a timer ends what takes too long."""
-
-    def __init__(self, routes: Routes, connections: dict[_Connection, None]) -> None:
-        self._routes = routes
-        self._connections = connections
-        self._received = bytearray()
-        self._is_answered = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        if len(self._connections) >= MAX_CONNECTIONS:
-            oldest = next(iter(self._connections))
-            del self._connections[oldest]
-            oldest.transport.abort()
-        self._connections[self] = None
-        self._timer = asyncio.get_running_loop().call_later(HEADER_TIME, transport.abort)
-
-    def connection_lost(self, _exc: Exception | None) -> None:
-        self._timer.cancel()
-        self._connections.pop(self, None)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._is_answered:
-            # What comes after the answer is read and forgotten: closing on it would destroy the answer on its way.
-            if len(self._received) > 8 * MAX_REQUEST:
-                self.transport.abort()
-        elif (end := self._received.find(b"\r\n\r\n")) >= 0 and end <= MAX_REQUEST:
-            self._answer(self._received[:end].decode("latin-1"))
-        elif len(self._received) > MAX_REQUEST:
-            self._send(431, PLAIN, b"a request has at most 8192 bytes\n")
-
-    def _answer(self, head: str) -> None:
-        request, *lines = head.split("\r\n")
-        words = request.split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):
-            self._send(400, PLAIN, b"this is HTTP/1.1\n")
-            return
-        if words[0] not in ("GET", "HEAD"):
-            self._send(405, PLAIN, b"only GET and HEAD\n", "Allow: GET, HEAD\r\n")
-            return
-        fields = (line.partition(":") for line in lines)
-        accept = ",".join(value for name, _, value in fields if name.lower() == "accept")
-        status, kind, body = self._routes.answer(words[1], accept)
-        self._send(status, kind, body, with_body=words[0] == "GET")
-
-    def _send(self, status: int, kind: str, body: bytes, more: str = "", *, with_body: bool = True) -> None:
-        self._is_answered = True
-        self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIME, self.transport.abort)
-        head = (
-            f"HTTP/1.1 {status} {_STATUS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-            f"{more}Connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode("latin-1") + (body if with_body else b""))
-        self.transport.write_eof()
-
-
-def parse_address(text: str) -> tuple[str, int] | None:
-    """``ADDR:PORT`` or ``[ADDR]:PORT`` as host and port; None for ``off``."""
-    if text == "off":
-        return None
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ConfigError(f"cannot listen on {text!r}: an address is ADDR:PORT or off")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-@asynccontextmanager
-async def listening(address: str, routes: Routes) -> AsyncIterator[tuple[str, int] | None]:
-    """Answer on ``address`` for the length of the block; yields where, or None when off or when it cannot be had.
-
-    An address that is taken is an error in the log and not the end: jobs matter more than their metrics.
-    """
-    where = parse_address(address)
-    connections: dict[_Connection, None] = {}
-    try:
-        server = where and await asyncio.get_running_loop().create_server(
-            lambda: _Connection(routes, connections), *where, backlog=128
-        )
-    except OSError as exc:
-        why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
-        logger.error("cannot listen on %s for metrics and probes: %s", address, why)
-        server = None
-    if not server:
-        yield None
-        return
-    try:
-        yield server.sockets[0].getsockname()[:2]
-    finally:
-        server.close()
-        for connection in list(connections):
-            connection.transport.abort()
-        await server.wait_closed()
+def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:
+    """Answer on ``address`` for the length of the block, as ``responder.listening`` does."""
+    return responder.listening(address, routes.answer, "metrics and probes")

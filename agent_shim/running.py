@@ -10,12 +10,14 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agent_shim import alerts, boot, comeback, heartbeat, orderly, settings, wire
+from agent_shim import alerts, boot, comeback, heartbeat, monit_http, orderly, settings, wire
 from agent_shim.actions import (  # noqa: F401 - importing registers them
     access,
     blobs,
@@ -49,6 +51,7 @@ from agent_shim.scripts import Scripts
 from agent_shim.settings_store import SettingsStore
 from agent_shim.spec_store import SpecStore
 from agent_shim.sshd import Sshd
+from agent_shim.supervisor import monit_answers
 from agent_shim.supervisor.supervisor import Event, Supervisor
 from agent_shim.tasks import Tasks, is_asked_to_end
 from agent_shim.users import Users
@@ -63,6 +66,8 @@ GIVEN_UP: Final = "shut down by the Director"
 STOPPING: Final = "the container ends and all jobs are being stopped"
 FENCED_GRACE: Final = 10.0
 """Seconds for jobs whose volume another agent has taken."""
+MONIT_HTTP: Final = "127.0.0.1:2822"
+MONIT_MAIL: Final = "127.0.0.1:2825"
 LAST_WORDS: Final = 1.0
 """Seconds in which the replies to held polls may leave before the bus is left."""
 
@@ -86,6 +91,7 @@ class Running:
     ) -> None:
         """Once ``stop`` is set it ends, and leaves the jobs as they are."""
         self.phase = "booting"
+        self._begun_at = time.monotonic()
         self.vitals: dict[str, Any] = {}
         self.dispatcher: Dispatcher | None = None
         self.orderly: orderly.OrderlyStop | None = None
@@ -144,14 +150,28 @@ class Running:
     async def serve(self) -> None:
         """Boot, then answer until told to stop."""
         agent = self.agent
+        steps = boot.steps(agent, self.comeback, monit_password=self._shim.monit.password)
         async with agent.supervisor:
-            if not await or_stop(boot.boot(boot.steps(agent, self.comeback)), self._stop):
+            if not await or_stop(boot.boot(steps), self._stop):
                 return
             self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
             await agent.tasks.resume(self.dispatcher.resumed())
             gc.freeze()  # what boot has made stays: no later collection looks at it again
             self.phase = "running"
-            await self._run(self.dispatcher)
+            async with self._ports():
+                await self._run(self.dispatcher)
+
+    @asynccontextmanager
+    async def _ports(self) -> AsyncIterator[None]:
+        """Be where monit, and the Go agent for monit, would be."""
+        paths, monit = self.agent.paths, self._shim.monit
+        http = monit.http or (MONIT_HTTP if paths.is_system else "off")
+        mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
+        async with (
+            monit_http.listening(http, self.answer_monit, paths.monit_user),
+            monit_http.refusing_mail(mail),
+        ):
+            yield
 
     async def _run(self, dispatcher: Dispatcher) -> None:
         agent = self.agent
@@ -261,6 +281,12 @@ class Running:
             node_id=spec.id,
             number_of_processes=self.agent.supervisor.count(),
         )
+
+    async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What the command ``monit`` and clients of its API ask, as ``supervisor.monit_answers`` has it."""
+        obstacle = "" if self.phase == "running" else self.phase
+        found = await monit_answers.answer(self.agent.supervisor, request, obstacle=obstacle)
+        return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
 
     async def _send_heartbeat(self, message: bytes) -> None:
         await self._tell("heartbeat", message)

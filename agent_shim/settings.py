@@ -57,6 +57,18 @@ class BpmOptions(msgspec.Struct, frozen=True):
     strict: bool = False
 
 
+class MonitOptions(msgspec.Struct, frozen=True):
+    """Ports on which monit, and the Go agent for monit, are looked for; a value is ``ADDR:PORT`` or ``off``.
+
+    Empty is the port of monit on the real tree, and off below another base directory.
+    """
+
+    http: str = ""
+    mail: str = ""
+    password: str = ""
+    """Instead of a random one, for releases that count on the Go agent's (``random-password``)."""
+
+
 class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Our own options, under the key ``AgentShim``, which the Go agent ignores."""
 
@@ -71,6 +83,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     job_logs: bool = False
     """Pass on what jobs write into their log files to standard output."""
     bpm: BpmOptions = BpmOptions()
+    monit: MonitOptions = MonitOptions()
     ssh: SshOptions = SshOptions()
 
 

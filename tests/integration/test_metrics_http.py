@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from agent_shim import metrics
+from agent_shim import metrics, responder
 from agent_shim.metrics import Metrics, Readings, Routes, listening
 
 Where = tuple[str, int]
@@ -179,7 +179,7 @@ async def test_half_closed_client(where: Where) -> None:
 
 async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not end in time, though bytes trickle in, costs its connection and nobody else's."""
-    monkeypatch.setattr(metrics, "HEADER_TIME", 0.2)
+    monkeypatch.setattr(responder, "HEADER_TIME", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
     with suppress(ConnectionError):
@@ -205,7 +205,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
 
 async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps the connection after the answer loses it."""
-    monkeypatch.setattr(metrics, "ANSWER_TIME", 0.2)
+    monkeypatch.setattr(responder, "ANSWER_TIME", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
     assert (await reader.read()).endswith(b"ok\n")
@@ -227,8 +227,8 @@ async def test_endless_client_is_dropped(where: Where) -> None:
 
 async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every place taken by connections that say nothing, a probe is answered at once and the oldest goes."""
-    monkeypatch.setattr(metrics, "HEADER_TIME", 600.0)
-    idle = [await asyncio.open_connection(*where) for _ in range(metrics.MAX_CONNECTIONS + 10)]
+    monkeypatch.setattr(responder, "HEADER_TIME", 600.0)
+    idle = [await asyncio.open_connection(*where) for _ in range(responder.MAX_CONNECTIONS + 10)]
     try:
         assert (await get(where, "/healthz"))[0] == 200
         with suppress(ConnectionError):
@@ -241,7 +241,7 @@ async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: p
 
 async def test_many_at_once(where: Where) -> None:
     """As many scrapers as there are places are all answered."""
-    answers = await asyncio.gather(*(get(where, "/metrics") for _ in range(metrics.MAX_CONNECTIONS)))
+    answers = await asyncio.gather(*(get(where, "/metrics") for _ in range(responder.MAX_CONNECTIONS)))
 
     assert {status for status, _, _ in answers} == {200}
 
@@ -261,7 +261,7 @@ async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
 
     assert caplog.record_tuples == [
         (
-            "agent_shim.metrics",
+            "agent_shim.responder",
             logging.ERROR,
             f"cannot listen on {address} for metrics and probes: Address already in use",
         )

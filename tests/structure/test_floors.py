@@ -14,7 +14,9 @@ FLOORS: Mapping[int, frozenset[str]] = {
         {"cli", "commands", "probe", "monit_cli", "bpm_cli", "demo", "check", "doctor", "status_text", "terminal"}
     ),
     6: frozenset({"boot", "comeback", "daemon", "handback", "observed", "orderly", "running", "standalone", "worker"}),
-    5: frozenset({"bus", "heartbeat", "alerts", "metrics", "control", "asking"}),
+    5: frozenset(
+        {"bus", "heartbeat", "alerts", "metrics", "monit_http", "monit_text", "responder", "control", "asking"}
+    ),
     4: frozenset({"dispatch", "actions"}),
     3: frozenset({"agent", "tasks"}),
     2: frozenset(

@@ -22,6 +22,8 @@ ELSEWHERE: Mapping[str, str] = {
     "doctor.judgement": "unit/test_doctor.py",
     "host.trials": "root/test_doctor.py",
     "host.volumes": "root/test_disks_volumes.py",
+    "monit_text": "unit/test_monit_cli.py",
+    "responder": "integration/test_metrics_http.py",
     "running": "integration/test_daemon.py",
     "observed": "integration/test_daemon.py",
     "spec_store": "contract/test_state.py",

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from agent_shim import metrics
+from agent_shim import metrics, responder
 from agent_shim.errors import ConfigError
 from agent_shim.metrics import BusReading, Metrics, ProcessReading, Readings
 
@@ -204,11 +204,11 @@ def test_import_brings_no_server() -> None:
 )
 def test_addresses(text: str, where: tuple[str, int] | None) -> None:
     """ADDR:PORT, with brackets around an IPv6 address, or off."""
-    assert metrics.parse_address(text) == where
+    assert responder.parse_address(text) == where
 
 
 @pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
 def test_wrong_address_is_named(text: str) -> None:
     """A wrong address says itself and what would be right."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: an address is ADDR:PORT or off"):
-        metrics.parse_address(text)
+        responder.parse_address(text)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from agent_shim import asking, monit_cli
+from agent_shim import asking, monit_cli, monit_text
 from agent_shim.errors import NoAgentError
 
-MACHINE = monit_cli.Machine("vm-1", (0.5, 1.25, 2.0), "Sat Aug  1 10:00:00 2026")
+MACHINE = monit_text.Machine("vm-1", (0.5, 1.25, 2.0), "Sat Aug  1 10:00:00 2026")
 
 
 def service(name: str = "web", **members: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_summary_has_names_in_35_columns() -> None:
-    text = monit_cli.summary(
+    text = monit_text.summary(
         shown(service(), service("a-name-that-is-longer-than-the-column-is"), service("f", kind="file")), MACHINE
     )
 
@@ -71,7 +71,7 @@ def test_summary_has_names_in_35_columns() -> None:
 
 
 def test_status_has_values_in_33_columns() -> None:
-    text = monit_cli.status(
+    text = monit_text.status(
         shown(service(), service("db", phase="down", state="failing", pid=0, reason="the process ended")), MACHINE
     )
 
@@ -125,14 +125,14 @@ def test_status_has_values_in_33_columns() -> None:
     ],
 )
 def test_words_are_those_of_monit(members: dict[str, Any], text: str) -> None:
-    assert monit_cli.words(service(**members)) == text
+    assert monit_text.words(service(**members)) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0m "), (59, "0m "), (3600, "1h 0m "), (86400, "1d 0h 0m "), (90061, "1d 1h 1m ")]
 )
 def test_durations_name_units_when_needed(seconds: int, text: str) -> None:
-    assert monit_cli.duration(seconds) == text
+    assert monit_text.duration(seconds) == text
 
 
 @pytest.mark.parametrize(

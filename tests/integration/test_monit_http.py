@@ -1,0 +1,269 @@
+"""monit's API over HTTP: what the Go agent reads, what pxc's galera-agent does, and who may ask nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim import monit_http
+from agent_shim.supervisor import monit_answers
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from benchmarks.world import COMMAND
+from benchmarks.world import world as made
+from tests.support.programs import eventually
+from tests.support.programs.jobs import World, info, until
+
+Where = tuple[str, int]
+USER = "vcap:of-this-machine"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    world.paths.monit_user.write_text(f"{USER}\n")
+    yield world
+    world.end()
+
+
+@contextlib.asynccontextmanager
+async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
+    """A supervisor of these jobs, and where its API is."""
+    async with world.supervising(*files) as supervisor:
+
+        async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+            return await monit_answers.answer(supervisor, request, obstacle="") | {"uptime_secs": 61}
+
+        async with monit_http.listening("127.0.0.1:0", ask, world.paths.monit_user) as where:
+            assert where is not None
+            running = asyncio.create_task(supervisor.run())
+            yield supervisor, where
+            running.cancel()
+
+
+async def call(
+    where: Where, target: str, body: str = "", *, user: str = USER, headers: tuple[str, ...] = ()
+) -> tuple[int, str]:
+    """Status and body; a body makes it a POST."""
+    reader, writer = await asyncio.open_connection(*where)
+    lines = [f"{'POST' if body else 'GET'} {target} HTTP/1.1", "Host: localhost:2822", *headers]
+    if user:
+        lines.append(f"Authorization: Basic {base64.b64encode(user.encode()).decode()}")
+    if body:
+        lines += ["Content-Type: application/x-www-form-urlencoded", f"Content-Length: {len(body)}"]
+    writer.write("\r\n".join([*lines, "", body]).encode())
+    async with asyncio.timeout(10):
+        answer = (await reader.read()).decode("latin-1")
+    writer.close()
+    head, _, content = answer.partition("\r\n\r\n")
+    return int(head.split()[1]), content
+
+
+async def status(where: Where, version: int = 2) -> ET.Element:
+    code, text = await call(where, f"/_status{version if version > 1 else ''}?format=xml")
+    assert code == 200
+    assert "\n" not in text
+    assert text.startswith('<?xml version="1.0" encoding="ISO-8859-1"?><monit')
+    return ET.fromstring(text.encode("latin-1"))  # noqa: S314 - our own
+
+
+def number(element: ET.Element, path: str) -> int:
+    return int(element.findtext(path, "missing"))
+
+
+# --- what the Go agent reads ------------------------------------------------------------------------------------------
+
+
+async def test_running_service_is_told_as_the_go_agent_reads_it(world: World) -> None:
+    """Members, attributes and types (jobsupervisor/monit/status.go)."""
+    async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
+        pid = (await until(supervisor, "web", "running")).pid
+        await until(supervisor, "db", "running")
+        root = await status(where)
+        services = {each.get("name"): each for each in root.findall("services/service")}
+        web = services["web"]
+
+        assert abs(int(root.get("incarnation", "")) - time.time()) < 3600
+        assert root.get("version") == "5.2.5"
+        assert [each.tag for each in web][:8] == [
+            *("type", "collected_sec", "collected_usec", "status", "status_hint", "monitor", "monitormode"),
+            "pendingaction",
+        ]
+        assert [number(web, name) for name in ("type", "status", "monitor", "pendingaction")] == [3, 0, 1, 0]
+        assert number(web, "pid") == pid
+        assert number(web, "uptime") >= 0
+        assert number(web, "memory/kilobytetotal") > 0
+        assert float(web.findtext("memory/percenttotal", "")) >= 0
+        assert float(web.findtext("cpu/percenttotal", "")) >= 0
+        assert web.find("status_message") is None
+        assert [name for name in services if name and name.startswith("system_")] != []
+        groups = root.findall("servicegroups/servicegroup")
+        assert [(group.get("name"), [each.text for each in group]) for group in groups] == [("vcap", ["db", "web"])]
+
+
+async def test_dead_and_broken_services_have_a_status_and_a_message(world: World) -> None:
+    """The bits of monit; a message in which anything may stand."""
+    files = [
+        world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
+        JobFile("broken", "", "check process broken with <nonsense>"),
+        world.job("fat", None, "exit 0", "if memory > 1 kb then alert"),
+    ]
+    async with listening(world, *files) as (supervisor, where):
+        await until(supervisor, "dead", "down")
+        await eventually(lambda: info(supervisor, "fat").faults)
+        found = {each.get("name"): each for each in (await status(where)).findall("services/service")}
+
+        assert number(found["dead"], "status") in (0x1200, 0x200)
+        assert "no ]] > <way>" in found["dead"].findtext("status_message", "")
+        assert found["dead"].find("pid") is None
+        assert number(found["broken"], "status") == 0x1000
+        assert number(found["fat"], "status") == 2
+        assert "memory of" in found["fat"].findtext("status_message", "")
+
+
+# --- what pxc does ----------------------------------------------------------------------------------------------------
+
+
+def of_galera(root: ET.Element, name: str) -> str:
+    """How galera-agent reads version 1 (galera-healthcheck/monit_client)."""
+    service = next(each for each in root.findall("service") if each.findtext("name") == name)
+    if number(service, "pendingaction"):
+        return "pending"
+    return {0: "stopped", 2: "starting"}.get(
+        number(service, "monitor"), "failing" if number(service, "status") else "running"
+    )
+
+
+async def test_galera_agent_stops_and_starts_its_service(world: World) -> None:
+    """It posts to the name, wants the words in the page that comes back, then reads the status until it is done."""
+    async with listening(world, world.job("galera-init"), world.job("other")) as (supervisor, where):
+        await until(supervisor, "galera-init", "running")
+        assert of_galera(await status(where, 1), "galera-init") == "running"
+        for action, state in (("stop", "stopped"), ("start", "running")):
+            code, page = await call(where, "/galera-init", f"action={action}")
+            assert code == 200
+            assert f"{action} pending" in page
+            async with asyncio.timeout(20):
+                while (found := of_galera(await status(where, 1), "galera-init")) != state:
+                    assert found in ("pending", "starting")
+                    await asyncio.sleep(0.01)
+        version_1 = await status(where, 1)
+
+        assert of_galera(version_1, "other") == "running"
+        assert version_1.attrib == {}
+        assert [each.tag for each in version_1][:3] == ["server", "platform", "service"]
+        assert version_1.findtext("server/version") == "5.2.5"
+        assert version_1.findall("service")[0].get("type") == "3"
+
+
+async def test_every_action_is_done_or_refused(world: World) -> None:
+    """As monit refuses: 404 for a stranger, 400 for what it cannot do."""
+    async with listening(world, world.job("web")) as (supervisor, where):
+        first = (await until(supervisor, "web", "running")).pid
+        assert (await call(where, "/web", "action=unmonitor"))[0] == 200
+        await until(supervisor, "web", "unmonitored")
+        assert (await call(where, "/WEB", "action=monitor"))[0] == 200
+        assert (await until(supervisor, "web", "running")).pid == first
+        assert (await call(where, "/web", "action=restart"))[0] == 200
+        await eventually(lambda: info(supervisor, "web").pid not in (0, first))
+
+        assert (await call(where, "/nobody", "action=start"))[0] == 404
+        assert (await call(where, "/web", "action=explode"))[0] == 400
+        assert (await call(where, "/web", "x=1"))[0] == 400
+        assert "Invalid action" in (await call(where, "/web", "action=explode"))[1]
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", ["", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"])
+async def test_without_the_password_nothing_is_told_or_done(world: World, user: str) -> None:
+    """401, and the service runs on."""
+    async with listening(world, world.job("web")) as (supervisor, where):
+        await until(supervisor, "web", "running")
+
+        assert (await call(where, "/_status2?format=xml", user=user))[0] == 401
+        assert (await call(where, "/web", "action=stop", user=user))[0] == 401
+        assert info(supervisor, "web").state == "running"
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "no colon", "\xff"])
+async def test_without_a_password_nobody_may_ask(world: World, content: str | None) -> None:
+    """A file that is missing or empty opens nothing."""
+    async with listening(world, world.job("web")) as (_, where):
+        world.paths.monit_user.unlink()
+        if content is not None:
+            world.paths.monit_user.write_text(content)
+
+        for user in ("", ":", content or "x", (content or "x").strip()):
+            assert (await call(where, "/_status2?format=xml", user=user))[0] == 401
+        for odd in ("Basic", "Basic \xff", "Bearer x", "Basic ==="):
+            assert (await call(where, "/", user="", headers=(f"Authorization: {odd}",)))[0] == 401
+
+
+async def test_texts_and_pages_are_shown(world: World) -> None:
+    """For people with curl: the status as text, and a page of each service."""
+    async with listening(world, world.job("web")) as (supervisor, where):
+        await until(supervisor, "web", "running")
+
+        assert (
+            "Process 'web'                       running"
+            in (await call(where, "/_status?format=text&level=summary"))[1]
+        )
+        assert "memory kilobytes total" in (await call(where, "/_status"))[1]
+        assert "<td>web</td><td>running</td>" in (await call(where, "/"))[1]
+        assert "running" in (await call(where, "/web"))[1]
+        assert (await call(where, "/nobody"))[0] == 404
+
+
+async def test_mail_port_answers_and_takes_nothing() -> None:
+    """A CPI that tries it sees a live agent; what is said there is not read."""
+    async with monit_http.refusing_mail("127.0.0.1:0") as where:
+        assert where is not None
+        reader, writer = await asyncio.open_connection(*where)
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"HELO x\r\nMAIL FROM:<a>\r\n")
+        answer = await reader.readline()
+        writer.close()
+
+        assert answer.startswith(b"554 ")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+async def test_agent_has_both_ports_where_it_is_told() -> None:
+    """With a password of its own making, which only its user may read and which outlives a restart of the agent."""
+    async with made(COMMAND) as agent:
+        agent.write_settings()
+        ports = free_port(), free_port()
+        config = json.loads(agent.config.read_text())
+        config["AgentShim"]["monit"] = {"http": f"127.0.0.1:{ports[0]}", "mail": f"127.0.0.1:{ports[1]}"}
+        agent.config.write_text(json.dumps(config))
+        await agent.start_agent()
+        user_file = agent.base / "monit/monit.user"
+        user = user_file.read_text().strip()
+        code, _ = await call(("127.0.0.1", ports[0]), "/_status2?format=xml", user=user)
+        reader, writer = await asyncio.open_connection("127.0.0.1", ports[1])
+        greeting = await reader.readline()
+        writer.close()
+        await agent.stop_agent()
+        await agent.start_agent()
+
+        assert code == 200
+        assert greeting.startswith(b"554 ")
+        assert len(user) > len("vcap:") + 30
+        assert user_file.stat().st_mode & 0o777 == 0o600
+        assert user_file.read_text().strip() == user
