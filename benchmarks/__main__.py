@@ -2,6 +2,7 @@
 
 Any agent can be put in by ``--agent-command``, where ``{config}`` stands for its agent.json and ``{base}`` for the
 directory that stands for /var/vcap. Progress goes to stderr. Figures are medians with the spread beside them.
+``large`` measures GBs of logs, a large compiled package and a large apply instead (``benchmarks.large``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_shim import __version__
+from benchmarks import large
 from benchmarks.world import AGENT, COMMAND, World, world
 
 MB = 1024 * 1024
@@ -175,8 +177,13 @@ async def measure(command: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev bench", description=__doc__)
+    parser.add_argument(
+        "what", nargs="?", choices=["all", "large"], default="all", help="default: all but what is large"
+    )
     parser.add_argument("--agent-command", default=COMMAND, help="default: this agent")
+    parser.add_argument("--scale", type=float, default=1.0, help="of large things (default: 1, needs 20 GB of disk)")
     args = parser.parse_args()
+    measuring = large.measure(args.agent_command, args.scale) if args.what == "large" else measure(args.agent_command)
     document = {
         "agent_command": args.agent_command if args.agent_command != COMMAND else f"agent-shim {__version__}",
         "date": datetime.now(UTC).date().isoformat(),
@@ -185,7 +192,7 @@ def main() -> int:
             "kernel": platform.release(),
             "python": platform.python_version(),
         },
-        "figures": asyncio.run(measure(args.agent_command)),
+        "figures": asyncio.run(measuring),
     }
     json.dump(document, sys.stdout, indent=2)
     print()

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.bus.nats import NatsBus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.host import process
 
 AGENT: Final = "bench-agent"
+BYSTANDER: Final = "bystander"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 COMMAND: Final = f"{shlex.quote(sys.executable)} -m agent_shim.cli run -C {{config}} -b {{base}}"
 
@@ -205,6 +207,28 @@ class World:
             while (await self.director.value(AGENT, "get_state"))["job_state"] != "running":
                 await asyncio.sleep(0.002)
         return time.monotonic() - begun_at
+
+
+async def _echo(data: bytes) -> tuple[str, bytes]:
+    await asyncio.sleep(0.001)  # or it would be asked as often as the loop goes round
+    return json.loads(data)["reply_to"], b'{"value":"pong"}'
+
+
+@asynccontextmanager
+async def bystander(w: World) -> AsyncIterator[None]:
+    """Another client on the bus, ``BYSTANDER``, that does nothing but answer.
+
+    What the machine takes from everybody is seen when it is asked.
+    """
+    await w.server.add_agent(BYSTANDER)
+    bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
+    running = asyncio.create_task(bus.run())
+    try:
+        await bus.wait_connected()
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 def _content(seed: int, size: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from agent_shim.demo.pki import EXPIRED, Authority
 from agent_shim.errors import ActionError
 from agent_shim.settings import Mbus
+from benchmarks import rotation
 from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking, until
 
 
@@ -47,6 +49,18 @@ async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
         assert talk.bus.stats.duplicates > 0
         assert len(handled) == asked
         assert set(handled.values()) == {1}
+
+
+@pytest.mark.slow
+async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> None:
+    """With users that come and go as nats-sync writes them. What the machine takes from everybody is not counted."""
+    faulthandler.cancel_dump_traceback_later()  # two minutes are not enough
+    async with asyncio.timeout(600):
+        found = await rotation.measure(50)
+
+    assert (found["links"], found["links_lost"], found["replies_lost"]) == (51, 0, 0)
+    assert found["replies"] > 5000
+    assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
 
 
 async def test_old_user_may_go(tmp_path: Path) -> None:
