@@ -10,14 +10,14 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
 
 from agent_shim.blobstore import BlobRef, Timing
-from agent_shim.blobstore.providers import environment, open_blob, provider, trusted_ca
+from agent_shim.blobstore.providers import environment, opened, provider, trusted_ca
 from agent_shim.digest import Hasher, MultipleDigest
-from agent_shim.errors import BlobError, ShimError
-from agent_shim.host.files import CHUNK
+from agent_shim.errors import BlobError, DigestError, ShimError
 from agent_shim.host.helper import checked_blob_id
 from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
@@ -73,7 +73,7 @@ class Blobs:
             checking = "Checking downloaded blob digest"
             return await _again(
                 "Failed to download blob",
-                lambda: _checked(self._transfer().download(ref.signed_url, ref.headers), digest, checking),
+                lambda: _checked(partial(self._transfer().download, ref.signed_url, ref.headers), digest, checking),
                 self._timing.pause,
             )
         if not ref.blob_id:
@@ -81,10 +81,12 @@ class Blobs:
         blob_id = checked_blob_id(ref.blob_id)
         for directory in (self._paths.sensitive_blobs, self._paths.blobs):
             if (directory / blob_id).is_file():
-                return await _checked(_opened(directory / blob_id), digest, f"Checking blob '{blob_id}'")
+                return await _checked(partial(opened, directory / blob_id), digest, f"Checking blob '{blob_id}'")
         store = provider(self._store, self._paths, self._transfer)
         checking = f"Checking downloaded blob '{blob_id}'"
-        return await _again("Getting blob from inner blobstore", lambda: _checked(store.get(blob_id), digest, checking))
+        return await _again(
+            "Getting blob from inner blobstore", lambda: _checked(partial(store.get, blob_id), digest, checking)
+        )
 
     def _transfer(self) -> Transfer:
         if self._client is None:
@@ -94,35 +96,23 @@ class Blobs:
         return self._client
 
 
-async def _opened(path: Path) -> BinaryIO:
-    return open_blob(path)
-
-
-async def _checked(getting: Awaitable[BinaryIO], digest: MultipleDigest, what: str) -> BinaryIO:
-    """The file that is got, at its start, if it has the digest; else it is closed and ``BlobError`` raised."""
-    file = await getting
+async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
+    """The file that is got, at its start, if what came has the digest; else it is closed and ``BlobError`` raised."""
     try:
-        digest.check(await hashed(file, digest.hasher()))
-    except ShimError as exc:
+        hasher = digest.hasher()
+    except DigestError as exc:
+        raise BlobError(f"{what}: {exc}") from exc
+    file = await get(hasher)
+    try:
+        digest.check(hasher)
+        file.seek(0)
+    except DigestError as exc:
         file.close()
         raise BlobError(f"{what}: {exc}") from exc
     except BaseException:
         file.close()
         raise
     return file
-
-
-async def hashed(file: BinaryIO, hasher: Hasher) -> Hasher:
-    """``hasher`` after all of ``file``, which is then at its start."""
-
-    def feed() -> None:
-        file.seek(0)
-        while chunk := file.read(CHUNK):
-            hasher.update(chunk)
-        file.seek(0)
-
-    await asyncio.to_thread(feed)
-    return hasher
 
 
 async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from agent_shim import wire
+from agent_shim.digest import Hasher
 from agent_shim.errors import BlobError
 from agent_shim.host import files, process
 from agent_shim.paths import Paths
@@ -36,8 +37,8 @@ DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 class Provider(Protocol):
     """A store of blobs; both methods raise ``BlobError`` or ``OSError`` and may be tried again."""
 
-    async def get(self, blob_id: str) -> BinaryIO:
-        """The content as an open file; the caller closes it."""
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        """The content as an open file, all of it fed to ``hasher``; the caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
         """Keep the content of ``path`` under a new id."""
@@ -65,7 +66,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
 class Dummy:
     """Holds nothing and takes everything."""
 
-    async def get(self, blob_id: str) -> BinaryIO:
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - there is nothing to feed
         raise BlobError(f"cannot get {blob_id}: the blobstore is a dummy")
 
     async def put(self, blob_id: str, path: Path) -> None:
@@ -78,8 +79,8 @@ class Local:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    async def get(self, blob_id: str) -> BinaryIO:
-        return open_blob(self._directory / blob_id)
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        return await opened(self._directory / blob_id, hasher)
 
     async def put(self, blob_id: str, path: Path) -> None:
         await asyncio.to_thread(self._copy, path, self._directory / blob_id)
@@ -106,8 +107,8 @@ class Dav:
         self._options = options
         self._transfer = transfer
 
-    async def get(self, blob_id: str) -> BinaryIO:
-        return await self._transfer().download(self._url(blob_id), self._headers())
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        return await self._transfer().download(self._url(blob_id), self._headers(), hasher)
 
     async def put(self, blob_id: str, path: Path) -> None:
         with path.open("rb") as source:
@@ -136,13 +137,13 @@ class External:
         self._path = f"{paths.bosh_bin}:{environment.get('PATH') or DEFAULT_PATH}"
         self._environment = {**environment, "PATH": self._path}
 
-    async def get(self, blob_id: str) -> BinaryIO:
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
         place = files.sibling(self._scratch / "blob")  # a directory: what the program puts beside the file goes with it
         place.mkdir(0o700)
         try:
             (place / "blob").touch(0o600)
             await self._run("get", blob_id, str(place / "blob"))
-            return open_blob(place / "blob")
+            return await opened(place / "blob", hasher)
         finally:
             files.remove_tree(place)
 
@@ -189,8 +190,23 @@ class External:
         await files.save(self._config, content, mode=0o600)
 
 
-def open_blob(path: Path) -> BinaryIO:
-    """Open a blob that lies in a directory of ours; links and directories are no blobs."""
+async def opened(path: Path, hasher: Hasher) -> BinaryIO:
+    """Open a blob that lies in a directory of ours and feed it to ``hasher``; links and directories are no blobs."""
+    file = _open(path)
+
+    def feed() -> None:
+        while chunk := file.read(files.CHUNK):
+            hasher.update(chunk)
+
+    try:
+        await asyncio.to_thread(feed)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open(path: Path) -> BinaryIO:
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
     except OSError as exc:

@@ -20,6 +20,7 @@ import aiohttp
 from yarl import URL
 
 from agent_shim.blobstore import Timing
+from agent_shim.digest import Hasher
 from agent_shim.errors import BlobError
 from agent_shim.host.files import CHUNK
 
@@ -52,15 +53,15 @@ class Transfer:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def download(self, url: str, headers: Mapping[str, str] = {}) -> BinaryIO:
-        """What ``url`` gives, as an open file without a name; raises ``BlobError``."""
+    async def download(self, url: str, headers: Mapping[str, str], hasher: Hasher) -> BinaryIO:
+        """What ``url`` gives, as an open file without a name, all of it fed to ``hasher``; raises ``BlobError``."""
         with ExitStack() as opened:
             file = opened.enter_context(tempfile.TemporaryFile(dir=self._scratch))
-            await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers))
+            await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
             opened.pop_all()
         return file
 
-    async def _download(self, url: str, target: BinaryIO, headers: Mapping[str, str]) -> None:
+    async def _download(self, url: str, target: BinaryIO, headers: Mapping[str, str], hasher: Hasher) -> None:
         with _explained("Excuting GET request", url):
             async with (
                 _guarded(self._timing) as guard,
@@ -69,6 +70,7 @@ class Transfer:
                 _check(response)
                 async for chunk in response.content.iter_chunked(CHUNK):
                     guard.moved(len(chunk))
+                    hasher.update(chunk)
                     target.write(chunk)
 
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:

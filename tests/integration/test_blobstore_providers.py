@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import stat
 import time
@@ -15,6 +16,7 @@ import pytest
 from agent_shim.blobstore import Timing
 from agent_shim.blobstore.providers import Provider, harmless, provider, trusted_ca
 from agent_shim.blobstore.transfer import Transfer
+from agent_shim.digest import Hasher
 from agent_shim.errors import BlobError
 from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
@@ -50,9 +52,12 @@ def made(
 
 
 async def content(store: Provider, blob_id: str = ID) -> bytes:
-    with await store.get(blob_id) as file:
+    hasher = Hasher("sha256")
+    with await store.get(blob_id, hasher) as file:
         file.seek(0)
-        return file.read()
+        found = file.read()
+    assert hasher.digest().strongest.value == hashlib.sha256(found).hexdigest()
+    return found
 
 
 # --- local ----------------------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ async def test_the_dummy_takes_all_and_has_nothing(paths: Paths, tmp_path: Path)
     store = made(paths, "dummy")
     await store.put(ID, tmp_path / "file")
     with pytest.raises(BlobError, match=f"cannot get {ID}: the blobstore is a dummy"):
-        await store.get(ID)
+        await store.get(ID, Hasher())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gzip
+import hashlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ import pytest
 from agent_shim.blobstore import Timing
 from agent_shim.blobstore.transfer import Transfer, proxy_for
 from agent_shim.demo.pki import EXPIRED, Authority
+from agent_shim.digest import Hasher
 from agent_shim.errors import BlobError
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
@@ -45,9 +47,12 @@ async def transfer(tmp_path: Path) -> AsyncIterator[Transfer]:
 
 
 async def got(transfer: Transfer, url: str, **headers: str) -> bytes:
-    with await transfer.download(url, headers) as file:
+    hasher = Hasher("sha256")
+    with await transfer.download(url, headers, hasher) as file:
         file.seek(0)
-        return file.read()
+        content = file.read()
+    assert hasher.digest().strongest.value == hashlib.sha256(content).hexdigest()
+    return content
 
 
 async def failure(transfer: Transfer, url: str) -> str:
@@ -209,6 +214,13 @@ async def test_a_server_may_think_about_what_it_got(server: Server, transfer: Tr
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 
     assert server.blobs["/new"] == BLOB
+
+
+async def test_a_put_that_nobody_takes_ends(server: Server, transfer: Transfer, tmp_path: Path) -> None:
+    """When the buffers between are full, nothing moves any more."""
+    server.plan = [http.DEAF]
+    with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
+        await put(transfer, f"{server.url}/new?{SECRET}", bytes(50_000_000), tmp_path)
 
 
 async def test_a_put_that_nobody_answers_ends(server: Server, tmp_path: Path) -> None:

@@ -226,6 +226,21 @@ async def test_a_blob_becomes_a_file(paths: Paths) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
+@pytest.mark.slow
+async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, server: Server) -> None:
+    """With the times of real use, whether the server falls silent in the midst or trickles."""
+    store = Blobstore("dav", {"endpoint": server.url})
+    data = os.urandom(200_000)
+    server.blobs = {f"/{hashlib.sha1(b'b').hexdigest()[:2]}/b": data}
+    server.plan = [http.STALL, http.DRIBBLE]
+    target = paths.tmp / "file"
+    async with asyncio.timeout(110):
+        await helper.work(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
+
+    assert target.read_bytes() == data
+    assert len(server.requests) == 3
+
+
 async def test_a_file_becomes_a_blob(paths: Paths, tmp_path: Path, server: Server) -> None:
     """In the blobstore under a new id, or where the signed URL leads."""
     (tmp_path / "file").write_bytes(b"data")

@@ -24,6 +24,8 @@ STALL = "stall"
 """Sends half of the body and then nothing more."""
 SILENT = "silent"
 """Takes the request and never answers."""
+DEAF = "deaf"
+"""Takes the head of a request and nothing of its body."""
 DRIBBLE = "dribble"
 """Sends a byte every 50 milliseconds."""
 NO_LENGTH = "no length"
@@ -99,6 +101,8 @@ class Server:
             await respond(writer, 302, b"", location=how.removeprefix("redirect:"))
         elif how == SILENT:
             await reader.read()
+        elif how == DEAF:
+            await asyncio.sleep(3600)
         elif request.method == "PUT":
             await self._take(request, reader, writer)
             await asyncio.sleep(0.5 if how == THINK else 0)
