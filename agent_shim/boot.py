@@ -310,6 +310,8 @@ def tree_step(paths: Paths) -> Step:
     async def tree() -> str | None:
         try:
             await asyncio.to_thread(make_tree, paths)
+            # Before anything writes there: an agent that is killed while it writes leaves what it had not renamed.
+            await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
         except HostError as exc:
             raise BootError(f"cannot boot: {exc}") from exc
         free = shutil.disk_usage(paths.data).free

@@ -93,7 +93,7 @@ class Bundles:
         except BaseException:
             # It tidies up behind itself, unless it was killed.
             with suppress(ActionError):
-                await self._in_thread(_sweep, {path.parent for path in missing})
+                await self._in_thread(files.sweep, {path.parent for path in missing})
             raise
         for bundle, outcome in zip(missing.values(), done.outcomes, strict=True):
             if outcome.error:
@@ -179,7 +179,7 @@ class Bundles:
     async def sweep(self) -> None:
         """Remove what work that ended before this boot has left half made."""
         versions = [*self._versions("job"), *self._versions("package")]
-        await self._in_thread(_sweep, [self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
+        await self._in_thread(files.sweep, [self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
 
     # --- on the disk, in a thread ------------------------------------------------------------------------------------
 
@@ -263,14 +263,6 @@ class Bundles:
     def _make_job_dir(self, path: Path) -> None:
         if not os.path.lexists(path):
             files.make_dir(path, 0o770, self._paths.shared_owner)
-
-
-def _sweep(places: Iterable[Path]) -> None:
-    for place in places:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            for path in place.iterdir():
-                if files.is_leftover(path.name):
-                    files.remove_tree(path)
 
 
 def _link(target: Path, link: Path) -> None:

@@ -115,7 +115,7 @@ def parse_config(raw: bytes, *, origin: str) -> AgentConfig:
     try:
         document = msgspec.json.decode(raw)
         return wire.convert(document, AgentConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
 
 
@@ -267,7 +267,7 @@ def _decoded(raw: bytes, wanted: type[T], origin: str) -> T:
         raise SettingsError(f"cannot read settings from {origin}: the file is empty")
     try:
         return wire.convert(msgspec.json.decode(raw), wanted)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise SettingsError(f"cannot read settings from {origin}: {exc}") from exc
 
 

@@ -106,5 +106,5 @@ def decode(raw: bytes) -> ApplySpec:
     """The stored spec of ``spec.json``."""
     try:
         return parse(msgspec.json.decode(raw))
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ActionError(f"cannot read the apply spec: {exc}") from exc

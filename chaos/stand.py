@@ -82,7 +82,7 @@ class Stand:
     involved: set[str] | None = field(default_factory=set)
     port: int = 0
     expected_ends: int = 0
-    ends: int = 0
+    ends: list[int | None] = field(default_factory=list)
     is_dead: bool = False
     """Set by a case that ends the agent for good."""
     _init: asyncio.Task[None] | None = None
@@ -171,8 +171,8 @@ class Stand:
     async def broken(self) -> list[str]:
         """The invariants that do not hold now, each with what was seen."""
         found = []
-        if self.ends != self.expected_ends:
-            found.append(f"I1: the agent ended {self.ends} times instead of {self.expected_ends}")
+        if len(self.ends) != self.expected_ends:
+            found.append(f"I1: the agent ended {len(self.ends)} times, not {self.expected_ends}: {self.ends}")
         again = [
             name
             for name, pids in self.world.starts().items()
@@ -274,8 +274,7 @@ class Stand:
         while True:
             agent = self.world.agent
             assert agent is not None
-            await agent.wait()
-            self.ends += 1
+            self.ends.append(await agent.wait())
             await asyncio.sleep(RESTART_PAUSE)
             self.world.exec_agent()
 

@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -106,6 +106,15 @@ def sibling(path: Path) -> Path:
 def is_leftover(name: str) -> bool:
     """True for a name that :func:`sibling` has made."""
     return _LEFTOVER.fullmatch(name) is not None
+
+
+def sweep(places: Iterable[Path]) -> None:
+    """Remove what :func:`sibling` has named in these directories; only where nobody is at work."""
+    for place in places:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for path in place.iterdir():
+                if is_leftover(path.name):
+                    remove_tree(path)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.demo.release import archive
-from agent_shim.host import process
+from agent_shim.host import files, process
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 from tests.support import jobs
@@ -196,6 +196,19 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
     ]
     assert readable == []
     assert any(key_line.encode() in path.read_bytes() for path in (world.base / "bosh").glob("*.json"))
+
+
+async def test_what_an_agent_left_half_written_goes_at_the_next_start(world: World) -> None:
+    """SIGKILL in the middle of a write leaves the new file without its name."""
+    await world.start_agent()
+    await world.kill_agent()
+    left = [files.sibling(world.base / place) for place in ("bosh/tasks.json", "data/bosh/spec.json", "monit/x")]
+    for path in left:
+        path.write_text("{")
+
+    await world.start_agent()
+
+    assert [path for path in left if path.exists()] == []
 
 
 async def test_the_agent_leaves_no_core(world: World) -> None:

@@ -1,0 +1,272 @@
+"""``./dev fuzz [TARGET…]``: mutated input for everything that reads what others wrote, until the time is over.
+
+A finding is an exception that the reader does not name, or a reading that takes longer than a second. It is printed
+with its input, which belongs among the seeds of its target then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from agent_shim import digest, settings, spec, wire
+from agent_shim.actions import core as _core
+from agent_shim.dispatch import ACTIONS
+from agent_shim.errors import ArchiveError, BadArgumentsError, ShimError
+from agent_shim.host import archive, mounts, proc
+from agent_shim.supervisor import bpm, monitrc
+
+SLOW: Final = 1.0
+"""Seconds that one reading may take on a machine with other work."""
+
+del _core  # imported for the actions it registers
+
+
+@dataclass(frozen=True)
+class Target:
+    """``read`` takes bytes and may raise ``known``; ``seeds`` are good inputs and earlier findings."""
+
+    read: Callable[[bytes], object]
+    known: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
+    words: tuple[bytes, ...] = ()
+    """Pieces that mean something there."""
+
+
+def _request(data: bytes) -> object:
+    request = wire.decode_request(data)
+    found = ACTIONS.get(request.method)
+    return found.bind(request.arguments) if found is not None else None
+
+
+def _unpack(data: bytes) -> None:
+    place = Path(tempfile.mkdtemp(prefix="agent-shim-fuzz-"))
+    try:
+        limits = archive.Limits(members=1000, size=1 << 20)
+        archive.unpack(io.BytesIO(data), place / "into", limits=limits)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _tar(mode: Literal["w", "w:gz"]) -> bytes:
+    out = io.BytesIO()
+    kinds = {"a": tarfile.REGTYPE, "d": tarfile.DIRTYPE, "d/l": tarfile.SYMTYPE, "h": tarfile.LNKTYPE}
+    with tarfile.open(fileobj=out, mode=mode) as tar:
+        for name, kind in kinds.items():
+            member = tarfile.TarInfo(name)
+            content = b"content" if kind == tarfile.REGTYPE else b""
+            member.type, member.linkname, member.size = kind, "a", len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+_SPEC: Final = {
+    "deployment": "d",
+    "job": {"name": "j", "version": "1", "template": "j", "templates": [{"name": "j", "version": "1"}]},
+    "packages": {"p": {"name": "p", "version": "1.1", "sha1": "a" * 40, "blobstore_id": "b"}},
+    "networks": {"default": {"type": "manual", "ip": "10.0.0.1", "netmask": "255.0.0.0", "default": ["dns"]}},
+    "index": 0,
+    "rendered_templates_archive": {"sha1": "a" * 40, "blobstore_id": "b"},
+    "configuration_hash": "x",
+    "persistent_disk": 10,
+}
+_SETTINGS: Final = {
+    "agent_id": "a",
+    "vm": {"name": "v"},
+    "networks": {"default": {"type": "dynamic", "dns": ["1.1.1.1"], "routes": [{"destination": "10.0.0.0"}]}},
+    "disks": {"system": "/dev/sda", "persistent": {"cid": {"path": "/dev/sdb", "id": 1}, "x": "/dev/sdc", "y": None}},
+    "env": {"bosh": {"mbus": {"urls": ["nats://h:4222"], "cert": {"ca": "c"}}, "blobstores": [{"provider": "local"}]}},
+}
+_MONIT: Final = b"""check process web with pidfile /var/vcap/sys/run/web.pid
+  start program "/var/vcap/jobs/web/bin/ctl start" as uid vcap and gid vcap with timeout 60 seconds
+  stop program = "/bin/kill -9"
+  if failed host 127.0.0.1 port 80 type tcpssl protocol http and request "/x" for 3 cycles then restart
+  if totalmem > 500 Mb for 15 cycles then alert
+  if 3 restarts within 5 cycles then unmonitor
+  depends on db, other
+  every 2 cycles
+  group vcap # a comment
+check file f with path /x
+  if changed checksum then exec "/bin/true"
+"""
+_BPM: Final = b"""processes:
+- name: web
+  executable: /bin/web
+  args: [--port, 80, yes, 1.10]
+  env: {A: b, N: 1}
+  limits: {memory: 1G, processes: 10, open_files: 100}
+  additional_volumes: [{path: /var/vcap/data/x, writable: true, mount_only: false}]
+  unsafe: {privileged: true, unrestricted_volumes: [{path: /var/vcap/*}]}
+  hooks: {pre_start: /bin/pre}
+"""
+_MOUNTS: Final = (
+    b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue\n"
+    b"37 36 0:5 / /a\\040b rw - tmpfs tmpfs rw\n"
+)
+_STAT: Final = (
+    b"41 (a b) S 7 41 40 0 -1 4194560 1 2 3 4 11 22 33 44 20 0 1 0 98765 1000000 250 18446744073709551615 1 1 0 0 0 0\n"
+)
+_DEEP: Final = b'{"env":' + b"[" * 3000
+"""A finding: deeper than the decoder goes."""
+_METHODS: Final = tuple(
+    _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
+    for method, arguments in (
+        ("ping", []),
+        ("apply", [_SPEC]),
+        ("mount_disk", ["cid", {"path": "/dev/x"}]),
+        ("ssh", ["setup", {"user": "bosh_x", "public_key": "ssh-rsa AAAA"}]),
+        (
+            "compile_package",
+            ["id", "sha", "n", "1", {"d": {"name": "d", "version": "1", "sha1": "s", "blobstore_id": "b"}}],
+        ),
+        (
+            "update_settings",
+            [{"mbus": {"urls": []}, "blobstores": [], "disk_associations": [{"name": "a", "cid": "b"}]}],
+        ),
+        ("sync_dns", ["b", "sha1:x", 7]),
+        ("run_script", ["pre-start", {"env": {"A": "b"}}]),
+        ("drain", ["update", _SPEC]),
+        (
+            "fetch_logs_with_signed_url",
+            [{"signed_url": "u", "log_type": "job", "filters": ["*"], "blobstore_headers": {}}],
+        ),
+    )
+)
+
+TARGETS: Final[dict[str, Target]] = {
+    "envelope": Target(
+        _request, (wire.RequestError, BadArgumentsError), _METHODS, (b"null", b"[]", b"{}", b"1e999", b"\\ud800")
+    ),
+    "settings": Target(
+        lambda data: settings.parse(data, origin="fuzz"), (ShimError,), (_json(_SETTINGS), _DEEP), (b"null", b"[]")
+    ),
+    "update": Target(
+        lambda data: settings.parse_update(data, origin="fuzz"),
+        (ShimError,),
+        (_json({"mbus": {"urls": ["x"], "cert": {}}, "trusted_certs": "x", "disk_associations": []}), _DEEP),
+        (b"null",),
+    ),
+    "config": Target(
+        lambda data: settings.parse_config(data, origin="fuzz"),
+        (ShimError,),
+        (
+            _json(
+                {
+                    "Platform": {"Linux": {}},
+                    "Infrastructure": {"Settings": {"Sources": []}},
+                    "AgentShim": {"http": "off"},
+                }
+            ),
+        ),
+        (b"null",),
+    ),
+    "spec": Target(spec.decode, (ShimError,), (_json(_SPEC),), (b"null", b"[]", b'"1"')),
+    "monit": Target(
+        lambda data: monitrc.parse(data.decode(errors="replace"), origin="fuzz"),
+        (ShimError,),
+        (_MONIT,),
+        (b"if", b"then", b"cycles", b'"', b"{", b"}", b"with", b"<", b"999999999999", b"depends", b"check process"),
+    ),
+    "bpm": Target(
+        lambda data: bpm.parse(data.decode(errors="replace"), origin="fuzz"),
+        (ShimError,),
+        (_BPM, b"a: &a [*a]", b"x: &x {<<: *x}"),
+        (b"&a", b"*a", b"!!int", b"<<", b"- ", b"{", b"]", b"|", b"~", b"0x", b"1e99"),
+    ),
+    "mountinfo": Target(mounts.parse, (), (_MOUNTS,), (b"\\040", b" - ", b"\\777")),
+    "stat": Target(proc.parse, (ValueError, IndexError), (_STAT,), (b"(", b")", b" ")),
+    "archive": Target(_unpack, (ArchiveError,), (_tar("w:gz"), _tar("w")), (b"../", b"/", b"\0", b"0000777")),
+    "digest": Target(
+        lambda data: digest.MultipleDigest.parse(data.decode(errors="replace")),
+        (ShimError,),
+        (b"sha1:" + b"a" * 40 + b";sha256:" + b"b" * 64, b"a" * 40),
+        (b";", b":", b"sha512"),
+    ),
+}
+
+
+def mutated(chance: random.Random, target: Target) -> bytes:
+    """One input: a seed with a few bytes changed, cut, doubled, or a meaningful piece put in."""
+    data = bytearray(chance.choice(target.seeds))
+    for _ in range(chance.randint(1, 6)):
+        place = chance.randrange(len(data) + 1)
+        match chance.randrange(6):
+            case 0 if data:
+                data[place % len(data)] = chance.randrange(256)
+            case 1:
+                del data[place : place + chance.randint(1, 20)]
+            case 2:
+                data[place:place] = data[place : place + chance.randint(1, 60)]
+            case 3 if target.words:
+                data[place:place] = chance.choice(target.words)
+            case 4:
+                data[place:place] = bytes([chance.randrange(256)]) * chance.choice([1, 2, 64, 3000])
+            case _:
+                other = chance.choice(target.seeds)
+                cut = chance.randrange(len(other) + 1)
+                data[place:] = other[cut:]
+    return bytes(data)
+
+
+def findings(target: Target, chance: random.Random, until: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
+    """Inputs that broke the reader, with what happened, until ``until(inputs so far)``."""
+    number = 0
+    while not until(number):
+        data = mutated(chance, target) if number >= len(target.seeds) else target.seeds[number]
+        number += 1
+        begun_at = time.monotonic()
+        try:
+            target.read(data)
+        except target.known:
+            pass
+        except Exception:  # noqa: BLE001 - that is what is looked for
+            yield data, traceback.format_exc(limit=-3)
+        took = time.monotonic() - begun_at
+        if took > SLOW:
+            yield data, f"it took {took:.1f} s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if anything was found."""
+    parser = argparse.ArgumentParser(prog="./dev fuzz", description=__doc__)
+    parser.add_argument("target", nargs="*", choices=[[], *TARGETS], help="default: all")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each target (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    asked = parser.parse_args(arguments)
+    total = 0
+    for name in asked.target or TARGETS:
+        end, count = time.monotonic() + asked.seconds, 0
+
+        def over(number: int, end: float = end) -> bool:
+            nonlocal count
+            count = number
+            return time.monotonic() > end
+
+        for data, what in findings(TARGETS[name], random.Random(asked.seed), over):
+            total += 1
+            sys.stdout.write(f"--- {name}: {data!r:.2000}\n{what}\n")
+            if total > 20:
+                break
+        sys.stdout.write(f"{name}: {count} inputs, {total} findings so far (seed {asked.seed})\n")
+        sys.stdout.flush()
+    return 1 if total else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
