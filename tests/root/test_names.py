@@ -1,0 +1,71 @@
+"""Names of other instances on a machine of its own: what its programs resolve, and what bosh-dns may read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.fleet import Fleet
+from tests.support.fleet import fleet as made
+from tests.support.machine import Machine
+
+pytestmark = pytest.mark.root
+
+AGENT = "agent-1"
+NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+def records(fleet: Fleet, version: int, *pairs: tuple[str, str]) -> list[Any]:
+    """The arguments of ``sync_dns`` for these records, which are in the blobstore."""
+    content = json.dumps({"version": version, "records": pairs}).encode()
+    named = jobs.blob(fleet.blobs(AGENT), content)
+    return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
+
+
+def resolved(machine: Machine, name: str) -> str:
+    """The addresses that the C library finds for a name in the hosts file, "" if none."""
+    found = machine.run(f"getent -s hosts:files ahosts {name} || true")
+    return " ".join(sorted({line.split()[0] for line in found.splitlines()}))
+
+
+async def test_a26_programs_resolve_what_the_director_has_told(fleet: Fleet) -> None:
+    machine = await fleet.add(AGENT, NETWORKS)
+    pairs = [("10.0.0.9", "db-0.bosh"), ("10.0.0.10", "web-0.bosh"), ("fd00::9", "six.bosh")]
+
+    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 1, *pairs)) == "synced"
+    assert [resolved(machine, name) for _, name in pairs] == [address for address, _ in pairs]
+    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 2, ("10.0.0.11", "db-0.bosh"))) == "synced"
+
+    assert (resolved(machine, "db-0.bosh"), resolved(machine, "web-0.bosh")) == ("10.0.0.11", "")
+    assert resolved(machine, AGENT) in ("127.0.0.1", "127.0.0.1 ::1", "::1")
+    assert machine.run("stat -c '%a %U %G' /var/vcap/instance/dns/records.json /etc/hosts").splitlines() == [
+        "640 root vcap",
+        "644 root root",
+    ]
+
+
+async def test_a26_hosts_that_cannot_be_written_cost_bosh_dns_nothing(fleet: Fleet) -> None:
+    """A file that the runtime mounted stays the same file; one that is read-only stays as it is."""
+    machine = await fleet.add(AGENT, NETWORKS)
+    machine.run("cp /etc/hosts /mnt/hosts && mount --bind /mnt/hosts /etc/hosts")
+    stored = machine.vcap / "instance/dns/records.json"
+
+    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 1, ("10.0.0.9", "db-0.bosh"))) == "synced"
+    assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
+    machine.run("mount -o remount,bind,ro /etc/hosts")
+    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 2, ("10.0.0.10", "db-0.bosh"))) == "synced"
+
+    assert json.loads(stored.read_bytes())["version"] == 2
+    assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
