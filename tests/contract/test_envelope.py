@@ -14,6 +14,7 @@ import pytest
 from agent_shim import dispatch, wire
 from agent_shim.agent import Agent
 from agent_shim.dispatch import ACTIONS, Mode
+from tests.support import protocol
 from tests.support.world import World, is_running
 
 UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -115,6 +116,20 @@ async def test_e5_too_few_arguments_of_a_task_appear_in_the_task(world: World) -
 
 async def test_e6_surplus_arguments_are_ignored(world: World) -> None:
     assert await world.call("ping", 1, {"a": "b"}, None) == {"value": "pong"}
+
+
+async def test_e7_member_names_in_any_case_and_unknown_ones(world: World) -> None:
+    """The request that the page about the protocol shows, as others might spell it."""
+    request = protocol.message("request")
+    spellings = [
+        request,
+        {name.upper(): value for name, value in request.items()} | {"REPLY_TO": "director.4.5.6"},
+        request | {"more": [1], "protocol": None, "reply_to": "director.7.8.9"},
+    ]
+
+    ids = [(await world.raw(spelled))["value"]["agent_task_id"] for spelled in spellings]
+    assert len(set(ids)) == 3
+    assert [await world.run("get_task", task_id) for task_id in ids] == [{"value": {}}] * 3
 
 
 async def test_e7_null_arguments_are_none(world: World) -> None:

@@ -108,6 +108,14 @@ def sections() -> list[Section]:
     return [Section(method, text) for method, text in zip(parts[1::2], parts[2::2], strict=True)]
 
 
+def message(kind: str) -> dict[str, Any]:
+    """What the page shows of a message that is no dialogue: ``request``, ``heartbeat``, ``alert``."""
+    _, found, rest = PAGE.read_text().partition(f"\n```json {kind}\n")
+    assert found, f"the page shows no {kind}"
+    document: dict[str, Any] = json.loads(rest.partition("\n```")[0])
+    return document
+
+
 def facts() -> list[str]:
     """The numbers of the facts that hold: ``a13``."""
     table = PAGE.read_text().partition("\n## What holds\n")[2].partition("\n## ")[0]

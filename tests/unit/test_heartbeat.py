@@ -16,6 +16,7 @@ import pytest
 
 from agent_shim.errors import BusError
 from agent_shim.heartbeat import Heartbeat, build
+from tests.support import protocol
 from tests.support.bus import until
 
 
@@ -246,15 +247,7 @@ async def test_bug_in_the_message_is_no_end() -> None:
 
 def test_s7_message() -> None:
     """The members of the Go agent's heartbeat and no other: an id or a time would make it be dropped."""
-    given: dict[str, Any] = {
-        "deployment": "cf",
-        "job": "router",
-        "index": 0,
-        "job_state": "running",
-        "vitals": {"mem": {"kb": "1", "percent": "2"}, "uptime": {"secs": 3}},
-        "node_id": "6a3f",
-        "number_of_processes": 4,
-    }
+    given = protocol.message("heartbeat")
 
     assert json.loads(build(**given)) == given
 
