@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent_shim.errors import HostError
-from agent_shim.host import files, proc
+from agent_shim.host import clock, files, proc
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class Process:
     def __init__(self, stat: proc.Stat, pidfd: int | None, *, leads: bool) -> None:
         self.pid: Final = stat.pid
         self.start_ticks: Final = stat.start_ticks
+        self.seen_ticks = stat.start_ticks
+        """The tick until which it was known to live; a child of ours until it was reaped, its number being its own."""
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
@@ -77,10 +79,15 @@ class Process:
         """False from the moment of its death, reaped or not."""
         if self._over.is_set():
             return False
+        now = clock.boot_ticks()
         if self._pidfd is None:
             found = proc.stat(self.pid)
-            return found is not None and found.is_alive and found.start_ticks == self.start_ticks
-        return not _is_readable(self._pidfd)
+            is_alive = found is not None and found.is_alive and found.start_ticks == self.start_ticks
+        else:
+            is_alive = not _is_readable(self._pidfd)
+        if is_alive:
+            self.seen_ticks = now
+        return is_alive
 
     async def wait(self) -> int | None:
         """Its exit code, 128+N when signal N killed it, None when nobody can tell (adopted, older kernels)."""
@@ -139,12 +146,13 @@ class Process:
         return self._status
 
     def _members(self) -> list[proc.Stat]:
-        """What lives in the group that it led. A number that leads again is another group."""
-        found = proc.table()
-        leader = found.get(self.pid)
-        if leader is not None and leader.start_ticks != self.start_ticks:
-            return []
-        return [s for s in found.values() if s.group == self.pid and s.start_ticks >= self.start_ticks and s.is_alive]
+        """What lives in the group that it led. When that has emptied, the number may become another group's.
+
+        Who was in it while the leader was known to live shows that it has lasted.
+        """
+        found = [s for s in proc.table().values() if s.group == self.pid and s.start_ticks >= self.start_ticks]
+        has_lasted = any(s.start_ticks < self.seen_ticks or s.identity == self.identity for s in found)
+        return [s for s in found if s.is_alive] if has_lasted else []
 
     def _look(self) -> None:
         """The way without pidfd."""
@@ -286,6 +294,7 @@ def send(identity: tuple[int, int], sig: int) -> bool:
 
 def reap(pid: int) -> bool:
     """Collect a dead child and tell every ``Process`` that stands for it; False if it is no dead child of ours."""
+    now = clock.boot_ticks()  # From the reaping on the number can be used again.
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -294,6 +303,7 @@ def reap(pid: int) -> bool:
         return False
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
     for process in _watched.pop(pid, []):
+        process.seen_ticks = now
         process._finish(status)  # noqa: SLF001 - one class, two halves
     return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -62,27 +62,65 @@ def read(path: Path) -> Pidfile | None:
     return Pidfile(int(number[1]), status.st_mtime_ns / 1e9, status.st_ino)
 
 
+class Session(NamedTuple):
+    """A session that a start program ran in: it keeps the number of its leader, which is ``pid``, as long as it lasts.
+
+    When it has emptied, the number is used again. Whatever has it and was there before the tick ``seen`` is of ours,
+    and shows that this one has lasted until now.
+    """
+
+    pid: int
+    start: int
+    seen: int = 0
+    is_led: bool = True
+    """Whether the leader may live."""
+
+
 class Traces(msgspec.Struct):
     """What is remembered of a service's processes; outlives the agent in its saved state."""
 
     known: Identity | None = None
-    """The process it stands for, or stood for last."""
+    """The process it stands for, while it may live."""
     program: Identity | None = None
-    """The start program, while it runs and after."""
-    sessions: list[Identity] = []
-    """Leaders of the sessions that start programs ran in: a session keeps the number of its leader."""
-    pidfile: Pidfile | None = None
-    """The pidfile as it was before the last start."""
+    """The start program, while it may live."""
+    sessions: list[Session] = []
+    """Of the last start programs."""
+    begun: int = 0
+    """The tick at which the last of them started."""
+    before: Pidfile | None = None
+    """The pidfile as it was before that."""
+    heeded: Pidfile | None = None
+    """The pidfile by which ``known`` was found."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
         """A start program runs; ``pidfile`` is what was there before it."""
-        self.program = program
-        self.pidfile = pidfile
-        self.sessions = [*self.sessions, program][-MAX_SESSIONS:]
+        self.program, self.begun = program, program[1]
+        self.before = pidfile
+        self.sessions = [*self.sessions, Session(*program)][-MAX_SESSIONS:]
+
+    def lives(self, session: int) -> None:
+        """A process of ours lives in the session of this number now."""
+        self._saw(session, clock.boot_ticks())
+
+    def ended(self, process: Identity, session: int, seen: int) -> None:
+        """A process of ours has ended that lived in this session until the tick ``seen``."""
+        if process == self.known:
+            self.known = None
+        if process == self.program:
+            self.program = None
+        self._saw(session, seen)
+        self.sessions = [s._replace(is_led=s.is_led and s[:2] != process) for s in self.sessions]
+
+    def _saw(self, session: int, tick: int) -> None:
+        self.sessions = [s._replace(seen=max(s.seen, tick)) if s.pid == session else s for s in self.sessions]
 
     def is_fresh(self, pidfile: Pidfile) -> bool:
         """Whether it was written since the last start began."""
-        return self.program is not None and pidfile != self.pidfile
+        return self.begun > 0 and pidfile != self.before
+
+    def is_used_up(self, pidfile: Pidfile, process: Identity) -> bool:
+        """Whether it named a process that has ended: who has the number now is another one."""
+        return pidfile == self.heeded and process != self.known
 
     def own(self, process: proc.Stat, name: str, base: Path, pidfile: Pidfile | None) -> bool:
         """Whether a process that ``pidfile`` (or a pattern: None) names belongs to service ``name``."""
@@ -90,16 +128,19 @@ class Traces(msgspec.Struct):
             return False
         if process.identity in (self.known, self.program):
             return True
+        if pidfile is not None and self.is_used_up(pidfile, process.identity):
+            return False
         if (found := proc.variable(process.pid, MARK)) is not None:
             return found == mark(name, base)
         if (found := proc.variable(process.pid, MONIT_MARK)) is not None:
             return found == name
         # It may have wiped its environment, or we may not read it (another user's, without CAP_SYS_PTRACE).
-        if self._shares_session(process, proc.stat(process.session)) or self._descends(process):
+        near = {each.pid: each for each in (process, proc.stat(process.session)) if each is not None}
+        if process.session in self._lasting(near, ()) or self._descends(process):
             return True
         if pidfile is None:
             return False
-        if self.program is not None and self.is_fresh(pidfile) and process.start_ticks >= self.program[1]:
+        if self.is_fresh(pidfile) and process.start_ticks >= self.begun:
             return True
         # Started by hand: it lived when the pidfile was written, so it is the one that was meant, unless the number is
         # from another pid namespace; therefore it must also look like a program of a job.
@@ -112,28 +153,39 @@ class Traces(msgspec.Struct):
         processes = census.processes
         marked = set(census.marked.get(mark(name, base), ()))
         others = set().union(*census.marked.values()) - marked
-        found = {p.pid for p in processes.values() if self._shares_session(p, processes.get(p.session))} - others
+        sessions = self._lasting(processes, marked)
+        found = {
+            p.pid for p in processes.values() if p.session in sessions and p.start_ticks >= sessions[p.session]
+        } - others
         for pid, start in filter(None, (self.known, self.program, *known)):
             if pid in processes and processes[pid].start_ticks == start:
                 found.add(pid)
         found = proc.descent(census.children, marked | found) - {1, os.getpid()}
         return [processes[pid].identity for pid in found if processes[pid].is_alive]
 
-    def _shares_session(self, process: proc.Stat, leader: proc.Stat | None) -> bool:
-        """``leader`` is who has the number of the session now: if it is not the one we started, the number is used
-        again."""
-        return any(
-            process.session == pid and process.start_ticks >= start and (leader is None or leader.start_ticks == start)
-            for pid, start in self.sessions
-        )
+    def _lasting(self, processes: Mapping[int, proc.Stat], marked: Collection[int]) -> dict[int, int]:
+        """Number and start of the sessions that are still those of our start programs; ``marked`` carry our mark."""
+        return {
+            session.pid: session.start
+            for session in self.sessions
+            for process in processes.values()
+            if process.session == session.pid
+            and process.start_ticks >= session.start
+            and (
+                process.start_ticks < session.seen
+                or process.pid in marked
+                or process.identity == self.known
+                or (session.is_led and process.identity == session[:2])
+            )
+        }
 
     def _descends(self, process: proc.Stat) -> bool:
         above: proc.Stat | None = process
         for _ in range(32):
             if above is None or above.parent <= 1:
                 return False
-            if above.parent == (self.program or (0, 0))[0]:
-                return above.start_ticks >= (self.program or (0, 0))[1]
+            if self.program is not None and above.parent == self.program[0]:
+                return above.start_ticks >= self.program[1]
             above = proc.stat(above.parent)
         return False
 

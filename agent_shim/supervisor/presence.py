@@ -57,6 +57,8 @@ class Presence:
     def __init__(self, base: Path, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
+        self._session = 0
+        """That of the process when it was found."""
         self.up_at = 0.0
         """When the process started, monotonic."""
         self._is_there = True
@@ -74,10 +76,11 @@ class Presence:
         """Whether it is there now; what another agent, a late pidfile, a successor brings is taken up."""
         if not spec.is_process:
             return self._is_there
-        if self.process is not None and self.process.is_alive:
+        self._take_note(traces)
+        if self.process is not None:
             return True
-        self.process = None
-        found = self._find(spec, traces)
+        pidfile = _read(spec) if spec.pattern is None else None
+        found = self._find(spec, traces, pidfile)
         if found is None:
             return False
         own = self.program
@@ -85,9 +88,22 @@ class Presence:
         if self.process is None:
             return False
         self.up_at = time.monotonic() - clock.uptime_of(found.start_ticks)
-        traces.known = found.identity
+        self._session = found.session
+        traces.known, traces.heeded = found.identity, pidfile
         self._changed()
         return True
+
+    def _take_note(self, traces: Traces) -> None:
+        """Let the traces know what lives and what has ended; a process that has ended is no longer ours."""
+        if self.program is not None and not self.program.is_alive:
+            traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
+        if self.process is None:
+            return
+        if self.process.is_alive:
+            traces.lives(self._session)
+        else:
+            traces.ended(self.process.identity, self._session, self.process.seen_ticks)
+            self.process = None
 
     async def gone(self, spec: ProcessSpec) -> str:
         """How it ended, once it has."""
@@ -149,11 +165,10 @@ class Presence:
             self.process.release()
         self.process = None
 
-    def _find(self, spec: ProcessSpec, traces: Traces) -> proc.Stat | None:
+    def _find(self, spec: ProcessSpec, traces: Traces, pidfile: Pidfile | None) -> proc.Stat | None:
         """The living process that the pidfile, or the pattern, names, if it is ours."""
         if spec.pattern is not None:
             return identity.match(spec.pattern, traces, spec.label, self._base)
-        pidfile = _read(spec)
         found = proc.stat(pidfile.pid) if pidfile else None
         if found is None or not found.is_alive:
             return None

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -89,16 +89,34 @@ class Programs:
     async def sweep(self, name: str, traces: Traces, known: Iterable[Identity], grace: float) -> list[Identity]:
         """Send TERM, and KILL after ``grace`` seconds, to all that belongs to the service; what is left after that."""
         kill = process.KILL_PATIENCE / KILLS
-        left = await self.members(name, traces, known)
-        for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, kill)] * KILLS):
-            if not left:
-                break
-            logger.info("%s: %s to what is left: %s", name, sig.name, ", ".join(str(pid) for pid, _ in left))
-            for each in left:
-                process.send(each, sig)
-            await _all_gone(left, patience)
-            left = await self.members(name, traces, left)
-        return left
+        held: dict[Identity, Process] = {}
+        try:
+            left = await self._hold(name, traces, known, held)
+            for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, kill)] * KILLS):
+                if not left:
+                    break
+                logger.info("%s: %s to what is left: %s", name, sig.name, ", ".join(str(each.pid) for each in left))
+                for each in left:
+                    each.send(sig)
+                await _all_gone(left, patience)
+                left = await self._hold(name, traces, (), held)
+            return [each.identity for each in left]
+        finally:
+            for each in held.values():
+                each.release()
+
+    async def _hold(
+        self, name: str, traces: Traces, known: Iterable[Identity], held: dict[Identity, Process]
+    ) -> list[Process]:
+        """The members, each held since before the look that found it to be one: so its number is not another's by now.
+
+        ``held`` is what is held already, and more afterwards.
+        """
+        found = await self.members(name, traces, [*known, *_living(held)])
+        if new := [each for each in found if each not in held]:
+            held.update((each, holder) for each in new if (holder := process.adopt(*each)))
+            found = await self.members(name, traces, [*known, *_living(held)])
+        return [held[each] for each in found if each in held and held[each].is_alive]
 
     def last_words(self, name: str) -> str:
         """The last line that the programs of a service have printed."""
@@ -171,13 +189,12 @@ class Bucket:
             await asyncio.sleep(-self._left / self._rate)
 
 
-async def _all_gone(left: Collection[Identity], patience: float) -> None:
+def _living(held: Mapping[Identity, Process]) -> list[Identity]:
+    return [each for each, holder in held.items() if holder.is_alive]
+
+
+async def _all_gone(left: Collection[Process], patience: float) -> None:
     """Return when none of them lives, or after ``patience`` seconds."""
     give_up_at = time.monotonic() + patience
-    while time.monotonic() < give_up_at and any(_is_alive(each) for each in left):  # noqa: ASYNC110 - nothing tells
+    while time.monotonic() < give_up_at and any(each.is_alive for each in left):  # noqa: ASYNC110 - some of many
         await asyncio.sleep(process.POLL / 4)
-
-
-def _is_alive(each: Identity) -> bool:
-    found = proc.stat(each[0])
-    return found is not None and found.is_alive and found.identity == each

@@ -56,6 +56,8 @@ class Record(msgspec.Struct):
     """Why it is not running, when that is not what was wanted."""
     was_taken_along: bool = False
     """Stopped because something it depends on was: started together with that."""
+    is_start_due: bool = False
+    """A start is to follow the stop that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,6 @@ class Service:
         self._presence = Presence(shared.base, shared.timing, shared.changed)
         self._step: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
-        self._again = False
         self._has_lived = False
         self._stop_by = float("inf")
         self._patience = 0.0
@@ -157,7 +158,7 @@ class Service:
         """Have it run; after a stop that goes on, if need be."""
         self.record.was_taken_along = False
         if self.state is State.STOPPING:
-            self._again = True
+            self._follow_up(start=True)
         elif self.state not in UP:
             self.record.failures = 0
             self._ask(Trigger.START_ASKED)
@@ -178,18 +179,23 @@ class Service:
             if dependant.state in ACTIVE:
                 dependant.bounce()
         self._ask_stop()
-        self._again = True
+        self._follow_up(start=self.state is State.STOPPING)
 
     def unmonitor(self) -> None:
         """Leave it to itself, and what depends on it."""
         for dependant in self.dependants:
             dependant.unmonitor()
-        self._again = False
+        self._follow_up(start=False)
         self.complaints.clear()
         self._ask(Trigger.UNMONITOR_ASKED)
 
+    def _follow_up(self, *, start: bool) -> None:
+        """Whether a start follows the stop that goes on."""
+        self.record.is_start_due = start
+        self._shared.changed()
+
     def _ask_stop(self, by: float = float("inf")) -> None:
-        self._again = False
+        self._follow_up(start=False)
         self._stop_by = by
         self._ask(Trigger.STOP_ASKED)
 
@@ -223,10 +229,11 @@ class Service:
             self._presence.resume(self.spec, record.traces)
             return
         record.traces = Traces()
-        if record.state is State.STOPPING:
+        if record.state is State.STOPPING and not record.is_start_due:
             record.state = State.STOPPED
         elif record.state not in (State.STOPPED, State.UNMONITORED, State.BROKEN):
             record.state = State.STARTING
+        record.is_start_due = False
 
     async def live(self) -> None:
         """The life of the service; cancelled by who lets it go, its process goes on then."""
@@ -467,8 +474,8 @@ class Service:
         self._has_lived = False
         self.record.traces = Traces()
         self._move(Trigger.EMPTIED)
-        if self._again:
-            self._again = False
+        if self.record.is_start_due:
+            self._follow_up(start=False)
             self._move(Trigger.START_ASKED)
 
     async def _run_stop(self) -> None:

@@ -148,6 +148,20 @@ async def test_stop_that_goes_on_is_finished(world: World) -> None:
         assert not is_alive(found.pid)
 
 
+async def test_restart_that_goes_on_is_finished(world: World) -> None:
+    """The agent ended after the stop of it: the start still follows."""
+    async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await supervisor.restart_one("web")
+        assert info(supervisor, "web").state == "stopping"
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        again = await until(supervisor, "web", "running")
+
+        assert again.pid != found.pid
+        assert not is_alive(found.pid)
+
+
 async def test_unmonitored_process_stays_so(world: World) -> None:
     """A drain goes on over the end of the agent."""
     async with world.supervising(world.job("web")) as supervisor:

@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.host import clock, proc
 from agent_shim.supervisor import identity
-from agent_shim.supervisor.identity import MARK, MONIT_MARK, Pidfile, Traces, mark, read
+from agent_shim.supervisor.identity import MARK, MONIT_MARK, Pidfile, Session, Traces, mark, read
 
 BASE = Path("/var/vcap")
 OLD = Pidfile(50, 1.0, 7)
@@ -180,7 +180,7 @@ def test_members_are_all_that_belong() -> None:
     ]
     table = {process.pid: process for process in processes}
     marked = {mark("web", BASE): {13}, mark("other", BASE): {15}}
-    traces = Traces(known=(18, 107), sessions=[(10, 100)])
+    traces = Traces(known=(18, 107), sessions=[Session(10, 100)])
     found = traces.members(proc.Census(table, proc.children(table), marked), "web", BASE, [(19, 999)])
 
     assert {pid for pid, _ in found} == {10, 11, 12, 13, 14, 18}
@@ -189,9 +189,64 @@ def test_members_are_all_that_belong() -> None:
 def test_number_of_a_session_used_again_is_another_session() -> None:
     """Its leader started at another time."""
     table = {10: stat(10, session=10, start=5000), 11: stat(11, session=10, start=5001)}
-    traces = Traces(sessions=[(10, 100)])
+    traces = Traces(sessions=[Session(10, 100)])
 
     assert traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, []) == []
+
+
+@pytest.mark.parametrize(
+    ("session", "is_ours"),
+    [
+        (Session(10, 100), False),
+        (Session(10, 100, seen=151), True),
+        (Session(10, 100, seen=150), False),
+        (Session(10, 100, seen=99, is_led=False), False),
+    ],
+)
+def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
+    """It has lasted if somebody in it was there when it was seen last; else its number may be another session's."""
+    table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
+    traces = Traces(sessions=[session])
+    found = traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, [])
+
+    assert {pid for pid, _ in found} == ({11, 12} if is_ours else set())
+
+
+def test_session_lasts_while_one_of_ours_is_in_it() -> None:
+    """The process that is known, or one that carries our mark."""
+    table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
+    children = proc.children(table)
+    known = Traces(known=(11, 150), sessions=[Session(10, 100)])
+    plain = Traces(sessions=[Session(10, 100)])
+    marked = {mark("web", BASE): {11}}
+
+    assert {pid for pid, _ in known.members(proc.Census(table, children, {}), "web", BASE, [])} == {11, 12}
+    assert {pid for pid, _ in plain.members(proc.Census(table, children, marked), "web", BASE, [])} == {11, 12}
+
+
+def test_leader_that_has_ended_leads_no_more() -> None:
+    """Whoever has its number, even since the same tick, is a stranger."""
+    traces = Traces()
+    traces.begin((10, 100), None)
+    table = {10: stat(10, session=10, start=100), 11: stat(11, session=10, start=100)}
+    census = proc.Census(table, proc.children(table), {})
+    assert {pid for pid, _ in traces.members(census, "web", BASE, [])} == {10, 11}
+    traces.ended((10, 100), 10, 100)
+
+    assert traces.members(census, "web", BASE, []) == []
+
+
+def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+    """When that has ended, who gets its number later is not the service, though younger than the start program."""
+    traces = Traces()
+    traces.begin((40, 1000), OLD)
+    kernel[50] = stat(50, start=1001), {}, ""
+    assert traces.own(kernel[50][0], "web", BASE, NEW)
+    traces.known, traces.heeded = (50, 1001), NEW
+    traces.ended((50, 1001), 0, 1100)
+
+    assert not traces.own(stat(50, start=1100), "web", BASE, NEW)
+    assert traces.own(stat(50, start=1100), "web", BASE, Pidfile(50, 3.0, 7))
 
 
 def test_pattern_prefers_the_known_then_the_oldest(

@@ -1,0 +1,36 @@
+"""Numbers of processes are used again, as soon as can be: no stranger gets a signal that was meant for a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.root
+
+ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "100"))
+"""Ten thousand take about half an hour."""
+
+
+def test_no_stranger_is_signalled(tmp_path: Path) -> None:
+    """The process, its session or the start program ends; a stranger gets the number, then the job is stopped."""
+    seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
+    program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
+    # The shell is process 1: orphans that nobody has taken in are its own.
+    inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60 + 2 * ROUNDS,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+
+    assert told["signalled"] == []
+    assert told["taken"] > 0.8 * told["rounds"]

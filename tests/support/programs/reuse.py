@@ -1,0 +1,138 @@
+"""reuse.py BASE ROUNDS SEED: processes of jobs end and strangers get their numbers, in a pid namespace of our own.
+
+Writes one JSON: ``rounds``, ``taken`` (numbers that a stranger got), ``signalled`` (what was done to strangers).
+"""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.programs import argv, eventually, number_in
+from tests.support.programs.jobs import FAST, World, info, until
+
+LASTING: Final = "sleep 100000"
+HURRY: Final = replace(FAST, backoff_first=0.001, backoff_limit=0.01, settle=0.05)
+STARTS: Final = {
+    "itself": f"echo $$ >$pidfile.starter; echo $$ >$pidfile; exec {LASTING}",
+    "beside": f"echo $$ >$pidfile.starter; {LASTING} & echo $! >$pidfile",
+    "apart": f"echo $$ >$pidfile.starter; setsid sh -c 'echo $$ >'$pidfile'; exec {LASTING}' & "
+    "while [ ! -s $pidfile ]; do sleep 0.001; done",
+    "bare": f"echo $$ >$pidfile.starter; env -i setsid sh -c 'echo $$ >'$pidfile'; exec {LASTING}' & "
+    "while [ ! -s $pidfile ]; do sleep 0.001; done",
+}
+"""By what becomes of the start program: the daemon itself, gone from its session, gone, gone without a mark."""
+
+
+class Strangers:
+    """``strangers.py`` behind pipes."""
+
+    def __init__(self) -> None:
+        self._maker = subprocess.Popen(
+            argv("strangers.py"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={}
+        )
+
+    async def take(self, pid: int, how: str) -> int:
+        return int(await self._ask(f"take {pid} {how}"))
+
+    async def end(self, pid: int) -> str:
+        return (await self._ask(f"end {pid}")).strip()
+
+    async def _ask(self, line: str) -> str:
+        maker = self._maker
+        assert maker.stdin is not None
+        assert maker.stdout is not None
+        maker.stdin.write(f"{line}\n")
+        maker.stdin.flush()
+        return await asyncio.to_thread(maker.stdout.readline)
+
+
+class Rounds:
+    """One supervisor after the other over the same jobs."""
+
+    def __init__(self, base: Path, seed: int) -> None:
+        self.world = World(base, HURRY)
+        self.random = random.Random(seed)
+        self.strangers = Strangers()
+        self.files: list[JobFile] = [
+            self.world.job(name, f"rm -f $pidfile; {start}", None, "if does not exist then start")
+            for name, start in STARTS.items()
+        ]
+        self.supervisor: Supervisor
+        self.taken = 0
+        self.signalled: list[str] = []
+
+    async def run(self, rounds: int) -> None:
+        await self.begin()
+        for _ in range(rounds):
+            await self.round()
+        await self.supervisor.stop(wait=True)
+        await self.supervisor.close()
+
+    async def begin(self) -> None:
+        self.supervisor = self.world.supervisor()
+        await self.supervisor.recover()
+        await self.supervisor.configure(self.files)
+
+    async def round(self) -> None:
+        """Somebody dies, a stranger gets a number of his, and something is asked of the service."""
+        name = self.random.choice(list(STARTS))
+        which = self.random.choice(["process", "starter"])
+        how = self.random.choice(["plain", "leader", "member"])
+        then = self.random.choice(["stop", "restart", "next agent"])
+        await self.supervisor.start_one(name)
+        found = await until(self.supervisor, name, "running", "settling")
+        starter = await eventually(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
+        number = found.pid if which == "process" else starter
+        if then == "next agent" and self.random.random() < 0.5:
+            await self.supervisor.close()
+            kill(found.pid)
+            stranger = await self.strangers.take(number, how)
+            await self.begin()
+        else:
+            kill(found.pid)
+            stranger = await self.strangers.take(number, how)
+            if then == "next agent":
+                await self.supervisor.close()
+                await self.begin()
+        if then == "restart":
+            await self.supervisor.restart_one(name)
+            await self.supervisor.finished(name)
+        if then == "stop" or self.random.random() < 0.5:
+            await self.supervisor.stop_one(name)
+            await self.supervisor.finished(name)
+            assert info(self.supervisor, name).state == "stopped", info(self.supervisor, name)
+        if stranger:
+            self.taken += 1
+            if got := await self.strangers.end(stranger):
+                self.signalled.append(f"{name}, {which}, {how}, {then}: {got}")
+
+
+def kill(pid: int) -> None:
+    """As somebody outside does; the number is that of a process that was just told to live."""
+    found = proc.stat(pid)
+    if found is not None:
+        process.send(found.identity, 9)
+
+
+async def main(base: Path, rounds: int, seed: int) -> None:
+    with reaper.reaping():
+        one = Rounds(base, seed)
+        try:
+            await one.run(rounds)
+        finally:
+            one.world.end()
+    json.dump({"rounds": rounds, "taken": one.taken, "signalled": one.signalled}, sys.stdout)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=os.environ.get("REUSE_LOG", "ERROR"), stream=sys.stderr)
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

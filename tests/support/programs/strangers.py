@@ -1,0 +1,74 @@
+"""strangers.py: forks processes with the numbers it is told, and tells which signals they got. Root of a pid namespace.
+
+It reads lines: ``take PID HOW`` is answered with the number of the process that counts, or 0 if the number is not free;
+``end PID`` with the signals that this one got, in a line. HOW is ``plain``, ``leader`` (of a session of its own) or
+``member`` (of a session whose leader had the number and is gone).
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+PR_SET_CHILD_SUBREAPER = 36
+PATIENCE = 0.5
+told: dict[int, int] = {}
+
+
+def take(wanted: int, how: str) -> int:
+    """Fork until the number is ours."""
+    give_up_at = time.monotonic() + PATIENCE
+    while time.monotonic() < give_up_at:
+        reading, writing = os.pipe()
+        with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+            last.write(str(wanted - 1))
+        pid = os.fork()
+        if pid == 0:
+            if os.getpid() != wanted:
+                os._exit(0)
+            os.close(reading)
+            if how != "plain":
+                os.setsid()
+            if how == "member" and os.fork():
+                os._exit(0)
+            stay(writing)
+        os.close(writing)
+        if pid != wanted:
+            os.close(reading)
+            os.waitpid(pid, 0)
+            continue
+        pid = int(os.read(reading, 16))
+        if how == "member":
+            os.waitpid(wanted, 0)
+        told[pid] = reading
+        return pid
+    return 0
+
+
+def stay(writing: int) -> None:
+    """Tell our number, then each signal."""
+    every = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, every)
+    os.write(writing, b"%d\n" % os.getpid())
+    while True:
+        os.write(writing, b"%d " % signal.sigwait(every))
+
+
+def end(pid: int) -> str:
+    """Kill it, unless somebody else has."""
+    dead, status = os.waitpid(pid, os.WNOHANG)
+    if not dead:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    got = os.read(told[pid], 4096).decode() + (str(status) if dead else "")
+    os.close(told.pop(pid))
+    return got
+
+
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+for line in sys.stdin:
+    verb, number, *how = line.split()
+    answer = take(int(number), how[0]) if verb == "take" else end(int(number))
+    sys.stdout.write(f"{answer}\n")
+    sys.stdout.flush()
