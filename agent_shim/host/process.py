@@ -55,6 +55,8 @@ class Process:
         self.seen_ticks = stat.start_ticks
         """The tick until which it was known to live; a child of ours until it was reaped, its number being its own."""
         self._leads = leads
+        self._has_heirs = False
+        """Its group has outlived it, so far."""
         self._pidfd = pidfd
         self._status: int | None = None
         self._over = asyncio.Event()
@@ -151,7 +153,8 @@ class Process:
         Who was in it while the leader was known to live shows that it has lasted.
         """
         found = [s for s in proc.table().values() if s.group == self.pid and s.start_ticks >= self.start_ticks]
-        has_lasted = any(s.start_ticks < self.seen_ticks or s.identity == self.identity for s in found)
+        seen = self.seen_ticks + self._has_heirs
+        has_lasted = any(s.start_ticks < seen or s.identity == self.identity for s in found)
         return [s for s in found if s.is_alive] if has_lasted else []
 
     def _look(self) -> None:
@@ -174,9 +177,11 @@ class Process:
             self.release()
             self._finish(status)
 
-    def _finish(self, status: int | None) -> None:
+    def _finish(self, status: int | None, seen_ticks: int = 0, *, has_heirs: bool = False) -> None:
         self._forget()
         self._status = status
+        self.seen_ticks = max(self.seen_ticks, seen_ticks)
+        self._has_heirs = has_heirs
         self._over.set()
 
     def _forget(self) -> None:
@@ -302,9 +307,9 @@ def reap(pid: int) -> bool:
     if info is None:
         return False
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
+    has_heirs = _group_exists(pid)
     for process in _watched.pop(pid, []):
-        process.seen_ticks = now
-        process._finish(status)  # noqa: SLF001 - one class, two halves
+        process._finish(status, now, has_heirs=has_heirs)  # noqa: SLF001 - one class, two halves
     return True
 
 

@@ -461,7 +461,7 @@ class Service:
         if self.spec.start is not None:
             left = await programs.sweep(self.spec.label, traces, left, self._within(self._timing.grace))
         self.is_stuck = bool(left)
-        if not self._again:
+        if not self.record.is_start_due:
             # What a restart was to mend counts as broken until a check has seen it whole.
             self.complaints.clear()
         self.record.failures = 0

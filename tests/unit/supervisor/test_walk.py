@@ -329,6 +329,7 @@ class Walk:
             timing=TIMING,
             tell=self.events.append,
             changed=lambda: None,
+            was_oom=lambda: False,
             may_start=may_start,
         )
         self.service = Service(SPEC, self._shared)
