@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.machinery
 import logging
+import os
 import sys
 import time
 import urllib.parse
@@ -19,10 +20,12 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from agent_shim import __version__, responder
 from agent_shim.responder import Request, Response
+from agent_shim.supervisor.presence import KINDS
+from agent_shim.vitals import Figures
 
 logger = logging.getLogger(__name__)
 
@@ -92,50 +95,33 @@ class BusReading:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineReading:
-    """The vitals of this container as last measured; what could not be measured is missing.
-
-    ``used`` is bytes of memory and swap in use; all else but ``load`` (by minutes) is shares of one: ``full`` of memory
-    and swap, ``cpu`` by mode, ``disks`` and ``inodes`` by disk.
-    """
-
-    used: Mapping[str, float] = field(default_factory=dict)
-    full: Mapping[str, float] = field(default_factory=dict)
-    cpu: Mapping[str, float] = field(default_factory=dict)
-    load: Mapping[str, float] = field(default_factory=dict)
-    disks: Mapping[str, float] = field(default_factory=dict)
-    inodes: Mapping[str, float] = field(default_factory=dict)
-
-
-def machine_reading(vitals: Mapping[str, Any]) -> MachineReading:
-    """The vitals of a heartbeat, whose figures are texts in KiB and percent, as a reading; any part may be missing."""
-    memory = {kind: vitals[name] for kind, name in (("memory", "mem"), ("swap", "swap")) if name in vitals}
-    disks = vitals.get("disk", {})
-    return MachineReading(
-        used={kind: int(part["kb"]) * 1024 for kind, part in memory.items()},
-        full=_shares(memory, "percent"),
-        cpu={mode: float(percent) / 100 for mode, percent in vitals.get("cpu", {}).items()},
-        load=dict(zip(("1", "5", "15"), map(float, vitals.get("load", ())), strict=False)),
-        disks=_shares(disks, "percent"),
-        inodes=_shares(disks, "inode_percent"),
-    )
-
-
-def _shares(parts: Mapping[str, Mapping[str, str]], member: str) -> dict[str, float]:
-    return {name: float(part[member]) / 100 for name, part in parts.items() if member in part}
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessReading:
-    """One supervised process: uptime in seconds, memory in bytes, ``cpu`` as a share of one core."""
+    """One supervised process: what is counted of the process itself, then of all that descend from it; bytes, seconds.
+
+    All of the latter is 0 while nothing runs: series that come and go are hard to reckon with.
+    """
 
     name: str
     state: str
     is_up: bool
-    uptime: float = 0.0
     restarts: int = 0
-    memory: int | None = None
-    cpu: float | None = None
+    exits: Mapping[str, int] = field(default_factory=dict)
+    oom_kills: int = 0
+    started_at: float = 0.0
+    open_files: int = 0
+    """Of the process alone."""
+    memory: int = 0
+    cpu: float = 0.0
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReading:
+    """The persistent disk; ``migrated`` is how much of its phase a migration has done, of one."""
+
+    is_mounted: bool = False
+    is_migrating: bool = False
+    migrated: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +129,9 @@ class Readings:
     """The values of one scrape. Gathering them must be cheap: no disk, no waiting."""
 
     bus: BusReading = BusReading()
-    machine: MachineReading = MachineReading()
+    figures: Figures = field(default_factory=Figures)
+    stemcell: tuple[str, str] | None = None
+    """Operating system and version of the stemcell."""
     processes: Sequence[ProcessReading] = ()
     tasks_running: int = 0
     tasks_waiting: int = 0
@@ -151,8 +139,10 @@ class Readings:
     """Addresses that the Director counts on and no interface has."""
     certificates: Mapping[str, float] = field(default_factory=dict)
     """Ends of the certificates of the bus, in seconds since 1970."""
-    migration: float | None = None
-    """How much of its phase (counting, copying, comparing) a migration has done, of one; None while there is none."""
+    disk: DiskReading = DiskReading()
+    blobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """How many were transferred, by direction and outcome."""
+    blob_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Histogram:
@@ -242,19 +232,23 @@ class Metrics:
         build = InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.")
         build.add_metric([], {"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))})
         yield build
+        stemcell = InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.")
+        if readings.stemcell is not None:
+            stemcell.add_metric([], dict(zip(("os", "version"), readings.stemcell, strict=True)))
+        yield stemcell
         yield from _of_bus(readings.bus)
-        yield from _of_machine(readings.machine)
+        yield _of_certificates(readings.certificates)
+        yield from _of_machine(readings.figures)
+        yield from _of_disk(readings.disk)
         yield from _of_processes(readings.processes)
         yield _gauge("tasks_running", "Long actions that run now.", _one(readings.tasks_running))
         yield _gauge("tasks_waiting", "Long actions that wait for their turn.", _one(readings.tasks_waiting))
         missing = _one(readings.addresses_missing)
         yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
-        ends = _by_label(readings.certificates)
-        text = "When a certificate of the bus ends, in seconds since 1970."
-        yield _gauge("bus_certificate_expiry_timestamp_seconds", text, ends, "certificate")
-        yield _gauge(
-            "disk_migration_ratio", "How much of a persistent disk is copied, then compared.", _one(readings.migration)
-        )
+        transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
+        yield _counter("blob_transfers", "Blobs fetched and stored.", transfers, "direction", "outcome")
+        sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in ("get", "put")]
+        yield _counter("blob_bytes", "Bytes of blobs fetched and stored.", sizes, "direction")
         yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
         durations = HistogramMetricFamily(
             "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]
@@ -281,30 +275,83 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
     yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat went out.", _one(bus.heartbeat_age))
 
 
-def _of_machine(machine: MachineReading) -> Iterator[Metric]:
-    yield _gauge("memory_used_bytes", "Memory and swap in use in this container.", _by_label(machine.used), "kind")
-    yield _gauge("memory_used_ratio", "Share of memory and of swap in use.", _by_label(machine.full), "kind")
-    yield _gauge("cpu_ratio", "Share of the processors in use.", _by_label(machine.cpu), "mode")
-    yield _gauge("load_average", "Load average.", _by_label(machine.load), "minutes")
-    yield _gauge("disk_used_ratio", "Share of a disk in use.", _by_label(machine.disks), "disk")
-    yield _gauge("disk_inodes_used_ratio", "Share of the inodes of a disk in use.", _by_label(machine.inodes), "disk")
+_TRANSFERS: Final = tuple((direction, outcome) for direction in ("get", "put") for outcome in ("done", "failed"))
+STATES: Final = ("running", "starting", "failing", "unknown")
+"""Of a process, as the Director is told."""
+
+
+def _of_certificates(ends: Mapping[str, float]) -> Metric:
+    text = "When a certificate of the bus ends, in seconds since 1970."
+    return _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(ends), "certificate")
+
+
+def _of_machine(figures: Figures) -> Iterator[Metric]:
+    """The container beside the host: where nothing limits it they are the same."""
+    memory, cpu = figures.memory.items(), figures.cpu.items()
+    rows: Rows = [((scope,), known.used) for scope, known in memory]
+    yield _gauge("memory_used_bytes", "Memory in use, without page cache that can be given back.", rows, "scope")
+    rows = [((scope,), known.total) for scope, known in memory]
+    yield _gauge("memory_size_bytes", "Memory there is: the limit of the container, all of the host.", rows, "scope")
+    rows = [((scope,), known.swap_used) for scope, known in memory]
+    yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
+    rows = [((scope,), known.swap_total) for scope, known in memory]
+    yield _gauge("swap_size_bytes", "Swap there is.", rows, "scope")
+    kills = _one(figures.oom_kills)
+    yield _counter("oom_kills", "Processes that the kernel has killed in this container for want of memory.", kills)
+    modes = [
+        ((scope, mode), seconds)
+        for scope, known in cpu
+        for mode, seconds in (("user", known.user), ("system", known.system), ("wait", known.wait))
+        if known.total or mode != "wait"
+    ]
+    text = "Processor time; a container does not know how long it waited."
+    yield _counter("cpu_seconds", text, modes, "scope", "mode")
+    yield _gauge("cpus", "Processors there are: the quota of the container.", _by_label(figures.processors), "scope")
+    yield _gauge("load_average", "Load average of the host.", _by_label(figures.load), "minutes")
+    yield from _of_file_systems(figures.disks.items())
+
+
+def _of_file_systems(disks: Iterable[tuple[str, os.statvfs_result]]) -> Iterator[Metric]:
+    """By role: system, ephemeral (``data``), persistent (``store``)."""
+    disks = list(disks)
+    rows: Rows = [((role,), known.f_blocks * known.f_frsize) for role, known in disks]
+    yield _gauge("disk_size_bytes", "Size of a disk.", rows, "disk")
+    rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]
+    yield _gauge("disk_used_bytes", "Of that, in use.", rows, "disk")
+    rows = [((role,), known.f_files) for role, known in disks]
+    yield _gauge("disk_inodes", "Inodes of a disk; 0 where there is no fixed number.", rows, "disk")
+    rows = [((role,), known.f_files - known.f_ffree) for role, known in disks]
+    yield _gauge("disk_inodes_used", "Of those, in use.", rows, "disk")
+
+
+def _of_disk(disk: DiskReading) -> Iterator[Metric]:
+    yield _gauge("persistent_disk_mounted", "1 while there is a persistent disk on the store.", _one(disk.is_mounted))
+    running = _one(disk.is_migrating)
+    yield _gauge("disk_migration_running", "1 while a persistent disk is copied to another.", running)
+    text = "How much of it is copied, then compared; 0 without a migration."
+    yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
 
 
 def _of_processes(processes: Sequence[ProcessReading]) -> Iterator[Metric]:
     # A name with an undecodable byte (a lone surrogate) would cost the whole page.
-    named = [(process.name.encode("utf-8", "replace").decode(), process) for process in processes]
-    states = [((name, process.state), 1) for name, process in named]
-    yield _gauge("process_state", "1 for the state a process is in.", states, "process", "state")
-    up = [((name,), process.is_up) for name, process in named]
-    yield _gauge("process_up", "1 while a process runs and has settled.", up, "process")
-    uptime = [((name,), process.uptime) for name, process in named]
-    yield _gauge("process_uptime_seconds", "Time a process has been running.", uptime, "process")
-    restarts = [((name,), process.restarts) for name, process in named]
-    yield _counter("process_restarts", "Times a process that ended was started again.", restarts, "process")
-    memory = [((name,), process.memory) for name, process in named]
-    yield _gauge("process_memory_bytes", "Memory of a process and its children.", memory, "process")
-    cpu = [((name,), process.cpu) for name, process in named]
-    yield _gauge("process_cpu_ratio", "Share of one core that a process and its children use.", cpu, "process")
+    named = [((process.name.encode("utf-8", "replace").decode(),), process) for process in processes]
+
+    def rows(member: str) -> Rows:
+        return [(label, getattr(process, member)) for label, process in named]
+
+    yield _gauge("process_up", "1 while it runs.", rows("is_up"), "process")
+    states = [((*label, state), process.state == state) for label, process in named for state in STATES]
+    yield _gauge("process_state", "1 for the state the Director is told, 0 for the others.", states, "process", "state")
+    text = "When it was started, in seconds since 1970; 0 while it does not run."
+    yield _gauge("process_start_time_seconds", text, rows("started_at"), "process")
+    yield _counter("process_restarts", "Times it was started again after it had ended.", rows("restarts"), "process")
+    exits = [((*label, kind), process.exits.get(kind, 0)) for label, process in named for kind in KINDS]
+    yield _counter("process_exits", "Times it ended by itself, by how.", exits, "process", "reason")
+    yield _counter("process_oom_kills", "Times it was killed for want of memory.", rows("oom_kills"), "process")
+    yield _gauge("process_memory_bytes", "Resident memory of it and its children.", rows("memory"), "process")
+    yield _counter("process_cpu_seconds", "Processor time of it and its children.", rows("cpu"), "process")
+    yield _gauge("process_open_files", "Files it has open.", rows("open_files"), "process")
+    yield _gauge("process_threads", "Threads of it and its children.", rows("threads"), "process")
 
 
 Rows = Iterable[tuple[tuple[str, ...], float | None]]
@@ -331,6 +378,21 @@ def _family(
 
 _gauge = partial(_family, GaugeMetricFamily)
 _counter = partial(_family, CounterMetricFamily)
+
+
+def table() -> str:
+    """Every family in Markdown, for docs/operations.md."""
+    rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
+    for family in Metrics(Readings).collect():
+        ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        names: Sequence[str] = _OF_INFO.get(family.name) or getattr(family, "_labelnames")  # noqa: B009 - undeclared
+        labels = ", ".join(f"`{label}`" for label in names)
+        rows.append(f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+_OF_INFO: Final = {"agent_shim_build": ("version", "python"), "agent_shim_stemcell": ("os", "version")}
+"""Labels of what says what it is by labels alone."""
 
 
 # --- how it is asked for --------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import time
+from pathlib import Path
 from typing import Any
 
 from agent_shim import __version__, metrics
 from agent_shim.agent import Agent
+from agent_shim.host import helper, proc
 from agent_shim.running import Running, is_https
 from agent_shim.supervisor import monit_answers
 from agent_shim.supervisor.supervisor import ServiceInfo
@@ -103,6 +105,7 @@ async def _disk(agent: Agent) -> str:
 def readings(live: Running) -> metrics.Readings:
     """The values of one scrape."""
     agent, bus = live.agent, live.bus
+    progress = agent.disks.progress()
     return metrics.Readings(
         bus=metrics.BusReading(
             connected=bus.is_connected,
@@ -114,24 +117,42 @@ def readings(live: Running) -> metrics.Readings:
             rejected=bus.stats.rejected,
             heartbeat_age=_heartbeat_age(live),
         ),
-        machine=metrics.machine_reading(live.vitals),
+        figures=agent.vitals.figures(),
+        stemcell=_stemcell(agent.paths.bosh_etc),
         processes=[_process_reading(service) for service in agent.supervisor.services()],
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
         addresses_missing=len(live.drift.missing),
         certificates=live.expiry.ends,
-        migration=None if (progress := agent.disks.progress()) is None else progress.share,
+        disk=metrics.DiskReading(
+            agent.disks.is_mounted(), progress is not None, 0.0 if progress is None else progress.share
+        ),
+        blobs=helper.transfers.counts,
+        blob_bytes=helper.transfers.sizes,
     )
 
 
+@functools.cache
+def _stemcell(directory: Path) -> tuple[str, str] | None:
+    """What the image says of itself; None for one that is no stemcell."""
+    try:
+        system, version = ((directory / name).read_text().strip() for name in ("operating_system", "stemcell_version"))
+    except OSError:
+        return None
+    return system, version
+
+
 def _process_reading(service: ServiceInfo) -> metrics.ProcessReading:
-    process = service.process
     return metrics.ProcessReading(
-        name=process.name,
-        state=process.state,
+        name=service.process.name,
+        state=service.process.state,
         is_up=service.pid != 0,
-        uptime=process.uptime_secs,
         restarts=service.restarts,
-        memory=process.mem_kb * 1024,
-        cpu=process.cpu_total / 100 * (os.cpu_count() or 1),
+        exits=service.exits,
+        oom_kills=service.oom_kills,
+        started_at=service.started_at,
+        open_files=proc.open_files(service.pid) if service.pid else 0,
+        memory=service.process.mem_kb * 1024,
+        cpu=service.cpu_seconds,
+        threads=service.threads,
     )

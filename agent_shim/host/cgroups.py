@@ -163,6 +163,22 @@ def cpu_times(cgroup: Cgroup, age: float) -> machine.CpuTimes | None:
     return machine.CpuTimes(user=used[0], system=used[1], wait=0.0, total=quota * max(0.0, age))
 
 
+def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
+    """Seconds in user and in system mode of the container: of the level with the tightest quota, else of our own."""
+    if cgroup.cpu is None:
+        return None
+    quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels]
+    known = [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
+    index = min(known)[1] if known else 0
+    return _cpu_used(cgroup, cgroup.cpu.levels[index], index)
+
+
+def processors(cgroup: Cgroup) -> float | None:
+    """How many processors the container may use on average; None without a quota."""
+    quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels] if cgroup.cpu else []
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
 def cpu_quota(version: int, level: Path) -> float | None:
     """Processors that may be used on average, 1.5 say; None without a quota."""
     if version == 2:

@@ -13,6 +13,7 @@ import re
 import resource
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -166,10 +167,35 @@ def checked_blob_id(blob_id: str) -> str:
 
 async def work(request: Request, *, nice: int = 0) -> Done:
     """Have a worker do ``request``; raises ``ActionError`` with the worker's text when it could not."""
-    done = msgspec.json.decode(await run_worker(msgspec.json.encode(request), nice=nice), type=Done)
-    if done.error:
-        raise ActionError(done.error)
+    try:
+        done = msgspec.json.decode(await run_worker(msgspec.json.encode(request), nice=nice), type=Done)
+        if done.error:
+            raise ActionError(done.error)
+    except BaseException:
+        _count(request, "failed")
+        raise
+    _count(request, "done")
     return done
+
+
+class Transfers:
+    """Blobs since the process began: how many by direction (get, put) and outcome (done, failed), and their bytes."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.sizes: Counter[str] = Counter()
+
+
+transfers: Final = Transfers()
+
+
+def _count(request: Request, outcome: str) -> None:
+    if isinstance(request, Get | Put):
+        direction = "get" if isinstance(request, Get) else "put"
+        transfers.counts[direction, outcome] += 1
+        if outcome == "done":
+            with suppress(OSError):
+                transfers.sizes[direction] += os.stat(request.path).st_size  # noqa: PTH116 - a text
 
 
 async def run_worker(request: bytes, *, nice: int = 0) -> bytes:

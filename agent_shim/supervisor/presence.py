@@ -188,6 +188,17 @@ class Presence:
             raise HostError(f"process {named} of the pidfile ended at once")
 
 
+KINDS: Final = ("success", "error", "signal", "unknown")
+"""Of ends: exit code 0, another one, a signal, nobody saw it."""
+
+
+def kind_of(how: str) -> str:
+    """The kind of an end that ``describe`` has described; a path that is missing is an error."""
+    if how == "unknown":
+        return how
+    return "success" if how == "exit 0" else "signal" if how.startswith("SIG") else "error"
+
+
 def describe(status: int | None) -> str:
     """How a process ended, for people: ``exit 1``, ``SIGKILL``, ``unknown``."""
     if status is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from agent_shim.host import cgroups, clock, proc
@@ -59,6 +59,14 @@ class ServiceInfo:
     faults: tuple[str, ...] = ()
     """What it breaks while it runs, in the words and the order of monit."""
     mode: str = "active"
+    started_at: float = 0.0
+    """Seconds since 1970; 0 where nothing runs."""
+    cpu_seconds: float = 0.0
+    """Of the process, all that descend from it, and those of them that have ended and were waited for."""
+    threads: int = 0
+    exits: Mapping[str, int] = field(default_factory=dict)
+    """How often it ended by itself, by kind (``presence.KINDS``)."""
+    oom_kills: int = 0
 
 
 class _Sample(NamedTuple):
@@ -78,6 +86,9 @@ class _Own(NamedTuple):
     own_mem_kb: int = 0
     own_mem_percent: float = 0.0
     own_cpu: float = 0.0
+    started_at: float = 0.0
+    cpu_seconds: float = 0.0
+    threads: int = 0
 
 
 _NOTHING: Final = _Own()
@@ -115,6 +126,9 @@ class Readings:
                     alone.resident_kb,
                     100 * alone.resident_kb / total_kb,
                     self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
+                    clock.wall_time_of(process.start_ticks),
+                    sum(stat.cpu_ticks + stat.reaped_ticks for stat in tree) / clock.TICKS,
+                    sum(stat.threads for stat in tree),
                 )
                 info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
             complaints = service.complaints.values() if service.state in UP else ()
@@ -131,6 +145,8 @@ class Readings:
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
                     faults=tuple(kind.failed for kind in ORDER if any(each.kind is kind for each in complaints)),
                     mode=service.spec.mode,
+                    exits=service.record.exits,
+                    oom_kills=service.record.oom_kills,
                     **own._asdict(),
                 )
             )

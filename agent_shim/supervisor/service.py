@@ -26,7 +26,7 @@ from agent_shim.supervisor.bpm_run import Bpm
 from agent_shim.supervisor.faults import Complaint
 from agent_shim.supervisor.identity import Identity, Traces
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
-from agent_shim.supervisor.presence import LateError, Presence, Timing
+from agent_shim.supervisor.presence import LateError, Presence, Timing, kind_of
 from agent_shim.supervisor.programs import Bucket, Programs
 from agent_shim.supervisor.state import ACTIVE, UP, State, Trigger, after, reported
 
@@ -54,6 +54,10 @@ class Record(msgspec.Struct):
     last_exit: str = ""
     reason: str = ""
     """Why it is not running, when that is not what was wanted."""
+    exits: dict[str, int] = msgspec.field(default_factory=dict)
+    """How often it ended by itself, by kind (``presence.KINDS``)."""
+    oom_kills: int = 0
+    """How often that was for want of memory."""
     was_taken_along: bool = False
     """Stopped because something it depends on was: started together with that."""
     is_start_due: bool = False
@@ -359,11 +363,14 @@ class Service:
         if time.monotonic() - self._presence.up_at > self._timing.backoff_limit:
             record.failures = 0
         record.failures += 1
+        kind = kind_of(how)
+        record.exits[kind] = record.exits.get(kind, 0) + 1
         record.last_exit = how
         record.reason = self._with_last_words(f"the process ended by itself: {how}")
         self.complaints.clear()
         told = "process is not running"
         if how == signal.SIGKILL.name and self._shared.was_oom():
+            record.oom_kills += 1
             record.reason = f"the kernel killed the process: out of memory ({how})"
             told = f"{told}: the kernel killed it, out of memory"
         self.tell("Does not exist", self.spec.absence.kind, told)

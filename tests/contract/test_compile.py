@@ -343,7 +343,8 @@ async def test_progress_is_told(world: World) -> None:
 
 def test_status_shows_it() -> None:
     status: dict[str, Any] = {
-        "version": "1", "phase": "running", "uptime_secs": 1, "agent_id": "a", "bus": {"connected": True, "error": ""}, "deployment": "",
+        "version": "1", "phase": "running", "uptime_secs": 1, "agent_id": "a",
+        "bus": {"connected": True, "error": ""}, "deployment": "",
         "instance": "", "job_state": "running", "processes": [], "task": "compile_package",
         "task_progress": "golang: packing", "task_secs": 61, "tasks_waiting": 2, "disk": "", "warnings": [],
     }  # fmt: skip

@@ -57,6 +57,7 @@ async def test_killed_process_is_back_at_once(world: World) -> None:
         assert is_alive(pid)
         assert info(supervisor, "web").restarts == 1
         assert info(supervisor, "web").last_exit == "SIGKILL"
+        assert info(supervisor, "web").exits == {"signal": 1}
         assert [(e.event, e.action, e.description) for e in world.events] == [
             ("Does not exist", "restart", "process is not running")
         ]

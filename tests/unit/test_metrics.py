@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -11,27 +13,33 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from agent_shim import metrics, responder
 from agent_shim.errors import ConfigError
-from agent_shim.metrics import BusReading, Metrics, ProcessReading, Readings
+from agent_shim.host.machine import CpuTimes, Memory
+from agent_shim.metrics import BusReading, DiskReading, Metrics, ProcessReading, Readings
+from agent_shim.vitals import Figures
+
+DISK = os.statvfs_result((4096, 4096, 1000, 600, 500, 200, 150, 150, 0, 255))
 
 FULL = Readings(
     bus=BusReading(True, 2, 30, 4000, 25, 9000, 1, 12.5),
-    machine=metrics.machine_reading(
-        {
-            "cpu": {"user": "25.0", "sys": "5.0", "wait": "0.0"},
-            "mem": {"kb": "1024", "percent": "12"},
-            "swap": {"kb": "0", "percent": "0"},
-            "load": ["0.50", "0.25", "0.125"],
-            "disk": {"system": {"percent": "40", "inode_percent": "4"}, "persistent": {"percent": "10"}},
-            "uptime": {"secs": 3},
-        }
+    figures=Figures(
+        memory={"host": Memory(1 << 34, 1 << 33, 1 << 20, 0), "container": Memory(1 << 30, 1 << 20, 0, 0)},
+        cpu={"host": CpuTimes(100.0, 50.0, 7.0, 1000.0), "container": CpuTimes(3.0, 2.0, 0.0, 0.0)},
+        processors={"host": 4.0, "container": 0.5},
+        load={"1": 0.5, "5": 0.25, "15": 0.125},
+        disks={"persistent": DISK},
+        oom_kills=1,
     ),
+    stemcell=("ubuntu-noble", "1.204"),
     processes=[
-        ProcessReading("web", "running", True, 12.0, 3, 1 << 22, 0.5),
+        ProcessReading("web", "running", True, 3, {"error": 2, "signal": 1}, 1, 1.8e9, 7, 1 << 22, 0.5, 4),
         ProcessReading("worker", "failing", False),
     ],
     tasks_running=1,
     tasks_waiting=2,
     certificates={"client": 2e9},
+    disk=DiskReading(True, True, 0.25),
+    blobs={("get", "done"): 5},
+    blob_bytes={"get": 1000},
 )
 
 
@@ -66,18 +74,38 @@ def test_what_is_read_is_shown() -> None:
     assert found['agent_shim_bus_bytes_total{direction="out"}'] == 9000
     assert found["agent_shim_bus_rejected_total"] == 1
     assert found["agent_shim_heartbeat_age_seconds"] == 12.5
-    assert found['agent_shim_memory_used_bytes{kind="memory"}'] == 1 << 20
-    assert found['agent_shim_memory_used_ratio{kind="memory"}'] == 0.12
-    assert found['agent_shim_memory_used_ratio{kind="swap"}'] == 0
-    assert found['agent_shim_cpu_ratio{mode="user"}'] == 0.25
+    assert found['agent_shim_stemcell_info{os="ubuntu-noble",version="1.204"}'] == 1
+    assert found['agent_shim_memory_used_bytes{scope="container"}'] == 1 << 20
+    assert found['agent_shim_memory_size_bytes{scope="host"}'] == 1 << 34
+    assert found['agent_shim_swap_size_bytes{scope="host"}'] == 1 << 20
+    assert found['agent_shim_cpu_seconds_total{mode="user",scope="container"}'] == 3
+    assert found['agent_shim_cpu_seconds_total{mode="wait",scope="host"}'] == 7
+    assert 'agent_shim_cpu_seconds_total{mode="wait",scope="container"}' not in found
+    assert found['agent_shim_cpus{scope="container"}'] == 0.5
+    assert found["agent_shim_oom_kills_total"] == 1
     assert found['agent_shim_load_average{minutes="15"}'] == 0.125
-    assert found['agent_shim_disk_used_ratio{disk="persistent"}'] == 0.1
-    assert [name for name in found if "inodes" in name] == ['agent_shim_disk_inodes_used_ratio{disk="system"}']
+    assert found['agent_shim_disk_size_bytes{disk="persistent"}'] == 4096000
+    assert found['agent_shim_disk_used_bytes{disk="persistent"}'] == 400 * 4096
+    assert found['agent_shim_disk_inodes_used{disk="persistent"}'] == 50
+    assert found["agent_shim_persistent_disk_mounted"] == 1
+    assert found["agent_shim_disk_migration_running"] == 1
+    assert found["agent_shim_disk_migration_ratio"] == 0.25
+    assert found['agent_shim_blob_transfers_total{direction="get",outcome="done"}'] == 5
+    assert found['agent_shim_blob_transfers_total{direction="put",outcome="failed"}'] == 0
+    assert found['agent_shim_blob_bytes_total{direction="get"}'] == 1000
     assert found['agent_shim_process_up{process="web"}'] == 1
     assert found['agent_shim_process_up{process="worker"}'] == 0
     assert found['agent_shim_process_state{process="worker",state="failing"}'] == 1
     assert found['agent_shim_process_restarts_total{process="web"}'] == 3
-    assert found['agent_shim_process_cpu_ratio{process="web"}'] == 0.5
+    assert found['agent_shim_process_state{process="worker",state="running"}'] == 0
+    assert found['agent_shim_process_exits_total{process="web",reason="error"}'] == 2
+    assert found['agent_shim_process_exits_total{process="worker",reason="error"}'] == 0
+    assert found['agent_shim_process_oom_kills_total{process="web"}'] == 1
+    assert found['agent_shim_process_start_time_seconds{process="web"}'] == 1.8e9
+    assert found['agent_shim_process_cpu_seconds_total{process="web"}'] == 0.5
+    assert found['agent_shim_process_open_files{process="web"}'] == 7
+    assert found['agent_shim_process_threads{process="web"}'] == 4
+    assert found['agent_shim_process_memory_bytes{process="web"}'] == 1 << 22
     assert found["agent_shim_tasks_running"] == 1
     assert found["agent_shim_tasks_waiting"] == 2
     assert found['agent_shim_bus_certificate_expiry_timestamp_seconds{certificate="client"}'] == 2e9
@@ -91,7 +119,9 @@ def test_what_is_unknown_is_left_out() -> None:
     assert not {
         name
         for name in found
-        if name.startswith(("agent_shim_process_memory", "agent_shim_memory", "agent_shim_heartbeat", "agent_shim_cpu"))
+        if name.startswith(
+            ("agent_shim_stemcell", "agent_shim_memory", "agent_shim_heartbeat", "agent_shim_cpu", "agent_shim_oom")
+        )
     }
 
 
@@ -158,17 +188,35 @@ def test_page_is_kept_for_a_second() -> None:
 
 
 def test_series_stay_few() -> None:
-    """Two hundred jobs and every action make at most two thousand samples."""
+    """Two hundred jobs and every action make at most four thousand samples."""
     many = Readings(
         bus=FULL.bus,
-        machine=FULL.machine,
-        processes=[ProcessReading(f"job-{n}", "running", True, 1.0, 0, 1, 0.0) for n in range(200)],
+        figures=FULL.figures,
+        processes=[ProcessReading(f"job-{n}", "running", True) for n in range(200)],
     )
     made = Metrics(lambda: many, [f"method_{n}" for n in range(40)])
     for number in range(40):
         made.action_done(f"method_{number}", "done", 1.0)
 
-    assert len(samples(made.render())) <= 2000
+    assert len(samples(made.render())) <= 4000
+
+
+def test_series_neither_come_nor_go_with_processes() -> None:
+    """Whatever happens to a process, it has the same series."""
+    quiet = Metrics(lambda: Readings(processes=[ProcessReading("web", "starting", False)]))
+    lively = Metrics(
+        lambda: Readings(
+            processes=[ProcessReading("web", "failing", True, 3, {"signal": 1, "error": 2}, 1, 1e9, 7, 1, 0.5, 4)]
+        )
+    )
+
+    assert samples(quiet.render()).keys() == samples(lively.render()).keys()
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+
+    assert metrics.table() in page
 
 
 def test_import_brings_no_server() -> None:

@@ -203,3 +203,16 @@ def test_the_real_cgroup_can_be_read() -> None:
 
     assert found is None or found.used >= 0
     assert cgroups.find(Path("/absent")) == cgroups.Cgroup()
+
+
+def test_processor_time_is_told_without_a_quota_too(tmp_path: Path) -> None:
+    """Of our own level then; with a quota of the level that has it."""
+    write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
+    write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})
+
+    assert cgroups.cpu_used(version_2(tmp_path, "pod")) == (3.0, 1.0)
+    assert cgroups.processors(version_2(tmp_path, "pod")) is None
+    write(tmp_path, {"cpu.max": "50000 100000"})
+    assert cgroups.cpu_used(version_2(tmp_path, "pod")) == (9.0, 9.0)
+    assert cgroups.processors(version_2(tmp_path, "pod")) == 0.5
+    assert cgroups.cpu_used(cgroups.Cgroup()) is None

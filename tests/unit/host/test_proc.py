@@ -19,7 +19,7 @@ def test_name_does_not_shift_the_fields(name: str) -> None:
     """A process may call itself anything."""
     stat = proc.parse((LINE % f"41 {name}").encode())
 
-    assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB)
+    assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB, threads=1, reaped_ticks=77)
 
 
 @pytest.mark.parametrize(("state", "is_alive"), [("R", True), ("S", True), ("D", True), ("T", True), ("Z", False)])

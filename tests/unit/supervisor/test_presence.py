@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.supervisor.presence import describe
+from agent_shim.supervisor.presence import KINDS, describe, kind_of
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,19 @@ from agent_shim.supervisor.presence import describe
 def test_how_it_ended(status: int | None, text: str) -> None:
     """For people."""
     assert describe(status) == text
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("exit 0", "success"),
+        ("exit 1", "error"),
+        ("SIGKILL", "signal"),
+        ("unknown", "unknown"),
+        ("/a is missing", "error"),
+    ],
+)
+def test_kinds_of_ends_are_few(how: str, kind: str) -> None:
+    """They are labels of a metric."""
+    assert kind_of(how) == kind
+    assert kind in KINDS
