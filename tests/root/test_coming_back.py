@@ -256,3 +256,60 @@ async def test_what_lies_in_memory_is_told(pod: Pod) -> None:
     await pod.run("apply", spec)
     await pod.run("start")
     await pod.until("running")
+
+
+IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
+
+
+def in_memory(pod: Pod) -> list[str]:
+    """The mounts below ``data``, each as often as it is there."""
+    return sorted(pod.machine.run("findmnt -rno TARGET | grep ^/var/vcap/data/").splitlines())
+
+
+async def test_agent_restarted_beside_jobs_in_memory(pod: Pod) -> None:
+    """Nothing is mounted a second time, the processes go on."""
+    pod.env = IN_MEMORY
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    mounts = in_memory(pod)
+    pid = pod.machine.run("cat /var/vcap/sys/run/web/web.pid")
+
+    pod.end_agent()
+    await pod.start_agent()
+
+    await pod.until("running")
+    assert in_memory(pod) == mounts
+    assert pod.machine.run("cat /var/vcap/sys/run/web/web.pid") == pid
+    assert events(pod) == ["web"]
+
+
+async def test_directories_in_memory_that_cannot_be(pod: Pod) -> None:
+    """A container that may not mount has them on disk, says so, and comes back with them."""
+    pod.env = IN_MEMORY
+    pod.prefix = WITHOUT_MOUNTS
+    await with_a_disk(pod)
+    assert "boot step directories in memory: skipped: cannot mount a tmpfs" in pod.log
+    await deploy(pod, "web")
+    events(pod)
+
+    await pod.restart()
+
+    await pod.until("running")
+    assert events(pod) == ["pre-start web", "web"]
+
+
+async def test_directories_in_memory_of_the_manifest(pod: Pod) -> None:
+    """What the kubelet has mounted there is used as it is, and outlives a restart of the container."""
+    pod.env = IN_MEMORY
+    for name in ("jobs", "sensitive_blobs"):
+        (pod.scratch / name).mkdir()
+        pod.seen[f"/var/vcap/data/{name}"] = pod.scratch / name
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    assert list((pod.scratch / "jobs").iterdir()) == [pod.scratch / "jobs/web"]
+    events(pod)
+
+    await pod.restart()
+
+    await pod.until("running")
+    assert events(pod) == ["pre-start web", "web"]
