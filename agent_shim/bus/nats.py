@@ -91,7 +91,7 @@ class Timing:
     """How long the old link stays beside the new one when credentials are rotated."""
     refused: float = 20.0
     unreachable: float = 120.0
-    """How long new credentials are tried while the server refuses them, while there is no server."""
+    """How long new credentials are tried while the server refuses them, while only the old ones reach one."""
     goodbye: float = 1.0
     """How long the last replies may take to leave."""
 
@@ -445,6 +445,8 @@ class NatsBus:
                 return await self._connect(mbus)
             except BusError as exc:
                 is_refused = isinstance(exc, CredentialsError)
+                if not is_refused and not self.is_connected:
+                    began = time.monotonic()  # the bus is away: that speaks against nothing
                 patience = self._timing.refused if is_refused else self._timing.unreachable
                 if time.monotonic() - began > patience:
                     raise ActionError(f"cannot use the new bus credentials: {exc}") from exc

@@ -141,16 +141,28 @@ async def test_refused(tmp_path: Path, kind: str) -> None:
 
 
 async def test_bus_that_is_away(tmp_path: Path) -> None:
-    """Without a server nothing speaks against the credentials: they are used when it is back."""
-    async with talking(tmp_path) as talk:
+    """Without a server nothing speaks against the credentials: they are used when it is back, however long it takes."""
+    async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
         rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
         before = talk.bus.stats.attempts
-        await until(lambda: talk.bus.stats.attempts > before + 10)
+        await until(lambda: talk.bus.stats.attempts > before + 30)
         await talk.server.start()
         await rotating
         await connected(talk.bus)
         await talk.director.wait_until_ready("agent")
+
+
+async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None:
+    """While the old ones lead to the bus it is the new ones that are wrong, and it is said where nobody answers."""
+    async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
+        wrong = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",))
+        with pytest.raises(
+            ActionError, match="^cannot use the new bus credentials: cannot connect to .* 127.0.0.1:1: "
+        ):
+            await talk.bus.rotate(wrong)
+
+        assert await talk.director.value("agent", "ping") == "ping"
 
 
 async def test_new_credentials_stay(tmp_path: Path) -> None:
