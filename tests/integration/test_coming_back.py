@@ -476,3 +476,35 @@ async def test_agent_whose_volume_was_taken_ends_its_jobs_and_leaves_the_bus(wor
     assert await snapshot(world.base / "data/bosh") == before
     assert lease.read_text() == raw
     assert not (world.base / "monit/stopped").exists()
+
+
+def with_more(document: Any) -> Any:
+    """The same with one more member in every object, as a later version of the same schema may write."""
+    if isinstance(document, dict):
+        return {name: with_more(member) for name, member in document.items()} | {"of_a_later_version": [1, {"a": None}]}
+    return [with_more(member) for member in document] if isinstance(document, list) else document
+
+
+async def test_another_version_of_this_agent_takes_over(world: World) -> None:
+    """Files of the same schema with members that this version does not know: every process is adopted."""
+    await world.start_agent()
+    await deploy(world, {"web": job(world, "web"), "db": job(world, "db")})
+    before = world.pids()
+    await world.stop_agent()
+    for path in [*(world.base / "data/bosh").glob("*.json"), world.base / "bosh/agent_shim.json"]:
+        document = json.loads(path.read_text())
+        if path.name == "supervisor.json":
+            document["files"] = [with_more(file) for file in document["files"]]
+            document["services"] = {
+                name: record | {"of_a_later_version": 1, "traces": record["traces"] | {"of_a_later_version": 1}}
+                for name, record in document["services"].items()
+            }
+            path.write_text(json.dumps(document | {"of_a_later_version": 1}))
+        elif "schema" in document:
+            path.write_text(json.dumps(with_more(document)))
+
+    await world.start_agent()
+
+    await until(world, "running")
+    assert world.pids() == before
+    assert sorted(events(world)) == ["db", "web"]
