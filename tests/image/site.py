@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
@@ -58,9 +59,9 @@ class Site:
         async with pods.running(self.podman, self.image, *command, options=options, files=files) as container:
             yield container
 
-    def settings(self, **members: Any) -> str:
-        """What a CPI would write."""
-        mbus = self.server.mbus(AGENT, bootstrap=True)
+    def settings(self, *, bootstrap: bool = True, **members: Any) -> str:
+        """What a CPI would write; ``bootstrap``: with the credentials that are for the first contact alone."""
+        mbus = self.server.mbus(AGENT, bootstrap=bootstrap)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
         document = {
@@ -104,6 +105,17 @@ class Site:
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
                 await asyncio.sleep(0.05)
+
+
+def project(directory: Path, name: str, content: str) -> None:
+    """Show a file in a directory as the kubelet does with Secrets: behind a link that is swapped when it changes."""
+    kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
+    kept.chmod(0o755)
+    (kept / name).write_text(content)
+    (directory / "..data_tmp").symlink_to(kept.name)
+    (directory / "..data_tmp").rename(directory / "..data")
+    if not (directory / name).is_symlink():
+        (directory / name).symlink_to(f"..data/{name}")
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:

@@ -22,6 +22,7 @@ import yaml
 
 from tests.image import pods
 from tests.image.pods import Container, Podman
+from tests.image.site import AGENT, BLOBS, Site, project
 from tests.image.test_manifests import DEPLOY, manifests
 
 pytestmark = pytest.mark.image
@@ -72,14 +73,17 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     group = pod["spec"].get("securityContext", {}).get("fsGroup", 0)
     kept = [volume for volume in pod["spec"]["volumes"] if "configMap" in volume]
     made = [volume["name"] for volume in pod["spec"]["volumes"] if "configMap" not in volume]
+    pod["spec"]["containers"][0]["volumeMounts"].append({"name": "blobs", "mountPath": BLOBS, "readOnly": True})
+    made.append("blobs")
     for volume in [*made, *(claim["metadata"]["name"] for claim in claims)]:
         path = scratch / volume
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         os.chown(path, 0, group)
         path.chmod(0o2775)
         kept.append({"name": volume, "hostPath": {"path": str(path), "type": "Directory"}})
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
+        container["image"] = EXAMPLE if container["image"] == EXAMPLE else pods.IMAGE
         # podman would open the ports on this machine too, where somebody else may have them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
             container.pop(member, None)
@@ -105,9 +109,13 @@ def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path)
 
 
 @asynccontextmanager
-async def played(podman: Podman, network: pods.Network, name: str, scratch: Path) -> AsyncIterator[Container]:
-    """The container of an overlay's pod, for the length of the block."""
+async def played(
+    podman: Podman, network: pods.Network, name: str, scratch: Path, secret: tuple[str, str] | None = None
+) -> AsyncIterator[Container]:
+    """The container of an overlay's pod, for the length of the block; ``secret``: a file in the volume "settings"."""
     text, pod = playable(name, scratch)
+    if secret:
+        project(scratch / "settings", *secret)
     if not pod["spec"].get("hostUsers", True):
         options, command = mapped(text, pod, network, scratch)
         async with pods.running(podman, EXAMPLE, *command, options=options) as container:
@@ -115,7 +123,7 @@ async def played(podman: Podman, network: pods.Network, name: str, scratch: Path
         return
     manifest = scratch / "pod.yaml"
     manifest.write_text(text)
-    container = Container(podman, f"{pod['metadata']['name']}-instance")
+    container = Container(podman, f"{pod['metadata']['name']}-{pod['spec']['containers'][0]['name']}")
     await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
     try:
         yield container
@@ -162,10 +170,8 @@ async def test_a_job_answers_in_every_tier(
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
-        assert (await user_of(container, "http.server"), await user_of(container, "bin/bosh-agent")) == (
-            "1000",
-            tier.user,
-        )
+        users = await user_of(container, "http.server"), await user_of(container, "bin/bosh-agent")
+        assert users == ("1000", tier.user)
         report = json.loads(await container.exec(*DOCTOR))
         verdicts = {one["topic"]: one["verdict"] for one in report["findings"] if one["topic"] in TOPICS}
         assert report["tier"] == tier.called
@@ -175,14 +181,47 @@ async def test_a_job_answers_in_every_tier(
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
+async def test_the_pod_of_a_cpi(site: Site) -> None:
+    """A Director deploys to it; the Secret changes while jobs run; disk and jobs are back after a restart."""
+    disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
+    file = "config.json"
+    async with played(site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))) as container:
+        await site.until_pong()
+        await site.director.run(AGENT, "mount_disk", "disk-1")
+        await site.deploy()
+        await container.exec("touch", "/var/vcap/store/kept")
+        agent, job = ("pgrep", "--full", "bin/bosh-agent"), ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
+        before = await container.exec(*agent), await container.exec(*job)
+        project(site.scratch / "settings", file, site.settings(disks=disk, bootstrap=False))
+        await site.server.add_agent(AGENT, bootstrap=False)
+        await site.until_pong()
+        assert (await container.exec(*agent), await container.exec(*job)) == before
+
+        await kill_from_outside(site.podman, container)
+        await site.until_state("running")
+        assert await site.director.run(AGENT, "list_disk") == ["disk-1"]
+        await container.exec("test", "-f", "/var/vcap/store/kept")
+        assert (site.scratch / "disk-1/kept").exists()
+        assert await container.exec(*LAST_WORDS) == "all jobs stopped in order\n"
+
+
+async def kill_from_outside(podman: Podman, container: Container) -> None:
+    """End process 1 as a crash would, and not as podman's own commands do: they are taken for a wish."""
+    form = "{{.State.Pid}}"
+    first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
+    os.kill(first, 9)
+    async with asyncio.timeout(60):
+        while await asyncio.to_thread(podman, "inspect", "--format", form, container.name) in (f"{first}\n", "0\n"):
+            await asyncio.sleep(0.05)
+
+
 async def test_a_container_that_dies_comes_back_with_its_job(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
     """The restart policy starts it again, and nobody has to ask for the job."""
     async with played(podman, network, "base", tmp_path) as container:
         assert await answer(container, 8080, "/starts.txt") == "prepared\n"
-        pid = int(await asyncio.to_thread(podman, "inspect", "--format", "{{.State.Pid}}", container.name))
-        os.kill(pid, 9)
+        await kill_from_outside(podman, container)
         async with asyncio.timeout(60):
             while await container.status_of("agent-shim", "probe", "ready") != 0:
                 await asyncio.sleep(0.1)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.image.pods import Container
-from tests.image.site import AGENT, AGENT_JSON, FULL, SETTINGS, Site
+from tests.image.site import AGENT, AGENT_JSON, FULL, SETTINGS, Site, project
 
 pytestmark = pytest.mark.image
 
@@ -164,11 +164,7 @@ def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
         return f"{file}:{cpi.path}"
     path = Path(cpi.path)
     source = Path(tempfile.mkdtemp(dir=scratch))
-    kept = source / "..2026_01_01"
-    kept.mkdir()
-    (kept / path.name).write_text(document)
-    (source / "..data").symlink_to(kept.name)
-    (source / path.name).symlink_to(f"..data/{path.name}")
+    project(source, path.name, document)
     return f"{source}:{path.parent}"
 
 
