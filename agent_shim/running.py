@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agent_shim import alerts, boot, comeback, heartbeat, monit_http, orderly, settings, wire
+from agent_shim import alerts, boot, comeback, heartbeat, monit_http, orderly, rotation, settings, wire
 from agent_shim.actions import (  # noqa: F401 - importing registers them
     access,
     blobs,
@@ -47,6 +47,7 @@ from agent_shim.logs import Logs
 from agent_shim.metrics import Metrics
 from agent_shim.mirror import Mirror
 from agent_shim.paths import Paths
+from agent_shim.rotation import Limits, Rotation
 from agent_shim.scripts import Scripts
 from agent_shim.settings_store import SettingsStore
 from agent_shim.spec_store import SpecStore
@@ -161,6 +162,11 @@ class Running:
             async with self._ports():
                 await self._run(self.dispatcher)
 
+    def _rotation(self) -> Rotation:
+        wanted, spec = self._shim.logs, self.agent.spec
+        limits = Limits(rotation.size(wanted.size), wanted.keep, rotation.size(wanted.total), wanted.period)
+        return Rotation(self.agent.paths, limits, lambda: spec.current.properties.logging.max_log_file_size)
+
     @asynccontextmanager
     async def _ports(self) -> AsyncIterator[None]:
         """Be where monit, and the Go agent for monit, would be."""
@@ -189,6 +195,8 @@ class Running:
             "certificates": self.expiry.watch,
             "loop lag": self._metrics.watch_lag,
         }
+        if self._shim.logs.rotate:
+            roots["logs of jobs"] = self._rotation().run
         if self.standalone is not None:
             roots["standalone"] = self.standalone.run
         try:

@@ -25,6 +25,7 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
 """Where container CPIs put the settings: all but those of Kubernetes into the first."""
+SIZE: Final = "^[0-9]{1,15}[kKmMgG]?$"
 
 
 # --- agent.json -----------------------------------------------------------------------------------------------------
@@ -69,6 +70,19 @@ class MonitOptions(msgspec.Struct, frozen=True):
     """Instead of a random one, for releases that count on the Go agent's (``random-password``)."""
 
 
+class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
+    """Rotation of the logs of jobs; sizes as logrotate spells them (``50M``). ``rotate`` false leaves it to others."""
+
+    rotate: bool = True
+    size: Annotated[str, msgspec.Meta(pattern=SIZE)] = "50M"
+    """Of a file; what the Director says in ``properties.logging.max_log_file_size`` goes first."""
+    keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 7
+    total: Annotated[str, msgspec.Meta(pattern=SIZE)] = "1G"
+    """Of all archives together."""
+    period: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """Seconds between two looks."""
+
+
 class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Our own options, under the key ``AgentShim``, which the Go agent ignores."""
 
@@ -83,6 +97,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     job_logs: bool = False
     """Pass on what jobs write into their log files to standard output."""
     bpm: BpmOptions = BpmOptions()
+    logs: LogOptions = LogOptions()
     monit: MonitOptions = MonitOptions()
     ssh: SshOptions = SshOptions()
 

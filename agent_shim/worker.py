@@ -22,9 +22,9 @@ import msgspec
 
 from agent_shim import bundles
 from agent_shim.blobstore.blobs import Blobs
-from agent_shim.errors import ShimError
-from agent_shim.host import archive, copytree, files, helper, packing
-from agent_shim.host.helper import Done, Get, Install, Mirror, Outcome, Pack, Put, Request, Target
+from agent_shim.errors import HostError, ShimError
+from agent_shim.host import archive, copytree, files, helper, packing, rotating
+from agent_shim.host.helper import Done, Get, Install, Mirror, Outcome, Pack, Put, Request, Rotate, Target
 from agent_shim.paths import Paths
 
 
@@ -62,6 +62,8 @@ async def serve(request: Request, temps: list[Path]) -> Done:
                 return await _pack(request)
             case Mirror():
                 return _mirror(request)
+            case Rotate():
+                return _rotate(request)
     except (ShimError, OSError) as exc:
         return Done(error=str(exc))
 
@@ -103,6 +105,23 @@ def _mirror(request: Mirror) -> Done:
 
     copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=report)
     return Done()
+
+
+def _rotate(request: Rotate) -> Done:
+    # Each step leaves files whole: it may be killed between any two.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    outcomes = []
+    root = os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for path in request.paths:
+            try:
+                rotating.rotate(root, path, request.keep)
+                outcomes.append(Outcome())
+            except HostError as exc:
+                outcomes.append(Outcome(error=str(exc)))
+    finally:
+        os.close(root)
+    return Done(outcomes=outcomes)
 
 
 # --- install --------------------------------------------------------------------------------------------------------

@@ -127,7 +127,15 @@ class Mirror(msgspec.Struct, frozen=True, tag=True):
     progress: str
 
 
-Request = Install | Get | Put | Pack | Mirror
+class Rotate(msgspec.Struct, frozen=True, tag=True):
+    """Rotate the log files ``paths`` below ``root`` (``host.rotating``), keeping ``keep`` archives of each."""
+
+    root: str
+    paths: list[str]
+    keep: int
+
+
+Request = Install | Get | Put | Pack | Mirror | Rotate
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -21,7 +21,8 @@ FLOORS: Mapping[int, frozenset[str]] = {
     3: frozenset({"agent", "tasks"}),
     2: frozenset(
         {"supervisor", "bundles", "scripts", "compiler", "blobstore", "disks", "dns", "logs", "vitals", "users"}
-        | {"certificates", "drift", "expiry", "fencing", "joblogs", "mirror", "settings_store", "spec_store", "sshd"}
+        | {"certificates", "drift", "expiry", "fencing", "joblogs", "mirror", "rotation"}
+        | {"settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),
     0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "log", "x509"}),

@@ -239,3 +239,10 @@ def test_which_networks_take_their_address_from_the_machine(members: dict[str, A
 def test_size_of_a_directory_in_memory(given: str, size: str) -> None:
     """What is no size would be another option of the mount."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
+
+
+@pytest.mark.parametrize("size", ["", "50 MB", "1T", "-1"])
+def test_size_of_logs_that_is_no_size_is_refused(size: str) -> None:
+    """At the start, with the place in the file."""
+    with pytest.raises(ConfigError, match=r"AgentShim\.logs\.size"):
+        settings.parse_config(json.dumps({"AgentShim": {"logs": {"size": size}}}).encode(), origin="agent.json")

@@ -1,0 +1,160 @@
+"""The logs of jobs do not fill the disk: what is too large is rotated, what is too old goes.
+
+A stemcell has logrotate and cron for that, by rules that the Go agent writes at each apply
+(platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives, copied and
+cut. Here it is the same, each minute, by a worker process that packs; beyond that all archives together have a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+from agent_shim.errors import ActionError, HostError
+from agent_shim.host import files, helper
+from agent_shim.paths import Paths
+
+logger = logging.getLogger(__name__)
+
+DEPTH: Final = 3
+"""Levels below ``sys/log`` that are looked at."""
+BLOCK: Final = 512
+"""Bytes of what ``st_blocks`` counts."""
+ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz")
+UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes of ``50M``, as logrotate spells them; raises ``ValueError``."""
+    found = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size: a number, and k, M or G")
+    return int(found[1]) * UNITS[found[2].lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``size`` of a file, ``keep`` archives of each, ``total`` bytes of all archives; ``period`` in seconds."""
+
+    size: int = 50 << 20
+    keep: int = 7
+    total: int = 1 << 30
+    period: float = 60.0
+
+
+class Found(NamedTuple):
+    """A file below ``sys/log``; ``size`` is what it takes, without a hole."""
+
+    path: str
+    size: int
+    modified: float
+
+
+class Rotation:
+    """``run`` is the root task. ``spec_size`` tells what the deployed spec says of the size, or nothing."""
+
+    def __init__(self, paths: Paths, limits: Limits, spec_size: Callable[[], str]) -> None:
+        self._root = paths.log
+        self._limits = limits
+        self._spec_size = spec_size
+
+    async def run(self) -> NoReturn:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(self._limits.period)
+            try:
+                await self.rotate()
+            except (ActionError, OSError) as exc:
+                logger.error("logs of jobs grow on: %s", exc)
+
+    async def rotate(self) -> None:
+        """Rotate what is too large now, then remove the oldest archives above the limit."""
+        logs, archives = await asyncio.to_thread(look, self._root)
+        limit = self._size()
+        due = [each.path for each in logs if each.size > limit]
+        if due:
+            logger.info("rotating %s", ", ".join(due))
+            done = await helper.work(helper.Rotate(str(self._root), due, self._limits.keep), nice=10)
+            for outcome in filter(lambda outcome: outcome.error, done.outcomes):
+                logger.error("%s", outcome.error)
+            _, archives = await asyncio.to_thread(look, self._root)
+        for path in surplus(archives, self._limits.total):
+            logger.info("removing %s: archives of logs take more than %d bytes", path, self._limits.total)
+            await asyncio.to_thread(remove, self._root, path)
+
+    def _size(self) -> int:
+        """What the deployment says goes before our own option, if it can be read."""
+        told = self._spec_size()
+        try:
+            return size(told) if told else self._limits.size
+        except ValueError as exc:
+            logger.debug("properties.logging.max_log_file_size: %s", exc)
+            return self._limits.size
+
+
+def look(root: Path) -> tuple[list[Found], list[Found]]:
+    """The logs and the archives below ``root``; links are neither followed nor named. Blocks."""
+    logs: list[Found] = []
+    archives: list[Found] = []
+    for found in _walk(root, "", DEPTH):
+        if found.path.endswith(".log"):
+            logs.append(found)
+        elif ARCHIVE.fullmatch(found.path):
+            archives.append(found)
+    return logs, archives
+
+
+def _walk(root: Path, below: str, depth: int) -> Iterator[Found]:
+    try:
+        entries = list(os.scandir(root / below))
+    except OSError:
+        return  # gone, or none of ours
+    for entry in entries:
+        path = f"{below}/{entry.name}" if below else entry.name
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                if depth > 1:
+                    yield from _walk(root, path, depth - 1)
+                continue
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield Found(path, min(status.st_size, status.st_blocks * BLOCK), status.st_mtime)
+
+
+def surplus(archives: list[Found], total: int) -> list[str]:
+    """The oldest archives, whose removal brings all together to ``total`` bytes at most."""
+    excess = sum(each.size for each in archives) - total
+    found = []
+    for each in sorted(archives, key=lambda each: each.modified):
+        if excess <= 0:
+            break
+        found.append(each.path)
+        excess -= each.size
+    return found
+
+
+def remove(root: Path, path: str) -> None:
+    """Remove a file below ``root``, through no link. Blocks."""
+    held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        parent, _, name = path.rpartition("/")
+        directory = files.open_beneath(held, parent, os.O_RDONLY | os.O_DIRECTORY) if parent else os.dup(held)
+        try:
+            os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(directory)
+    except HostError as exc:
+        logger.info("cannot remove %s: %s", path, exc)
+    finally:
+        os.close(held)

@@ -1,0 +1,196 @@
+"""Logs of jobs, rotated by the real worker while they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_shim import rotation
+from agent_shim.errors import HostError
+from agent_shim.host import process, rotating
+from agent_shim.paths import Paths
+from agent_shim.rotation import Limits, Rotation
+from tests.support.programs import eventually
+
+SMALL = Limits(size=100, keep=2, total=1 << 20)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """``sys/log`` of a scratch tree."""
+    paths = Paths(tmp_path)
+    (paths.log / "web/deep").mkdir(parents=True)
+    return paths.log
+
+
+def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
+    return Rotation(Paths(logs.parents[2]), limits, lambda: told)
+
+
+def archived(log: Path, number: int = 1) -> bytes:
+    return gzip.decompress(log.with_name(f"{log.name}.{number}.gz").read_bytes())
+
+
+async def test_large_logs_are_packed_and_cut(logs: Path) -> None:
+    """In three levels, hidden ones too; what is small, deeper or no log stays."""
+    large = [logs / "top.log", logs / "web/web.stdout.log", logs / "web/deep/.hidden.log"]
+    left = [logs / "web/small.log", logs / "web/data.txt", logs / "web/deep/deeper/x.log"]
+    left[2].parent.mkdir()
+    for path in large + left:
+        path.write_text("x" * (50 if path.name == "small.log" else 200))
+    large[1].chmod(0o640)
+
+    await rotator(logs).rotate()
+
+    assert [path.stat().st_size for path in large] == [0, 0, 0]
+    assert [path.stat().st_size for path in left] == [200 if path.name != "small.log" else 50 for path in left]
+    assert [archived(path) for path in large] == [b"x" * 200] * 3
+    assert stat.S_IMODE(logs.joinpath("web/web.stdout.log.1.gz").stat().st_mode) == 0o640
+
+
+async def test_archives_move_up_and_the_oldest_goes(logs: Path) -> None:
+    """As logrotate counts them."""
+    log = logs / "web/web.log"
+    for text in ("one", "two", "three"):
+        log.write_text(text * 100)
+        await rotator(logs).rotate()
+
+    assert sorted(path.name for path in log.parent.glob("web.log*")) == ["web.log", "web.log.1.gz", "web.log.2.gz"]
+    assert archived(log, 1) == b"three" * 100
+    assert archived(log, 2) == b"two" * 100
+
+
+async def test_archives_together_have_a_limit(logs: Path) -> None:
+    """The oldest of all go first, whoever's they are."""
+    for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
+        (logs / name).write_bytes(os.urandom(8192))
+        os.utime(logs / name, (0, 1_000_000 - age))
+
+    await rotator(logs, Limits(size=1 << 20, total=9000)).rotate()
+
+    left = sorted(path.name for path in logs.rglob("*.*") if path.is_file())
+    assert left == ["new.log.1.gz", "x.log"]
+
+
+async def test_nothing_that_is_written_is_lost(logs: Path) -> None:
+    """A writer that appends line by line, while its log is rotated again and again."""
+    log = logs / "web/web.log"
+    code = """
+import os, sys
+out = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+for number in range(4000):
+    os.write(out, b"%06d\\n" % number)
+    if number % 40 == 0:
+        os.sched_yield()
+"""
+    writer = process.spawn([sys.executable, "-S", "-E", "-c", code, str(log)], env={})
+    root = os.open(logs, os.O_RDONLY)
+    try:
+        await eventually(log.exists)
+        while writer.is_alive:
+            await asyncio.to_thread(rotating.rotate, root, "web/web.log", 10_000)
+    finally:
+        os.close(root)
+    await writer.wait()
+    numbers = sorted(log.parent.glob("web.log.*.gz"), key=lambda path: -int(path.name.split(".")[2]))
+    lines = b"".join([*(gzip.decompress(path.read_bytes()) for path in numbers), log.read_bytes()]).splitlines()
+
+    assert lines == sorted(set(lines))
+    # The moment between the last read and the cut may cost lines, a few for each cut.
+    assert len(lines) > 4000 - 20 * (len(numbers) + 1)
+
+
+async def test_hole_of_a_writer_that_does_not_append_is_no_content(logs: Path) -> None:
+    """It goes on where it was: what lies before that is not copied, and does not count."""
+    log = logs / "web/web.log"
+    with log.open("wb", buffering=0) as out:
+        out.write(b"x" * 2_000_000)
+        await rotator(logs, Limits(size=100_000)).rotate()
+        out.write(b"y" * 50_000)
+        await rotator(logs, Limits(size=100_000)).rotate()
+        assert not log.with_name("web.log.2.gz").exists()
+        out.write(b"z" * 150_000)
+        await rotator(logs, Limits(size=100_000)).rotate()
+
+    assert archived(log, 2) == b"x" * 2_000_000
+    assert archived(log, 1).lstrip(b"\0") == b"y" * 50_000 + b"z" * 150_000
+    assert len(archived(log, 1)) < 300_000
+
+
+async def test_what_the_deployment_says_goes_first(logs: Path) -> None:
+    """``properties.logging.max_log_file_size``; what is no size is passed over."""
+    log = logs / "web/web.log"
+    log.write_text("x" * 5000)
+
+    await rotator(logs, SMALL, "1M").rotate()
+    assert log.stat().st_size == 5000
+    await rotator(logs, SMALL, "4k").rotate()
+    assert log.stat().st_size == 0
+    log.write_text("x" * 5000)
+    await rotator(logs, SMALL, "plenty").rotate()
+    assert log.stat().st_size == 0
+
+
+async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path) -> None:
+    """A job may point its log at any file of the machine: nothing is read from there, cut, or given away."""
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 1000)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x.log").write_text("s" * 1000)
+    (logs / "web/link.log").symlink_to(secret)
+    os.link(secret, logs / "web/second.log")
+    (logs / "web/dir").symlink_to(elsewhere)
+    os.mkfifo(logs / "web/pipe.log")
+    (logs / "web/good.log").write_text("g" * 1000)
+    (logs / "web/good.log.1.gz").symlink_to(secret)
+
+    await rotator(logs).rotate()
+
+    assert secret.read_text() == "s" * 1000
+    assert (elsewhere / "x.log").read_text() == "s" * 1000
+    assert archived(logs / "web/good.log") == b"g" * 1000
+    assert not (logs / "web/good.log.1.gz").is_symlink()
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["x.log"]
+    root = os.open(logs, os.O_RDONLY)
+    try:
+        with pytest.raises(HostError, match=r"cannot (rotate|open) web/link\.log"):
+            rotating.rotate(root, "web/link.log", 7)
+        with pytest.raises(HostError, match="cannot open web/dir"):
+            rotating.rotate(root, "web/dir/x.log", 7)
+        assert rotating.rotate(root, "web/second.log", 7) == rotating.rotate(root, "web/pipe.log", 7) == 0
+    finally:
+        os.close(root)
+
+
+async def test_one_that_cannot_be_rotated_stops_no_other(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory stands where its archive would be."""
+    (logs / "web/bad.log").write_text("b" * 1000)
+    (logs / "web/bad.log.2.gz").mkdir()
+    (logs / "web/bad.log.1.gz").mkdir()
+    (logs / "web/good.log").write_text("g" * 1000)
+
+    await rotator(logs).rotate()
+
+    assert "cannot rotate web/bad.log" in caplog.text
+    assert (logs / "web/bad.log").read_text() == "b" * 1000
+    assert archived(logs / "web/good.log") == b"g" * 1000
+
+
+@pytest.mark.parametrize(("text", "number"), [("100", 100), ("4k", 4096), ("50M", 50 << 20), ("2G", 2 << 30)])
+def test_sizes_are_logrotates(text: str, number: int) -> None:
+    """With and without a unit."""
+    assert rotation.size(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1", "1T", "1.5G", "50 MB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    """Rather than guessed."""
+    with pytest.raises(ValueError, match="is no size"):
+        rotation.size(text)
