@@ -89,7 +89,13 @@ def _warnings(live: Running) -> list[str]:
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.drift.missing.items()]
     obstacle = live.comeback.obstacle
     jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
-    return [*jobs, *missing, *live.expiry.warnings]
+    is_fallback = live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus
+    bus = (
+        ["the credentials of the settings do not lead to the bus, which is reached with other ones"]
+        if is_fallback
+        else []
+    )
+    return [*jobs, *missing, *bus, *live.expiry.warnings]
 
 
 async def _disk(agent: Agent) -> str:

@@ -77,6 +77,14 @@ def changes(world: World) -> int:
     return log(world).count("the settings have changed")
 
 
+async def status(world: World) -> str:
+    """What ``agent-shim status`` prints."""
+    out = world.scratch / "status.out"
+    argv = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(world.base)]
+    assert await process.spawn(argv, env=dict(os.environ), stdout=out).wait() == 0
+    return out.read_text()
+
+
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not holds():
@@ -144,6 +152,9 @@ async def test_an_agent_whose_new_credentials_turn_out_to_be_no_good_comes_back_
     await world.start_agent()
 
     assert "the server does not know us" in log(world)
+    assert "the credentials of the settings do not lead to the bus, which is reached with other ones" in await status(
+        world
+    )
 
 
 async def test_a_certificate_near_its_end_is_told(world: World) -> None:
@@ -156,7 +167,4 @@ async def test_a_certificate_near_its_end_is_told(world: World) -> None:
     told = "the client certificate of the bus ends at"
     await until(lambda: told in log(world))
     assert "the CA certificate" not in log(world)
-    out = world.scratch / "status.out"
-    argv = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(world.base)]
-    assert await process.spawn(argv, env=dict(os.environ), stdout=out).wait() == 0
-    assert told in out.read_text()
+    assert told in await status(world)
