@@ -169,16 +169,16 @@ def _become(program: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _shell(paths: Paths, args: argparse.Namespace) -> int:
-    from agent_shim.host import jail
-    from agent_shim.supervisor import bpm_run
+    from agent_shim.host import jail, jailer
 
     _running(paths, args)
     order: jail.Order = _ask(paths, args, "order")
     order["argv"] = ["/bin/bash"]
     order["env"]["TERM"] = os.environ.get("TERM", "")
-    descriptor = bpm_run.write_order(order)
+    descriptor = jailer.write_order(order)
     os.set_inheritable(descriptor, True)
-    _become(sys.executable, ["-I", "-S", jail.__file__, str(descriptor)])
+    program, *arguments = jailer.command(descriptor)
+    _become(program, arguments)
 
 
 def _run(paths: Paths, args: argparse.Namespace) -> int:

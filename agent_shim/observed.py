@@ -74,7 +74,7 @@ async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any
         "warnings": _warnings(live),
         "tasks_waiting": agent.tasks.waiting,
         "vitals": await agent.vitals.sample(),
-        "bpm": {"level": agent.supervisor.bpm.level},
+        "bpm": (await agent.supervisor.bpm.isolation())._asdict(),
         "processes": [monit_answers.describe(service) for service in agent.supervisor.services()],
     }
 

@@ -46,6 +46,8 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
         ("job state", paint(state, _COLOURS.get(state, ""))),
         ("disk", status["disk"] or "-"),
     ]
+    if "bpm" in status:
+        rows.append(("isolation", isolation(status["bpm"])))
     if status["phase"] != "running":
         rows.insert(1, ("phase", paint(status["phase"], "limited")))
     if status["task"]:
@@ -97,6 +99,14 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
 
 def _aligned(column: str, text: str, width: int) -> str:
     return text.rjust(width) if column in _NUMBERS else text.ljust(width)
+
+
+def isolation(found: dict[str, Any]) -> str:
+    """What processes of bpm.yml can have here (``host.jailer.Isolation``)."""
+    level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
+    memory = "cgroups" if found["memory"] else "a watchdog"
+    why = f" ({found['obstacle']})" if found["obstacle"] else ""
+    return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}"
 
 
 def _row(process: dict[str, Any]) -> tuple[str, ...]:

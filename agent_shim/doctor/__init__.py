@@ -6,6 +6,7 @@ made it. ``judgement`` says what facts mean, this module gathers them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import os
@@ -26,7 +27,7 @@ from agent_shim import asking, drift, x509
 from agent_shim.doctor import judgement
 from agent_shim.doctor.finding import LIMITED, Finding, Report
 from agent_shim.errors import ConfigError, NoAgentError
-from agent_shim.host import capabilities, cgroups, clock, jail, machine, mounts, network, proc, trials
+from agent_shim.host import cages, capabilities, cgroups, clock, jail, jailer, machine, mounts, network, proc, trials
 from agent_shim.paths import Paths
 from agent_shim.settings import AgentConfig, Effective, UpdateSettings, parse, parse_config, parse_update
 
@@ -140,7 +141,7 @@ def _isolation(patient: Patient) -> Iterator[Finding]:
         "users": trials.outcome(partial(trials.user_namespace, patient.scratch)),
     }
     # A running agent has decided already; the other way round the same question is asked of the kernel.
-    level = patient.status.get("bpm", {}).get("level") or (2 if version else 3)
+    level = patient.status.get("bpm", {}).get("level") or asyncio.run(jailer.isolation()).level
     yield judgement.isolation(level, version, namespaces)
 
 
@@ -169,7 +170,7 @@ def _cgroups(_: Patient) -> Iterator[Finding]:
     quotas = [cgroups.cpu_quota(found.cpu.version, level) for level in found.cpu.levels] if found.cpu else []
     yield from judgement.cgroups(
         hierarchy.version if hierarchy else 0,
-        delegates=hierarchy is not None and cgroups.may_create(hierarchy),
+        delegates="memory" in cages.offered(),
         memory=limits.total if limits else None,
         cpus=min((quota for quota in quotas if quota is not None), default=None),
     )

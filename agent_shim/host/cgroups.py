@@ -38,6 +38,7 @@ class Cgroup:
     memory: Hierarchy | None = None
     cpu: Hierarchy | None = None
     cpuacct: Hierarchy | None = None
+    pids: Hierarchy | None = None
 
 
 def find(proc: Path = machine.PROC) -> Cgroup:
@@ -61,7 +62,7 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
             return _hierarchy(1, paths[controller], ours)
         return _hierarchy(2, paths.get("", ""), [mount for mount in table if mount.kind == "cgroup2"])
 
-    return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"))
+    return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"), hierarchy("pids"))
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:
@@ -131,8 +132,17 @@ def oom_kills(cgroup: Cgroup, host: machine.Memory) -> int | None:
     """Processes the kernel has killed in the container for want of memory; None where it does not say."""
     if cgroup.memory is None:
         return None
-    level = _tightest(cgroup.memory, host.total) or cgroup.memory.own
-    return _member(level / ("memory.events" if cgroup.memory.version == 2 else "memory.oom_control"), "oom_kill")
+    return oom_kills_of(cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.own)
+
+
+def oom_kills_of(version: int, level: Path) -> int | None:
+    """Processes the kernel has killed there; None where it does not say."""
+    return _member(level / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
+
+
+def memory_peak(version: int, level: Path) -> int | None:
+    """The most bytes that were ever charged; None where the kernel does not say."""
+    return _number(level / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))
 
 
 def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
@@ -200,17 +210,6 @@ def _cpu_used(cgroup: Cgroup, level: Path, index: int) -> tuple[float, float] | 
         user, system = _number(beside / "cpuacct.usage_user"), _number(beside / "cpuacct.usage_sys")
         scale = 1e9
     return None if user is None or system is None else (user / scale, system / scale)
-
-
-def may_create(hierarchy: Hierarchy) -> bool:
-    """True if cgroups can be made below our own; found out by making one."""
-    probe = hierarchy.own / f"probe-{os.getpid()}"
-    try:
-        probe.mkdir()
-        probe.rmdir()
-    except OSError:
-        return False
-    return True
 
 
 def _text(path: Path) -> str:

@@ -1,8 +1,12 @@
-"""The last steps of a process before it becomes the program of a job: limits, user, capabilities, what it may open.
+"""The last steps of a process before it becomes the program of a job: namespaces, limits, user, capabilities, view.
 
 A program of its own, run as ``python -I -S jail.py FD``: so nothing of it happens in the daemon between fork and exec,
-and nothing of it is left once the program runs, which has the same process number. ``FD`` holds the ``Order`` as JSON;
-after 0 is read it becomes ``/dev/null``. What cannot be done is said on stderr; then nothing is run (exit 127).
+and nothing of it is left once the program runs, which has the same process number; only in a pid namespace of its own
+an init stays above it. ``FD`` holds the ``Order`` as a line of JSON. What cannot be done is said on stderr; then
+nothing is run (exit 127).
+
+With a ``gate`` FD 0 is a socket. Who is on the other side is told the process number (as text) where that is another
+one than that of this program, and answers with a byte when the program may run; an end without it ends all here.
 
 Only the standard library: the file is run by its path.
 """
@@ -11,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NoReturn, TypedDict
 
 FAILED: Final = 127
 
@@ -25,9 +32,24 @@ FAILED: Final = 127
 _CAPBSET_READ, _CAPBSET_DROP, _KEEPCAPS, _NO_NEW_PRIVS, _AMBIENT = 23, 24, 8, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
 _CAPABILITY_VERSION: Final = 0x20080522
+_SYS_ADMIN: Final = 21
 
-# include/uapi/linux/landlock.h; the system calls have these numbers on every architecture
+# System calls since 5.1 have the same numbers on every architecture.
+_OPEN_TREE, _MOVE_MOUNT, _CLONE3, _MOUNT_SETATTR = 428, 429, 435, 442
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+
+# include/uapi/linux/sched.h
+_NAMESPACES: Final[Mapping[str, int]] = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000}
+_CLONE_PARENT: Final = 0x8000
+
+# include/uapi/linux/mount.h, fcntl.h
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MS_SLAVE, _MS_SHARED = 1 << 12, 1 << 14, 1 << 18, 1 << 19, 1 << 20
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
+_OPEN_TREE_CLONE, _MOVE_FROM_FD, _MNT_DETACH = 1, 4, 2
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
+
+# include/uapi/linux/landlock.h
 _PATH_BENEATH: Final = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
@@ -36,13 +58,57 @@ _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
 """No signals to processes outside; from version 6 on. Abstract sockets belong to the network, which bpm shares."""
 
+# What a root file system of its own has beside the view (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
+_NODES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_LINKS: Final[Mapping[str, str]] = {
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+    "/dev/ptmx": "pts/ptmx",
+}
+_KERNEL: Final = (
+    ("proc", "/proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, ""),
+    ("devpts", "/dev/pts", _MS_NOSUID | _MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5"),
+    ("tmpfs", "/dev/shm", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=1777,size=65536k"),  # noqa: S108
+    ("mqueue", "/dev/mqueue", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, ""),
+)
+_MASKED: Final = (
+    "/etc/sv",
+    "/proc/kcore",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/firmware",
+)
+_READ_ONLY: Final = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+_NEW_ROOT: Final = "/dev"
+"""Where the new root is put together: some directory that is surely there. Nobody else sees it there."""
+
+
+class Place(TypedDict):
+    """What can be opened, with all below it: the directory or file ``source``, seen at ``path``.
+
+    It is read-only unless ``write`` and cannot be executed unless ``run``. What is mounted below one that is ``shared``
+    is seen on both sides.
+    """
+
+    path: str
+    source: str
+    write: bool
+    run: bool
+    shared: bool
+
 
 class Order(TypedDict):
     """What to become. ``uid`` and ``gid`` are None to stay who we are; ``capabilities`` are numbers.
 
-    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits. ``read`` and ``write`` are paths that may be
-    opened (all below them too), ``run`` those that may be executed as well; no ``view``: no rules. With ``may_signal``
-    processes outside can be signalled all the same.
+    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits, ``cgroups`` are directories to join. Without
+    ``places`` everything can be opened. ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) are made anew and the
+    places are all that there is, each where its ``path`` says, and the first of ``inits`` that is there is the first
+    process of a new pid namespace, or we are; without namespaces Landlock guards them where they are,
+    and ``may_signal`` allows signals to processes outside. With ``enter`` the namespaces are those of that process.
     """
 
     argv: list[str]
@@ -53,35 +119,67 @@ class Order(TypedDict):
     keeps_privileges: bool
     capabilities: list[int]
     limits: dict[str, int]
-    view: dict[str, list[str]] | None
+    cgroups: list[str]
+    places: list[Place] | None
+    namespaces: list[str]
+    inits: list[str]
     may_signal: bool
-
-
-def landlock_version() -> int:
-    """The version of Landlock that this kernel offers; 0 where there is none or a sandbox forbids it."""
-    version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    return max(0, version)
+    gate: bool
+    enter: int | None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow the order; returns only when that fails."""
+    """Follow the order; returns only when that fails, or when what it has started has ended."""
     descriptor = int(arguments[1])
-    order = _read(descriptor)
-    if descriptor == 0:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    order, is_open = _read(descriptor)
     try:
+        if not order["gate"]:
+            _release(descriptor)
+        _join(order["cgroups"])
+        if order["enter"] is not None:
+            return _enter(order, order["enter"])
+        if order["namespaces"]:
+            child = _be_apart(order)
+            if child:
+                os.write(descriptor, b"%d" % child)
+                return 0
+        if order["gate"]:
+            if not is_open and os.read(descriptor, 1) == b"":
+                return FAILED
+            _release(descriptor)
         _become(order)
-        os.execve(order["argv"][0], order["argv"], order["env"])  # no shell between
+        if "pid" in order["namespaces"]:
+            _run_below_init(order)
+        _run(order)
     except OSError as exc:
         where = f"{exc.filename}: " if exc.filename else ""
         sys.stderr.write(f"agent-shim: cannot run {order['argv'][0]}: {where}{exc.strerror}\n")
     return FAILED
 
 
-def _read(descriptor: int) -> Order:
-    with open(descriptor, "rb", closefd=descriptor != 0) as file:
-        order: Order = json.load(file)
-    return order
+def _read(descriptor: int) -> tuple[Order, bool]:
+    """The order, and whether the byte that opens the gate has come along."""
+    text = b""
+    while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
+        text += chunk
+    line, _, more = text.partition(b"\n")
+    return json.loads(line), bool(more)
+
+
+def _release(descriptor: int) -> None:
+    """The program does not get what the order came through."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    if descriptor == 0:
+        os.dup2(null, 0)
+    else:
+        os.close(descriptor)
+    os.close(null)
+
+
+def _join(groups: Iterable[str]) -> None:
+    for group in groups:
+        with open(f"{group}/cgroup.procs", "w") as file:
+            file.write("0")
 
 
 def _become(order: Order) -> None:
@@ -99,8 +197,17 @@ def _become(order: Order) -> None:
         _set_capabilities(order["capabilities"])
         _prctl(_NO_NEW_PRIVS, 1)
     os.chdir(order["cwd"])
-    if order["view"] is not None:
-        _restrict(order["view"], may_signal=order["may_signal"])
+    if order["places"] is not None and not order["namespaces"]:
+        _restrict(order["places"], may_signal=order["may_signal"])
+    elif order["namespaces"] and not (order["keeps_privileges"] or _SYS_ADMIN in order["capabilities"]):
+        _forbid_mounts()
+
+
+def _run(order: Order) -> NoReturn:
+    """No shell between; what Python ignores for itself the program does not."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(order["argv"][0], order["argv"], order["env"])
 
 
 def _set_limits(limits: Mapping[str, int]) -> None:
@@ -144,28 +251,211 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
         _prctl(_AMBIENT, _AMBIENT_RAISE, number)
 
 
+# --- namespaces -----------------------------------------------------------------------------------------------------
+
+
+def _be_apart(order: Order) -> int:
+    """A child, of our parent, in new namespaces with the view as its root; 0 in the child, as fork does it."""
+    places = order["places"] or []
+    for place in places:
+        if place["shared"]:
+            _make_shared(place["source"])
+    flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
+    arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
+    child = _checked(_libc().syscall(_CLONE3, arguments, ctypes.c_size_t(64)), "new namespaces")
+    if child == 0:
+        os.setsid()
+        _make_root(places, is_masked=not order["keeps_privileges"])
+    return child
+
+
+def _make_shared(path: str) -> None:
+    """Have what is mounted below it seen by all who have it mounted."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        fields = [line.split() for line in file]
+    real = os.path.realpath(path)
+    mounted = [each for each in fields if each[4].decode("unicode_escape") == real]
+    if not mounted:
+        _mount(real, real, None, _MS_BIND | _MS_REC)
+    if not mounted or not any(each.startswith(b"shared:") for each in mounted[-1][6:]):
+        _mount(None, real, None, _MS_SHARED | _MS_REC)
+
+
+def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
+    """A root of our own with the places and what every root has; nothing else is there any more.
+
+    All that is shown is taken hold of first: while the new root is put together the old one gets covered.
+    """
+    shown = [
+        *places,
+        *(Place(path=f"/dev/{each}", source=f"/dev/{each}", write=True, run=False, shared=False) for each in _NODES),
+    ]
+    shown.sort(key=lambda place: place["path"].count("/"))  # What lies below another is mounted after it.
+    trees = [(place["path"], _tree(place, is_masked=is_masked)) for place in shown]
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0755,size=1m")
+    os.chdir(_NEW_ROOT)
+    umask = os.umask(0o022)
+    for path, tree in trees:
+        if tree is not None:
+            _make_point(path[1:], is_directory=_is_directory(tree))
+    for kind, path, flags, options in _KERNEL:
+        _make_point(path[1:], is_directory=True)
+        with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
+            _mount(kind, path[1:], kind, flags, options)
+    for path, target in _LINKS.items():
+        with contextlib.suppress(FileExistsError):
+            os.symlink(target, path[1:])  # noqa: PTH211 - pathlib would be loaded for nothing
+    os.umask(umask)
+    _checked(_libc().pivot_root(b".", b"."), "pivot_root")
+    _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
+    os.chdir("/")
+    for path, tree in trees:
+        if tree is not None:
+            _attach(tree, path)
+    if is_masked:
+        _mask()
+    _set_attributes(_AT_FDCWD, "/", _ATTR_RDONLY)
+
+
+def _tree(place: Place, *, is_masked: bool) -> int | None:
+    """A copy of what is mounted there with what may be done to it; None where nothing is."""
+    try:
+        tree = _open_tree(place["source"])
+    except FileNotFoundError:
+        return None
+    attributes = _ATTR_NOSUID if is_masked else 0
+    attributes |= 0 if place["path"].startswith("/dev/") else _ATTR_NODEV
+    attributes |= (0 if place["write"] else _ATTR_RDONLY) | (0 if place["run"] else _ATTR_NOEXEC)
+    _set_attributes(tree, "", attributes, 0 if place["shared"] else _MS_SLAVE)
+    return tree
+
+
+def _open_tree(path: str) -> int:
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
+    return _checked(_libc().syscall(_OPEN_TREE, _AT_FDCWD, path.encode(errors="surrogateescape"), flags), "mount", path)
+
+
+def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0) -> None:
+    """Of a tree with all that is mounted in it, or of the one mount at ``path``."""
+    values = ctypes.create_string_buffer(struct.pack("4Q", attributes, 0, propagation, 0))
+    flags = 0 if path else _AT_EMPTY_PATH | _AT_RECURSIVE
+    found = _libc().syscall(_MOUNT_SETATTR, tree, path.encode(), flags, values, ctypes.c_size_t(32))
+    _checked(found, "mount_setattr", path)
+
+
+def _attach(tree: int, path: str) -> None:
+    there = path.encode(errors="surrogateescape")
+    _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, there, _MOVE_FROM_FD), "mount", path)
+    os.close(tree)
+
+
+def _mask() -> None:
+    """Of the kernel's own files what no job has to see cannot be seen, and what sets it up cannot be written."""
+    for path in _READ_ONLY:
+        with contextlib.suppress(FileNotFoundError):
+            tree = _open_tree(path)
+            _set_attributes(tree, "", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV | _ATTR_NOEXEC)
+            _attach(tree, path)
+    for path in _MASKED:
+        if os.path.isdir(path):  # noqa: PTH112 - pathlib would be loaded for nothing
+            _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0000,size=4k")
+        elif os.path.exists(path):  # noqa: PTH110
+            _attach(_open_tree(os.devnull), path)
+
+
+def _make_point(path: str, *, is_directory: bool) -> None:
+    """Something to mount on."""
+    os.makedirs(path if is_directory else os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    if not is_directory and not os.path.exists(path):  # noqa: PTH110
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+
+
+def _is_directory(tree: int) -> bool:
+    return os.fstat(tree).st_mode & 0o170000 == 0o040000
+
+
+def _enter(order: Order, pid: int) -> int:
+    """Run the program beside ``pid``, which may be ours to signal; its exit code, as a shell has it."""
+    flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
+    descriptor = os.pidfd_open(pid)
+    _checked(_libc().setns(descriptor, flags), "setns")
+    os.close(descriptor)
+    child = os.fork()  # A process cannot change its own pid namespace, only that of its children.
+    if child == 0:
+        _become(order)
+        _run(order)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda sig, _: os.kill(child, sig))
+    return _exit_code(os.waitpid(child, 0)[1])
+
+
+def _run_below_init(order: Order) -> None:
+    """Leave the place of the first process, whose end ends all others, to an init; the program runs below it.
+
+    It passes signals on to the program alone, reaps whoever is left to it, and ends as the program does.
+    """
+    program = order["argv"][0]
+    os.stat(program)  # noqa: PTH116 - raises
+    if not os.access(program, os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
+    for init in order["inits"]:
+        if os.access(init, os.X_OK):
+            order["argv"] = [init, "--", *order["argv"]]
+            return
+    everything = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, everything)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    while True:
+        number = signal.sigwait(everything)
+        if number != signal.SIGCHLD:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if ended[0] == child:
+                    os._exit(_exit_code(ended[1]))
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
 # --- Landlock -------------------------------------------------------------------------------------------------------
 
 
-def _restrict(view: Mapping[str, Sequence[str]], *, may_signal: bool) -> None:
-    """From here on only what is in the view can be opened. Paths that do not exist are passed over."""
+def landlock_version() -> int:
+    """The version of Landlock that this kernel offers; 0 where there is none or a sandbox forbids it."""
+    version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    return max(0, version)
+
+
+def _restrict(places: Sequence[Place], *, may_signal: bool) -> None:
+    """From here on only these places can be opened. Paths that do not exist are passed over."""
     version = landlock_version()
     everything = _ALL_OF_FIRST | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     fields = struct.pack("QQQ", everything, 0, 0 if version < 6 or may_signal else _SCOPE_SIGNAL)
     size = 8 if version < 4 else 16 if version < 6 else 24
     attributes = ctypes.create_string_buffer(fields[:size])
     ruleset = _checked(_libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0), "Landlock")
-    read = _READ_FILE | _READ_DIR
-    for kind, allowed in (
-        ("read", read),
-        ("run", read | _EXECUTE),
-        ("write", everything & ~_EXECUTE),
-        ("write_run", everything),
-    ):
-        for path in view.get(kind, ()):
-            _allow(ruleset, path, allowed)
+    for place in places:
+        allowed = everything & ~_EXECUTE if place["write"] else _READ_FILE | _READ_DIR
+        _allow(ruleset, place["source"], allowed | (_EXECUTE if place["run"] else 0))
     _checked(_libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
+
+
+def _forbid_mounts() -> None:
+    """Whoever is under any rule cannot mount, in a user namespace of its own neither: so one that allows everything."""
+    if landlock_version():
+        _restrict([Place(path="/", source="/", write=True, run=True, shared=False)], may_signal=True)
 
 
 def _allow(ruleset: int, path: str, allowed: int) -> None:
@@ -183,6 +473,7 @@ def _allow(ruleset: int, path: str, allowed: int) -> None:
 # --- the C library --------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
@@ -190,6 +481,11 @@ def _libc() -> Any:
 def _prctl(option: int, *values: int) -> None:
     words = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     _checked(_libc().prctl(option, *words), f"prctl {option}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    given = [None if text is None else text.encode(errors="surrogateescape") for text in (source, target, kind)]
+    _checked(_libc().mount(*given, ctypes.c_ulong(flags), options.encode() or None), "mount", target)
 
 
 def _checked(result: int, what: str, path: str | None = None) -> int:

@@ -51,7 +51,7 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
             found = runner.find(job, name)
             return found[0] if found else 0
         case "order":
-            return runner.order(job, wanted)
+            return await runner.shell_order(job, wanted)
     raise HostError(f"unknown command {verb!r}")
 
 

@@ -2,8 +2,9 @@
 
 Directories, log files, environment, pid file and the way to stop are bpm's. Isolation is what the container allows:
 
-- level 2: Landlock rules over the view that bpm gives, no capabilities, no new privileges, resource limits;
-- level 3: the same without the rules.
+- level 1: namespaces of its own and a root that holds the view that bpm gives and nothing else;
+- level 2: Landlock rules over the same view;
+- level 3: neither. In all: no capabilities, no new privileges, resource limits.
 
 A process is known by its job and name, whoever asked for its start: a monit file or a script that calls ``bpm start``.
 """
@@ -13,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
-import json
 import logging
 import os
 import resource
 import signal
-import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from agent_shim.errors import ConfigError, HostError
-from agent_shim.host import capabilities, clock, files, proc, process
+from agent_shim.host import cages, capabilities, clock, files, proc, process
 from agent_shim.paths import Paths
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.identity import MARK, Identity, Traces
@@ -35,7 +35,7 @@ from agent_shim.supervisor.programs import Programs, last_line
 
 if TYPE_CHECKING:
     # Loaded where they are used: an agent whose jobs have no bpm.yml does without YAML and ctypes.
-    from agent_shim.host import jail
+    from agent_shim.host import jail, jailer
     from agent_shim.supervisor import bpm
 
 logger = logging.getLogger(__name__)
@@ -48,41 +48,41 @@ OPEN_FILES: Final = 524288
 SETTLED: Final = 5.0
 """Seconds within which the pid file follows the start of its process."""
 
-SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
-SCRATCH: Final = ("/dev", "/proc", "/tmp", "/var/tmp")  # noqa: S108 - without a mount namespace these are everybody's
+TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - without a mount namespace these are everybody's
+SCRATCH: Final = ("/dev", "/proc", *TEMPORARY)
 PATH: Final = "{jobs}/{job}/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:."
 
-HONOURED: Final[Mapping[str, Mapping[int, str]]] = {
-    "name": {2: "yes", 3: "yes"},
-    "executable": {2: "yes", 3: "yes"},
-    "args": {2: "yes", 3: "yes"},
-    "env": {2: "yes", 3: "yes"},
-    "workdir": {2: "yes", 3: "yes"},
-    "hooks.pre_start": {2: "yes", 3: "yes"},
-    "capabilities": {2: "those the container has", 3: "those the container has, root only"},
-    "limits.memory": {2: "a watchdog", 3: "a watchdog"},
-    "limits.open_files": {2: "up to the container's", 3: "up to the container's"},
-    "limits.processes": {2: "no", 3: "no"},
-    "limits.core_file_size": {2: "up to the container's", 3: "up to the container's"},
-    "ephemeral_disk": {2: "yes", 3: "made; no rules"},
-    "persistent_disk": {2: "yes", 3: "made; no rules"},
-    "additional_volumes[].path": {2: "yes", 3: "made; no rules"},
-    "additional_volumes[].writable": {2: "yes", 3: "no rules"},
-    "additional_volumes[].allow_executions": {2: "yes", 3: "no rules"},
-    "additional_volumes[].mount_only": {2: "yes", 3: "yes"},
-    "additional_volumes[].shared": {2: "not needed: no mounts", 3: "not needed: no mounts"},
-    "unsafe.privileged": {2: "what the container has, no rules", 3: "what the container has"},
-    "unsafe.unrestricted_volumes": {2: "yes", 3: "no rules"},
-    "unsafe.host_pid_namespace": {2: "yes: may signal; all see all", 3: "always so"},
-    "shutdown_signal": {2: "yes", 3: "yes"},
+HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
+    "name": ("yes", "yes", "yes"),
+    "executable": ("yes", "yes", "yes"),
+    "args": ("yes", "yes", "yes"),
+    "env": ("yes", "yes", "yes"),
+    "workdir": ("yes", "yes", "yes"),
+    "hooks.pre_start": ("yes", "yes", "yes"),
+    "capabilities": ("those the container has", "those the container has", "those the container has, root only"),
+    "limits.memory": ("a cgroup, else a watchdog", "a cgroup, else a watchdog", "a cgroup, else a watchdog"),
+    "limits.open_files": ("up to the container's", "up to the container's", "up to the container's"),
+    "limits.processes": ("with a cgroup", "with a cgroup", "with a cgroup"),
+    "limits.core_file_size": ("up to the container's", "up to the container's", "up to the container's"),
+    "ephemeral_disk": ("yes", "yes", "made; no rules"),
+    "persistent_disk": ("yes", "yes", "made; no rules"),
+    "additional_volumes[].path": ("yes", "yes", "made; no rules"),
+    "additional_volumes[].writable": ("yes", "yes", "no rules"),
+    "additional_volumes[].allow_executions": ("yes", "yes", "no rules"),
+    "additional_volumes[].mount_only": ("yes", "yes", "yes"),
+    "additional_volumes[].shared": ("yes", "not needed: no mounts", "not needed: no mounts"),
+    "unsafe.privileged": ("yes", "what the container has, no rules", "what the container has"),
+    "unsafe.unrestricted_volumes": ("yes", "yes", "no rules"),
+    "unsafe.host_pid_namespace": ("yes", "yes: may signal; all see all", "always so"),
+    "shutdown_signal": ("yes", "yes", "yes"),
 }
-"""What of a process is honoured in which level; ``docs/bpm.md`` shows it."""
+"""What of a process is honoured in levels 1, 2 and 3; ``docs/bpm.md`` shows it."""
 
 
 def key_table() -> str:
     """``HONOURED`` as a table in Markdown."""
-    rows = [f"| `{key}` | {levels[2]} | {levels[3]} |" for key, levels in HONOURED.items()]
-    return "\n".join(["| Key | Level 2 | Level 3 |", "|---|---|---|", *rows])
+    rows = [f"| `{key}` | {' | '.join(levels)} |" for key, levels in HONOURED.items()]
+    return "\n".join(["| Key | Level 1 | Level 2 | Level 3 |", "|---|---|---|---|", *rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Bpm:
     def __init__(
         self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False, level: int = 0
     ) -> None:
-        """``level`` is the strongest isolation to be used, by default what the kernel offers."""
+        """``level`` is the strongest isolation to be used, by default what the container allows."""
         self._paths = paths
         self._programs = programs
         self._user = user
@@ -123,15 +123,22 @@ class Bpm:
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._runs: dict[tuple[str, str], process.Process] = {}
         self._limits: dict[tuple[str, str], tuple[int, int]] = {}
+        self._isolation: jailer.Isolation | None = None
+        self._trying = asyncio.Lock()
+        self._counting = threading.Lock()
+        self._ooms: dict[str, int] = {}
+        self._hogs: list[Hog] = []
+        """Found when their cgroup was taken away, not told yet."""
 
-    @property
-    def level(self) -> int:
-        """The level of isolation of processes that are started now."""
-        from agent_shim.host import jail
+    async def isolation(self) -> jailer.Isolation:
+        """What processes that are started now can have; the container is tried once."""
+        from agent_shim.host import jailer
 
-        if not self._level:
-            self._level = 2 if jail.landlock_version() else 3
-        return self._level
+        async with self._trying:
+            if self._isolation is None:
+                self._isolation = await jailer.isolation()
+        found = self._isolation
+        return found._replace(level=max(self._level, found.level))
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
@@ -198,9 +205,11 @@ class Bpm:
             label = bpm_label(call.job, call.process)
             found = self.find(call.job, call.process)
             left = await self._programs.members(label, Traces(), [found] if found else [])
+            left += await asyncio.to_thread(self._cage(label).members)
             if found and (running := process.adopt(*found)):
                 await _end(running, signal.Signals[f"SIG{signal_name}"], by)
             await self._programs.sweep(label, Traces(), left, 0.0)
+            await asyncio.to_thread(self._open_cage, call.job, call.process)
             await asyncio.to_thread(self._pidfile(call.job, call.process).unlink, missing_ok=True)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
@@ -221,6 +230,7 @@ class Bpm:
             finally:
                 del self._runs[call.job, call.process]
             await self._programs.sweep(bpm_label(call.job, call.process), Traces(), [], 0.0)
+            await asyncio.to_thread(self._open_cage, call.job, call.process)
             return 1 if status is None else status
 
     async def end_run(self, call: BpmCall) -> None:
@@ -234,36 +244,25 @@ class Bpm:
             yield
 
     async def _launch(self, call: BpmCall, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
-        from agent_shim.host import jail
+        from agent_shim.host import jailer
 
         job, name = call.job, call.process
-        self._complain(job, wanted)
+        isolation = await self.isolation()
+        self._complain(job, wanted, isolation)
         label = bpm_label(job, name)
-        await self._programs.sweep(label, Traces(), [], 0.0)
+        left = await asyncio.to_thread(self._cage(label).members)
+        await self._programs.sweep(label, Traces(), left, 0.0)
         await asyncio.to_thread(self._make_directories, job, wanted)
         if wanted.pre_start:
             await self._run_hook(job, wanted)
-        order = await asyncio.to_thread(self.order, job, wanted)
+        await asyncio.to_thread(self._open_cage, job, name)
+        order = await asyncio.to_thread(self.order, job, wanted, isolation)
         mark = {MARK: identity.mark(label, self._paths.base)}
         order["env"] |= mark
-        descriptor = write_order(order)
-        try:
-            running = process.spawn(
-                [sys.executable, "-I", "-S", jail.__file__, "0"],
-                env=mark,
-                stdin=descriptor,
-                stdout=self._log(job, name, "stdout"),
-                stderr=self._log(job, name, "stderr"),
-                session=True,
-            )
-        finally:
-            os.close(descriptor)
-        if has_pidfile:
-            try:
+        logs = {"stdout": self._log(job, name, "stdout"), "stderr": self._log(job, name, "stderr")}
+        async with jailer.prepared(order, env=mark, **logs) as running:
+            if has_pidfile:
                 await files.save(self._pidfile(job, name), str(running.pid).encode())
-            except BaseException:
-                running.send_group(signal.SIGKILL)
-                raise
         return running
 
     async def _run_hook(self, job: str, wanted: bpm.Process) -> None:
@@ -285,8 +284,10 @@ class Bpm:
 
     # --- what is made -----------------------------------------------------------------------------------------------
 
-    def order(self, job: str, wanted: bpm.Process) -> jail.Order:
-        """What the process becomes."""
+    def order(self, job: str, wanted: bpm.Process, isolation: jailer.Isolation) -> jail.Order:
+        """What the process becomes; its cgroups are made. Raises ``HostError``."""
+        from agent_shim.host import jailer
+
         is_root = os.geteuid() == 0
         ids: tuple[int | None, int | None] = (None, None)
         if is_root and self._user is not None and not wanted.unsafe.privileged:
@@ -296,18 +297,34 @@ class Bpm:
         if wanted.limits.core_file_size is not None:
             limits["RLIMIT_CORE"] = wanted.limits.core_file_size
         wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
-        return {
-            "argv": [wanted.executable, *wanted.args],
-            "env": self._env(job, wanted),
-            "cwd": wanted.workdir or str(self._paths.jobs / job),
-            "uid": ids[0],
-            "gid": ids[1],
-            "keeps_privileges": wanted.unsafe.privileged,
-            "capabilities": sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
-            "limits": limits,
-            "view": self._view(job, wanted) if self.level == 2 and not wanted.unsafe.privileged else None,
-            "may_signal": wanted.unsafe.host_pid_namespace,
-        }
+        is_apart = isolation.level == 1
+        has_view = is_apart or (isolation.level == 2 and not wanted.unsafe.privileged)
+        left_out = {"pid"} if wanted.unsafe.host_pid_namespace else set[str]()
+        return jailer.order(
+            [wanted.executable, *wanted.args],
+            env=self._env(job, wanted),
+            cwd=wanted.workdir or str(self._paths.jobs / job),
+            uid=ids[0],
+            gid=ids[1],
+            keeps_privileges=wanted.unsafe.privileged,
+            capabilities=sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
+            limits=limits,
+            cgroups=self._make_cage(job, wanted, isolation),
+            places=self._places(job, wanted, is_apart=is_apart) if has_view else None,
+            namespaces=[each for each in jailer.APART if each not in left_out] if is_apart else [],
+            may_signal=wanted.unsafe.host_pid_namespace,
+        )
+
+    async def shell_order(self, job: str, wanted: bpm.Process) -> jail.Order:
+        """What a shell beside the running process becomes; raises ``HostError`` when none runs."""
+        isolation = await self.isolation()
+        found = self.find(job, wanted.name)
+        if found is None:
+            raise HostError("job is not running")
+        limits = replace(wanted.limits, memory=None, processes=None)
+        order = await asyncio.to_thread(self.order, job, replace(wanted, limits=limits), isolation)
+        order["enter"] = found[0] if order["namespaces"] else None
+        return order
 
     def _env(self, job: str, wanted: bpm.Process) -> dict[str, str]:
         home = self._paths.data / job
@@ -319,24 +336,56 @@ class Bpm:
             **wanted.env,
         }
 
-    def _view(self, job: str, wanted: bpm.Process) -> dict[str, list[str]]:
-        """What the process may open, by what it may do there."""
-        paths = self._paths
-        view: dict[str, list[str]] = {
-            "run": [*SYSTEM, str(paths.packages), str(paths.data_packages), str(paths.jobs / job)],
-            "read": ["/sys"],
-            "write": [*SCRATCH, str(paths.sys / "log" / job), str(paths.sys / "run" / job)],
-            "write_run": [],
-        }
-        view["write"].append(str(paths.data / job / "tmp"))
+    def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[jail.Place]:
+        """What the process may open, the first of each path: a volume cannot open what bpm has closed."""
+        from agent_shim.host import jailer
+
+        paths, place = self._paths, jailer.place
+        temporary = str(paths.data / job / "tmp")
+        found = [place(each, run=True) for each in jailer.SYSTEM]
+        found.append(place("/sys"))
+        if not is_apart:
+            found += [place(each, write=True) for each in SCRATCH]
+        elif paths.is_system:
+            found += [place(each, source=temporary, write=True) for each in TEMPORARY]
+        found += [place(str(each), run=True) for each in (paths.packages, paths.data_packages, paths.jobs / job)]
+        writable = [temporary, str(paths.sys / "log" / job), str(paths.sys / "run" / job)]
         if wanted.ephemeral_disk:
-            view["write"].append(str(paths.data / job))
+            writable.append(str(paths.data / job))
         if wanted.persistent_disk:
-            view["write"].append(str(paths.store / job))
+            writable.append(str(paths.store / job))
+        found += [place(each, write=True) for each in writable]
         for volume in (*wanted.additional_volumes, *_matching(wanted.unsafe.unrestricted_volumes)):
-            kind = ("write_run" if volume.writable else "run") if volume.allow_executions else "read"
-            view["write" if volume.writable and not volume.allow_executions else kind].append(volume.path)
-        return view
+            found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
+        return list({each["path"]: each for each in reversed(found)}.values())
+
+    def _cage(self, label: str) -> cages.Cage:
+        return cages.Cage(identity.mark(label, self._paths.base))
+
+    def _make_cage(self, job: str, wanted: bpm.Process, isolation: jailer.Isolation) -> list[str]:
+        """Cgroups with the limits of a process, as far as there can be any; the directories to join."""
+        memory = wanted.limits.memory if isolation.memory else None
+        processes = wanted.limits.processes if isolation.processes else None
+        try:
+            return self._cage(bpm_label(job, wanted.name)).make(memory=memory, processes=processes)
+        except OSError as exc:
+            raise files.failed(f"limit {bpm_label(job, wanted.name)}", exc) from exc
+
+    def _open_cage(self, job: str, name: str) -> None:
+        """Take away the cgroups of a process that has ended, but not what they know of its end."""
+        label = bpm_label(job, name)
+        if hog := self._killed_by_kernel(job, name):
+            self._hogs.append(hog)
+        self._cage(label).remove()
+        self._ooms.pop(label, None)
+
+    def _killed_by_kernel(self, job: str, name: str) -> Hog | None:
+        """Who had no memory left in its cgroup since this was asked last."""
+        label = bpm_label(job, name)
+        with self._counting:
+            kills, peak = self._cage(label).memory() or (0, 0)
+            before, self._ooms[label] = self._ooms.get(label, 0), kills
+        return Hog(job, name, peak, self._memory_limit(job, name)) if kills > before else None
 
     def _make_directories(self, job: str, wanted: bpm.Process) -> None:
         """Directories and log files with bpm's modes; raises ``HostError``."""
@@ -352,19 +401,22 @@ class Bpm:
             private.append(paths.store / job)
         made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
         private += [path for path in made if path.is_dir() or not path.exists()]
-        (paths.sys / "log" / job).mkdir(mode=0o750, parents=True, exist_ok=True)
+        log = paths.sys / "log" / job
+        files.make_dir(log, log.stat().st_mode & 0o7777 if log.is_dir() else 0o700, theirs)
         for path in private:
             files.make_dir(path, 0o700, theirs)
         for stream in ("stdout", "stderr"):
             _make_log(self._log(job, wanted.name, stream), theirs)
 
-    def _complain(self, job: str, wanted: bpm.Process) -> None:
+    def _complain(self, job: str, wanted: bpm.Process, isolation: jailer.Isolation) -> None:
         """Say what it will not have, or raise ``HostError`` where that matters."""
         lacking = []
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking += [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
-        if wanted.limits.processes is not None:
+        if wanted.limits.processes is not None and not isolation.processes:
             lacking.append("limits.processes")
+        if (wanted.limits.open_files or 0) > _most_files(held, wanted.limits.open_files or 0):
+            lacking.append(f"limits.open_files of {wanted.limits.open_files}")
         if wanted.unsafe.privileged and "SYS_ADMIN" not in held:
             lacking.append("unsafe.privileged")
         if not lacking:
@@ -393,15 +445,21 @@ class Bpm:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def kill_hogs(self) -> list[Hog]:
-        """Kill every process whose tree uses more memory than bpm.yml allows; blocks for some milliseconds."""
+        """Every process that used more memory than bpm.yml allows and was killed for it; blocks for some milliseconds.
+
+        The kernel has done so where it keeps the limit; else it is done here, to the whole tree.
+        """
+        hogs, self._hogs = self._hogs, []
         limited = []
         for path in self._paths.sys.glob("run/bpm/*/*.pid"):
             job, name = path.parent.name, path.stem
-            if (limit := self._memory_limit(job, name)) and (found := self.find(job, name)):
+            limit = self._memory_limit(job, name)
+            if self._cage(bpm_label(job, name)).memory() is not None:
+                hogs += filter(None, [self._killed_by_kernel(job, name)])
+            elif limit and (found := self.find(job, name)):
                 limited.append((job, name, limit, found))
         if not limited:
-            return []
-        hogs = []
+            return hogs
         processes = proc.table()
         below = proc.children(processes)
         for job, name, limit, found in limited:
@@ -446,18 +504,10 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> No
         running.release()
 
 
-def _most_files(held: Container[str]) -> int:
-    """What bpm gives where nothing is said, as far as it may be had."""
+def _most_files(held: Container[str], wanted: int = OPEN_FILES) -> int:
+    """So many, or what may be had of them; by default what bpm gives where nothing is said."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return OPEN_FILES if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-
-
-def write_order(order: jail.Order) -> int:
-    """A descriptor from which the jail reads its order; in memory, because an environment may be secret."""
-    descriptor = os.memfd_create("order")
-    os.write(descriptor, json.dumps(order).encode())
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+    return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:

@@ -155,16 +155,16 @@ async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> 
 async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
     """An errand that is cancelled leaves nothing."""
     async with machine(tmp_path) as found:
-        deploy(tmp_path, "echo $$; exec sleep 600")
+        deploy(tmp_path, "echo up; exec sleep 600")
         running = _spawn(found, "run web")
         out = found.paths.base / "out"
         await eventually(lambda: out.read_text().strip())
-        pid = int(out.read_text())
-        assert is_alive(pid)
+        started = proc.census("AGENT_SHIM_SERVICE").marked[f"bpm/web/web@{found.paths.base}"]
+        assert started
         running.send(15)
         async with asyncio.timeout(10):
             assert await running.wait() == 143
-        assert not is_alive(pid)
+        assert not any(is_alive(pid) for pid in started)
 
 
 RELEASE = """#!/bin/sh
@@ -222,8 +222,7 @@ async def test_release_whose_scripts_call_bpm(tmp_path: Path, has_release: bool)
 
 
 def test_levels_of_the_table_are_those_that_are_used() -> None:
-    """Each key says for both levels what becomes of it, and the document has just that."""
+    """Each key says for every level what becomes of it, and the document has just that."""
     root = Path(__file__).resolve().parents[2]
 
-    assert all(set(levels) == {2, 3} for levels in bpm_run.HONOURED.values())
     assert bpm_run.key_table() in (root / "docs/bpm.md").read_text()

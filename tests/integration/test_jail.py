@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_shim.host import capabilities, jail, process
-from agent_shim.supervisor.bpm_run import write_order
+from agent_shim.host import capabilities, jail, jailer, process
 
 NOBODY = 65534
 
 
 def order(**members: Any) -> jail.Order:
     """A program that prints what the kernel knows of it."""
-    made: jail.Order = {
-        "argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"],
-        "env": {},
-        "cwd": "/",
-        "uid": None,
-        "gid": None,
-        "keeps_privileges": False,
-        "capabilities": [],
-        "limits": {},
-        "view": None,
-        "may_signal": False,
-    }
-    return {**made, **members}  # type: ignore[typeddict-item]
+    return jailer.order(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
 
 
 async def run(tmp_path: Path, wanted: jail.Order) -> tuple[int | None, dict[str, str]]:
     """Its exit code, and the lines it has printed by their names."""
-    descriptor = write_order(wanted)
+    descriptor = jailer.write_order(wanted)
     out = tmp_path / "out"
-    argv = [sys.executable, "-I", "-S", jail.__file__, "0"]
-    status = await process.spawn(argv, env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    status = await process.spawn(jailer.command(0), env={}, stdin=descriptor, stdout=out, stderr=out).wait()
     os.close(descriptor)
     lines = [
         line.partition(":") if ":" in line else (line[:25].strip(), "", line[25:])

@@ -20,6 +20,7 @@ ELSEWHERE: Mapping[str, str] = {
     "disks.places": "unit/test_disks_service.py",
     "doctor.finding": "unit/test_doctor.py",
     "doctor.judgement": "unit/test_doctor.py",
+    "host.jailer": "root/test_bpm.py",
     "host.trials": "root/test_doctor.py",
     "host.rotating": "integration/test_rotation.py",
     "host.volumes": "root/test_disks_volumes.py",

@@ -62,6 +62,7 @@ def shown(**members: Any) -> dict[str, Any]:
             "load": ["0.10", "0.20", "0.30"],
             "disk": {"system": {"percent": "40"}, "ephemeral": {"percent": "93"}},
         },
+        "bpm": {"level": 2, "obstacle": "mount: Permission denied", "memory": False, "processes": False},
         "processes": [process, failing],
         **members,
     }
@@ -74,6 +75,7 @@ def test_the_whole_page() -> None:
         "deployment cf / api/1\n"
         "job state  failing\n"
         "disk       mounted\n"
+        "isolation  level 2 for bpm.yml: Landlock rules (mount: Permission denied); memory limits by a watchdog\n"
         "machine    memory 51 % (512.0 MiB), cpu 5 %, waiting 0 %, load 0.10 0.20 0.30\n"
         "space      system 40 %, ephemeral 93 %\n"
         "\n"

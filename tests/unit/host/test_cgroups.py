@@ -189,13 +189,6 @@ def test_any_text_is_a_membership(text: str) -> None:
     cgroups.parse_membership(text, mounts.parse(UNIFIED + SPLIT))
 
 
-def test_may_create_is_found_out_by_doing(tmp_path: Path) -> None:
-    """The probe leaves nothing behind, and a directory that is not there may not be written."""
-    assert cgroups.may_create(cgroups.Hierarchy(2, (tmp_path,)))
-    assert list(tmp_path.iterdir()) == []
-    assert not cgroups.may_create(cgroups.Hierarchy(2, (tmp_path / "absent",)))
-
-
 def test_the_real_cgroup_can_be_read() -> None:
     """Whatever this machine has, the answer is one; what cannot be read is empty."""
     host = machine.memory()

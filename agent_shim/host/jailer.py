@@ -1,0 +1,142 @@
+"""Starts programs through ``host.jail``, and finds out what isolation this container allows by trying it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from agent_shim.errors import HostError
+from agent_shim.host import cages, jail, process
+
+SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
+"""What everybody may read and execute."""
+APART: Final = ("mnt", "pid", "ipc", "uts")
+"""The namespaces that bpm makes; the network is that of the container."""
+INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
+"""Where a container may have bpm's own first process of a namespace. Ours needs some MB for each job."""
+NOBODY: Final = 65534
+
+
+class Isolation(NamedTuple):
+    """What processes of bpm.yml can have here; ``obstacle`` is why the level is not 1.
+
+    ``memory`` and ``processes`` say whether the kernel can be told to limit them (a cgroup of their own).
+    """
+
+    level: int
+    obstacle: str
+    memory: bool
+    processes: bool
+
+
+def place(path: str, *, source: str = "", write: bool = False, run: bool = False, shared: bool = False) -> jail.Place:
+    """Seen where it is unless another ``source`` is given."""
+    return {"path": path, "source": source or path, "write": write, "run": run, "shared": shared}
+
+
+def order(argv: Sequence[str], **members: object) -> jail.Order:
+    """To run ``argv`` as who we are, with nothing gained and nothing hidden unless ``members`` say so."""
+    made: jail.Order = {
+        "argv": list(argv),
+        "env": {},
+        "cwd": "/",
+        "uid": None,
+        "gid": None,
+        "keeps_privileges": False,
+        "capabilities": [],
+        "limits": {},
+        "cgroups": [],
+        "places": None,
+        "namespaces": [],
+        "inits": list(INITS),
+        "may_signal": False,
+        "gate": False,
+        "enter": None,
+    }
+    return {**made, **members}  # type: ignore[typeddict-item]
+
+
+def command(descriptor: int) -> list[str]:
+    """What becomes the program once it has read an order from ``descriptor``."""
+    return [sys.executable, "-I", "-S", jail.__file__, str(descriptor)]
+
+
+def write_order(order: jail.Order) -> int:
+    """A descriptor from which an order is read; in memory, because an environment may be secret."""
+    descriptor = os.memfd_create("order")
+    os.write(descriptor, _encoded(order))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _encoded(order: jail.Order) -> bytes:
+    return json.dumps(order).encode() + b"\n"
+
+
+@contextlib.asynccontextmanager
+async def prepared(
+    order: jail.Order, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
+) -> AsyncIterator[process.Process]:
+    """The process that becomes the program when the block ends; when that fails the process ends without it.
+
+    In namespaces of its own it is their first process, by its number out here. ``env`` is its environment until then.
+    Raises ``HostError``.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        with theirs:
+            started = process.spawn(
+                command(0), env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, session=True
+            )
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):  # it has ended: how, is seen by who waits for it
+            await loop.sock_sendall(ours, _encoded({**order, "gate": True}))
+            if order["namespaces"]:
+                started = await _child(started, await loop.sock_recv(ours, 64))
+        yield started
+        with contextlib.suppress(ConnectionError):
+            await loop.sock_sendall(ours, b"\n")
+
+
+async def _child(parent: process.Process, told: bytes) -> process.Process:
+    status = await parent.wait()
+    child = process.adopt(int(told)) if told else None
+    if child is None:
+        raise HostError(f"cannot set it apart: {'it ended at once' if told else f'exit {status}'}")
+    return child
+
+
+async def isolation() -> Isolation:
+    """What this container allows, found out by doing it: some 50 milliseconds."""
+    offered = await asyncio.to_thread(cages.offered)
+    obstacle = await _try_apart()
+    level = 1 if not obstacle else 2 if jail.landlock_version() else 3
+    return Isolation(level, obstacle, "memory" in offered, "pids" in offered)
+
+
+async def _try_apart() -> str:
+    """Run something that does nothing in namespaces of its own; why that fails."""
+    if os.geteuid() != 0:
+        return "only root can make namespaces"
+    places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
+    wanted = order(["/bin/true"], uid=NOBODY, gid=NOBODY, places=places, namespaces=list(APART))
+    errors = os.memfd_create("errors")
+    try:
+        async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
+            pass
+        status = await running.wait()
+        said = ""
+    except HostError as exc:
+        status, said = None, str(exc)
+    finally:
+        text = os.pread(errors, 4096, 0).decode(errors="replace").strip()
+        os.close(errors)
+    return "" if status == 0 else text.rpartition("\n")[2].removeprefix("agent-shim: ") or said or f"exit {status}"

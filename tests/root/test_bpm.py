@@ -1,0 +1,428 @@
+"""Jobs of bpm.yml as vcap on a machine of their own: what they see, and what they cannot do, in each level."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from agent_shim.host import jailer
+from tests.root.conftest import Inside
+
+pytestmark = pytest.mark.root
+
+PYTHON = os.path.realpath(sys.executable)
+
+SETUP = """
+import shutil, signal
+from agent_shim.host import cgroups, jailer, proc, process, reaper
+from agent_shim.supervisor.supervisor import JobFile, Supervisor, Timing
+
+paths = Paths()
+for name in ("jobs", "packages", "data", "store", "bosh"):
+    shutil.rmtree(paths.base / name, ignore_errors=True)
+for name in ("jobs/other/config", "jobs/web/bin", "jobs/web/config", "packages/tool/bin", "data/packages", "store"):
+    (paths.base / name).mkdir(parents=True)
+for name in ("data/sys/log", "data/sys/run", "data/tools", "data/shown", "monit", "bosh", "data/bosh"):
+    (paths.base / name).mkdir(parents=True, exist_ok=True)
+if not paths.sys.is_symlink():
+    paths.sys.symlink_to(paths.data_sys)
+(paths.jobs / "other/config/secret").write_text("secret")
+(paths.bosh / "settings.json").write_text("secret")
+for name in ("data/tools/tool", "data/shown/tool", "packages/tool/bin/tool"):
+    shutil.copy("/bin/true", paths.base / name)
+script = paths.jobs / "web/bin/look"
+script.write_text(os.environ["LOOK"])
+hook = paths.jobs / "web/bin/hook"
+hook.write_text("#!/bin/sh\\necho hook $(id -u) $NAME\\n")
+hook.chmod(0o755)
+(paths.jobs / "web/config/bpm.yml").write_text(os.environ["BPM_YML"])
+
+# Others on this kernel have jobs of the same name: here they are counted below a cgroup of this process alone.
+groups = []
+for hierarchy in filter(None, (cgroups.find().memory, cgroups.find().pids)):
+    group = hierarchy.own / f"test-{os.getpid()}"
+    group.mkdir()
+    (group / "cgroup.procs").write_text("0")
+    groups.append((hierarchy.own, group))
+
+def remove(group):
+    for each in sorted((each for each in group.rglob("*") if each.is_dir()), reverse=True):
+        each.rmdir()
+    group.rmdir()
+
+async def leave():
+    for own, group in groups:
+        (own / "cgroup.procs").write_text("0")
+        for _ in range(1000):  # what has been killed takes a while to go
+            try:
+                remove(group)
+                break
+            except OSError:
+                await asyncio.sleep(0.01)
+
+def monit(*names):
+    tool = "/var/vcap/jobs/bpm/bin/bpm"
+    return [JobFile("web", "", "".join(f'''check process {name} with pidfile {paths.sys}/run/bpm/web/{name}.pid
+  start program "{tool} start web -p {name}"
+  stop program "{tool} stop web -p {name}"
+  group vcap
+''' for name in names))]
+
+async def eventually(fact):
+    async with asyncio.timeout(30):
+        while not (found := fact()):
+            await asyncio.sleep(0.01)
+        return found
+
+def log(name, stream="stdout"):
+    path = paths.sys / f"log/web/{name}.{stream}.log"
+    return path.read_text() if path.exists() else ""
+
+def info(name):
+    return next(each for each in supervisor.services() if each.process.name == name)
+
+events = []
+supervisor = Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2))
+supervisor.bpm._level = int(os.environ["LEVEL"])
+stranger = process.spawn(["/bin/sleep", "600"], env={}, user="vcap")
+with reaper.reaping():
+    try:
+BODY
+    finally:
+        await supervisor.stop(wait=True)
+        await supervisor.close()
+        stranger.send(signal.SIGKILL)
+        await stranger.wait()
+        await leave()
+"""
+
+LOOK = r"""
+import ctypes, json, os, resource, signal, subprocess, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def can(do, *arguments):
+    try:
+        return do(*arguments) is not False
+    except (OSError, subprocess.SubprocessError):
+        return False
+def run(path):
+    subprocess.run([path], check=True, stdout=-3, stderr=-3)
+def call(name, *arguments):
+    return getattr(libc, name)(*arguments) == 0
+def other():
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and seen(pid) == b"/bin/sleep\0" + b"600\0"]
+def seen(pid):
+    try:
+        return open(f"/proc/{pid}/cmdline", "rb").read()
+    except OSError:
+        return b""
+def mount_in_user_namespace():
+    if os.fork() == 0:
+        made = libc.unshare(0x10020000) == 0
+        os._exit(0 if made and libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0 else 1)
+    return os.wait()[1] == 0
+def write(path):
+    open(path, "w").close()
+status = dict(line.rstrip("\n").split(":\t", 1) for line in open("/proc/self/status") if ":\t" in line)
+outside = int(os.environ["OUTSIDE"])
+base = "/var/vcap"
+print(json.dumps({
+    "ids": [os.getuid(), os.geteuid(), os.getgid(), os.getegid(), os.getgroups()],
+    "capabilities": [status["CapEff"], status["CapBnd"], status["CapAmb"]],
+    "nothing gained": status["NoNewPrivs"],
+    "ignored": int(status["SigIgn"], 16), "blocked": int(status["SigBlk"], 16),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "core": resource.getrlimit(resource.RLIMIT_CORE),
+    "directory": os.getcwd(), "arguments": sys.argv[1:], "umask": os.umask(0o22),
+    "environment": {k: v for k, v in os.environ.items() if k not in ("OUTSIDE", "AGENT_SHIM_SERVICE", "LC_CTYPE")},
+    "own session": os.getsid(0) in (os.getpid(), 1),
+    "first": seen(1)[:9].decode() if seen(1) else "",
+    "sees stranger": bool(other()),
+    "reads": [path for path in (
+        "jobs/web/config/bpm.yml", "jobs/other/config/secret", "bosh/settings.json", "data/shown/tool",
+        "data/tools/tool",
+    ) if can(open, f"{base}/{path}")],
+    "writes": [path for path in (
+        "/etc/x", "/usr/x", "/x", "/var/tmp/x", "/tmp/x", "/proc/sys/kernel/hostname", f"{base}/x",
+        f"{base}/jobs/web/x", f"{base}/packages/x", f"{base}/data/x", f"{base}/data/web/x", f"{base}/data/web/tmp/x",
+        f"{base}/store/web/x", f"{base}/sys/log/web/x", f"{base}/sys/log/x", f"{base}/sys/run/web/x",
+        f"{base}/sys/run/bpm/web/x", f"{base}/data/extra/x", f"{base}/data/shown/x", f"{base}/data/tools/x",
+    ) if can(write, path)],
+    "runs": [path for path in ("packages/tool/bin/tool", "data/tools/tool", "data/shown/tool")
+             if can(run, f"{base}/{path}")],
+    "does": [name for name, done in {
+        "signal": can(os.kill, outside, 0),
+        "trace": call("ptrace", 16, outside, None, None),
+        "memory": can(open, f"/proc/{outside}/mem", "rb"),
+        "mount": call("mount", b"none", b"/tmp", b"tmpfs", 0, None),
+        "umount": call("umount2", b"/proc", 2),
+        "mount below": mount_in_user_namespace(),
+        "setuid": can(os.setuid, 0), "setgid": can(os.setgid, 0), "setgroups": can(os.setgroups, [0]),
+        "chroot": can(os.chroot, "/tmp"),
+        "mknod": can(os.mknod, f"{base}/data/web/tmp/node", 0o20600, os.makedev(1, 1)),
+        "hostname": call("sethostname", b"x", 1),
+        "su": can(run, "/bin/su"),
+    }.items() if done],
+}))
+sys.stdout.flush()
+def end(number, _):
+    print("got", signal.Signals(number).name, flush=True)
+    sys.exit(3)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
+while True:
+    signal.pause()
+"""
+
+BPM_YML = f"""
+processes:
+- &web
+  name: web
+  executable: {PYTHON}
+  args: [-I, -S, /var/vcap/jobs/web/bin/look, 1.10]
+  env: {{NAME: value, OUTSIDE: "OUTSIDE_PID"}}
+  hooks: {{pre_start: /var/vcap/jobs/web/bin/hook}}
+  limits: {{memory: 200M, open_files: 123, processes: 40, core_file_size: 4096}}
+  ephemeral_disk: true
+  persistent_disk: true
+  additional_volumes:
+  - {{path: /var/vcap/data/extra, writable: true}}
+  - {{path: /var/vcap/data/tools, allow_executions: true, mount_only: true}}
+  - {{path: /var/vcap/data/shown, mount_only: true}}
+  unsafe: &unsafe {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}
+  shutdown_signal: INT
+- name: worker
+  executable: {PYTHON}
+  args: [-I, -S, /var/vcap/jobs/web/bin/look]
+  env: {{OUTSIDE: "OUTSIDE_PID"}}
+  capabilities: [NET_BIND_SERVICE]
+  workdir: /var/vcap/packages
+  unsafe: *unsafe
+- name: hungry
+  executable: {PYTHON}
+  args: [-I, -S, -c, "import time; x = bytearray(120 << 20); time.sleep(600)"]
+  limits: {{memory: 64M}}
+  unsafe: *unsafe
+- name: forker
+  executable: /bin/sh
+  args: [-c, "for i in 1 2 3 4 5 6 7 8; do sleep 600 & done; echo all; wait"]
+  limits: {{processes: 6}}
+"""
+
+RUN_BOTH = """
+import json
+config = paths.jobs / "web/config/bpm.yml"
+config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
+await supervisor.configure(monit("web", "worker"))
+await supervisor.start()
+await eventually(lambda: all("}" in log(name) for name in ("web", "worker")))
+pids = {name: info(name).pid for name in ("web", "worker")}
+files = {name: int((paths.sys / f"run/bpm/web/{name}.pid").read_text()) for name in ("web", "worker")}
+assert pids == files, (pids, files)
+modes = {str(path): oct((paths.base / path).stat().st_mode & 0o777) for path in (
+    "sys/run/bpm/web", "sys/run/web", "data/web", "data/web/tmp", "store/web", "data/extra",
+    "sys/log/web/web.stdout.log")}
+owners = sorted({path: (paths.base / path).owner() for path in modes}.items())
+await supervisor.stop(wait=True)
+left = [pid for pid, owner in ((pid, proc.stat(pid)) for pid in pids.values()) if owner and owner.is_alive]
+hook, web, last = log("web").splitlines()
+return {"hook": hook, "web": json.loads(web), "worker": json.loads(log("worker").splitlines()[0]),
+        "last": [last, log("worker").splitlines()[-1]], "left": left, "modes": modes, "owners": owners,
+        "pidfiles": [str(path) for path in paths.sys.glob("run/bpm/web/*.pid")],
+        "errors": log("web", "stderr") + log("worker", "stderr")}
+"""
+
+COMMON_WRITES = {
+    "/var/vcap/data/web/x",
+    "/var/vcap/data/web/tmp/x",
+    "/var/vcap/store/web/x",
+    "/var/vcap/sys/log/web/x",
+    "/var/vcap/sys/run/web/x",
+    "/var/vcap/data/extra/x",
+    "/tmp/x",
+    "/var/tmp/x",
+}
+
+
+def run(inside: Inside, level: int, body: str) -> Any:
+    """What ``body`` returns: the supervisor's, in one level."""
+    indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
+    text = SETUP.replace("BODY", f"{indented}")
+    environment = [f"LEVEL={level}", f"LOOK={LOOK}", f"BPM_YML={BPM_YML}"]
+    return inside(text, "env", *environment)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_job_sees_what_the_table_says(inside: Inside, level: int) -> None:
+    """Two processes, a hook, limits and volumes: files, ids, limits, signals, environment."""
+    found = run(inside, level, RUN_BOTH)
+    web, worker = found["web"], found["worker"]
+
+    assert found["errors"] == ""
+    assert found["hook"] == "hook 0 value"
+    assert found["last"] == ["got SIGINT", "got SIGTERM"]
+    assert (found["left"], found["pidfiles"]) == ([], [])
+    assert set(found["modes"].values()) == {"0o700", "0o600"}
+    assert [path for path, owner in found["owners"] if owner != "vcap"] == ["sys/run/bpm/web"]
+    for each in (web, worker):
+        assert each["ids"] == [1000, 1000, 1000, 1000, []]
+        assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
+        # What Python ignores for itself is not ignored by what comes after it; this is Python again.
+        assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
+        assert set(each["runs"]) <= {"packages/tool/bin/tool", "data/tools/tool", "data/shown/tool"}
+    assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
+    assert [int(each, 16) for each in worker["capabilities"]] == [1 << 10] * 3
+    assert (web["files"], web["core"]) == ([123, 123], [4096, 4096])
+    assert (web["directory"], worker["directory"]) == ("/var/vcap/jobs/web", "/var/vcap/packages")
+    assert web["arguments"] == ["1.10"]
+    assert web["environment"] == {
+        "NAME": "value",
+        "TMPDIR": "/var/vcap/data/web/tmp",
+        "LANG": "en_US.UTF-8",
+        "HOME": "/var/vcap/data/web",
+        "PATH": "/var/vcap/jobs/web/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:.",
+    }
+    assert web["sees stranger"] is (level != 1)
+    shown = {"jobs/web/config/bpm.yml", "data/shown/tool", "data/tools/tool"}
+    assert set(web["reads"]) == shown | ({"jobs/other/config/secret", "bosh/settings.json"} if level == 3 else set())
+    # vcap has no more, whatever the level.
+    assert set(web["writes"]) == COMMON_WRITES
+    may_run = {"packages/tool/bin/tool", "data/tools/tool"} | ({"data/shown/tool"} if level == 3 else set())
+    assert set(web["runs"]) == may_run
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_job_cannot_leave_its_place(inside: Inside, level: int) -> None:
+    """No word with strangers, no mounts, no other user; in level 3 a user's own processes are open to it."""
+    assert run(inside, level, RUN_BOTH)["web"]["does"] == []
+    assert "signal" in run(inside, 3, RUN_BOTH)["web"]["does"]
+
+
+OUT_OF_MEMORY = """
+paths_of = monit("hungry")
+# Started once as it is: a start that is asked for again must not be it.
+await supervisor.configure([*paths_of, JobFile("other", "", f'''check process other with pidfile {paths.base}/other.pid
+  start program "/bin/sh -c 'echo $$ >{paths.base}/other.pid; exec sleep 600'"
+  stop program "/bin/sh -c 'kill $(cat {paths.base}/other.pid)'"
+  group vcap
+''')])
+await supervisor.start()
+watching = asyncio.create_task(supervisor.run())
+other = (await eventually(lambda: info("other") if info("other").pid else None)).pid
+event = await eventually(lambda: next((each for each in events if each.event == "Resource limit matched"), None))
+await eventually(lambda: info("hungry").restarts > 0)
+watching.cancel()
+isolation = await supervisor.bpm.isolation()
+return [event.service, event.description, info("other").pid == other, isolation.memory, info("hungry").last_exit]
+"""
+
+WITHOUT_CGROUPS = """
+supervisor.bpm._isolation = (await jailer.isolation())._replace(memory=False, processes=False)
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("has_cgroups", [True, False])
+def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
+    """That process alone; it is restarted, and the alert says how much it used. By the kernel, else by a watchdog."""
+    found = run(inside, level, ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY)
+    service, description, is_other_alive, has_limit, last_exit = found
+
+    if has_cgroups and not has_limit:
+        pytest.skip("no cgroup can be made here")
+    assert (service, is_other_alive) == ("hungry", True)
+    assert last_exit == "SIGKILL"
+    said = re.fullmatch(
+        r"out of memory: process hungry of job web used ([0-9.]+) MiB, its limit is 64.0 MiB: it was killed",
+        description,
+    )
+    assert said is not None
+    # The kernel lets nobody past the limit; a watchdog comes afterwards.
+    assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
+
+
+PROCESSES = """
+await supervisor.configure(monit("forker"))
+await supervisor.start()
+await eventually(lambda: "fork" in log("forker", "stderr"))
+return [log("forker"), log("forker", "stderr"), (await supervisor.bpm.isolation()).processes]
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_number_of_processes_is_limited(inside: Inside, level: int) -> None:
+    """With those that are there already; only with a cgroup."""
+    out, errors, has_limit = run(inside, level, PROCESSES)
+
+    assert has_limit
+    assert "all" not in out
+    assert "annot fork" in errors
+
+
+NEXT_AGENT = """
+config = paths.jobs / "web/config/bpm.yml"
+config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
+await supervisor.configure(monit("web", "worker"))
+await supervisor.start()
+await eventually(lambda: all("}" in log(name) for name in ("web", "worker")))
+before = {name: info(name).pid for name in ("web", "worker")}
+await supervisor.close()
+supervisor = Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2))
+await supervisor.recover()
+await eventually(lambda: all(each.state == "running" for each in supervisor.services()))
+adopted = {name: info(name).pid for name in ("web", "worker")}
+below = proc.descent(proc.children(proc.table()), before.values())
+commands = sorted(command for pid in below if (command := proc.command_line(pid)))
+process.send(proc.stat(before["worker"]).identity, signal.SIGKILL)
+await eventually(lambda: info("worker").last_exit == "SIGKILL")
+await supervisor.stop(wait=True)
+left = [pid for pid in below if (found := proc.stat(pid)) and found.is_alive]
+return [before == adopted, log("web").splitlines()[-1], left, commands]
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
+    """By the number in the pid file; it is stopped as before, and its end takes all of it along."""
+    same, last, left, commands = run(inside, level, NEXT_AGENT)
+
+    assert same
+    assert last == "got SIGINT"
+    assert left == []
+    assert len(commands) == (4 if level == 1 else 2), f"in a pid namespace an init stands above each: {commands}"
+
+
+INIT = """
+def running(pid):
+    return [found for each in proc.descent(proc.children(proc.table()), [pid]) if (found := proc.stat(each))]
+places = [jailer.place(each, run=True) for each in jailer.SYSTEM]
+script = "trap 'exit 7' TERM; (sh -c 'exit 0' & sh -c 'sleep 0.1' &) ; echo up; while :; do sleep 0.05; done"
+members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(jailer.APART), inits=INITS)
+codes = []
+for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
+    out = paths.base / f"data/out{number}"
+    order = jailer.order(["/bin/sh", "-c", script], **members)
+    async with jailer.prepared(order, env={}, stdout=out, stderr=out) as one:
+        pass
+    await eventually(lambda: "up" in out.read_text())
+    init = proc.command_line(one.pid).split(" ")[0]
+    # The loop has at most one child of its own; what is left to the init is reaped.
+    await eventually(lambda: len(running(one.pid)) <= 3 and all(each.is_alive for each in running(one.pid)))
+    child = next(each for each in running(one.pid) if each.parent == one.pid)
+    process.send(child.identity if to_child else one.identity, number)
+    codes.append(await one.wait())
+return [codes, init]
+"""
+
+
+@pytest.mark.parametrize("inits", [list(jailer.INITS), []])
+def test_first_process_of_a_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
+    """It passes signals on, reaps orphans and ends as the program does; that of the container, or ours."""
+    codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))
+
+    assert codes == [7, 137]
+    if not inits:
+        assert init == sys.executable

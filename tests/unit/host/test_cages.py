@@ -1,0 +1,59 @@
+"""Cgroups for single processes, in version 2; those of version 1 are made for real by the tests that need root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import cages, cgroups
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Our cgroup, which hands down what it is asked to."""
+    for directory in (tmp_path, tmp_path / "agent_shim"):
+        directory.mkdir(exist_ok=True)
+        (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(cages, "_hierarchies", lambda: (("memory", hierarchy), ("pids", hierarchy)))
+    return tmp_path
+
+
+def test_limits_of_version_2(own: Path) -> None:
+    """One directory for both; no swap; the whole is killed when memory runs out."""
+    joined = cages.Cage("a/b").make(memory=1 << 20, processes=7)
+
+    group = own / "agent_shim/a%2fb"
+    assert joined == [str(group)]
+    written = {path.name: path.read_text() for path in group.iterdir()}
+    assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "7"}
+    # Only what is not handed down yet is asked for.
+    assert (own / "cgroup.subtree_control").read_text() == "+pids"
+
+
+def test_nothing_is_made_without_a_limit(own: Path) -> None:
+    """A process that may use all needs no cgroup."""
+    assert cages.Cage("a").make(memory=None, processes=None) == []
+    assert not (own / "agent_shim/a").exists()
+
+
+def test_what_the_kernel_counted(own: Path) -> None:
+    """Kills, and the most that was used."""
+    cage = cages.Cage("a")
+    assert cage.memory() is None
+    cage.make(memory=1 << 20, processes=None)
+    (own / "agent_shim/a/memory.events").write_text("low 0\noom 2\noom_kill 3\n")
+    (own / "agent_shim/a/memory.peak").write_text("1048576\n")
+
+    assert cage.memory() == (3, 1 << 20)
+
+
+def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where processes sit in our own cgroup the kernel refuses; nothing is left of the attempt."""
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(cages, "_hierarchies", lambda: (("memory", hierarchy),))
+    (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
+
+    assert cages.offered() == frozenset()
+    assert [path.name for path in tmp_path.iterdir()] == ["cgroup.subtree_control"]
