@@ -234,6 +234,7 @@ async def test_what_cannot_be_had_is_an_error_where_that_matters(world: World) -
     file = job(world, "exec sleep 600", "  limits: {processes: 5}\n")
     async with world.supervising() as supervisor:
         supervisor.bpm._is_strict = True
+        supervisor.bpm._isolation = jailer.Isolation(3, "", memory=False, processes=False)
         await supervisor.configure([file])
         await supervisor.start()
         found = await until(supervisor, "web", "down")
@@ -267,6 +268,7 @@ async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> Non
         assert event.description.endswith("its limit is 48.0 MiB: it was killed")
         assert not is_alive(pid)
         assert info(supervisor, "other").pid == other
+        await supervisor.stop(wait=True)
 
 
 LOOK = r"""
