@@ -196,7 +196,21 @@ async def test_a10_package_without_version_is_an_exception(world: World) -> None
     assert "tool" in await world.error("apply", wanted)
 
 
-async def test_a11_start_is_answered_before_processes_run_and_writes_monit_files_in_reverse(world: World) -> None:
+async def test_a11_start_is_answered_before_processes_run(world: World) -> None:
+    gate, pidfile = world.paths.base / "gate", world.paths.run / "web/web.pid"
+    slow = jobs.sleeper(world.paths, "web")
+    slow["bin/ctl"] = slow["bin/ctl"].replace("start)", f"start) while [ ! -e {gate} ]; do sleep 0.02; done;")
+    await deployed(world, web=slow)
+
+    assert await world.call("start") == {"value": "started"}
+    assert not pidfile.exists()
+    assert (await world.value("get_state"))["job_state"] == "starting"
+    gate.touch()
+    await running(world)
+    assert pidfile.exists()
+
+
+async def test_a11_start_writes_monit_files_in_reverse_and_takes_the_marker_away(world: World) -> None:
     await deployed(world, "first", "second")
     await world.value("stop")
     assert (await world.value("get_state"))["job_state"] == "stopped"
@@ -225,6 +239,28 @@ async def test_a12_stop_ends_every_process_and_leaves_the_marker(world: World) -
     state = await world.value("get_state")
     assert state["job_state"] == "stopped"
     assert [process["state"] for process in state["processes"]] == ["unknown"]
+
+
+async def test_a12_callers_of_old_do_not_wait_for_a_stop(world: World) -> None:
+    """The CLI of create-env, say; who speaks protocol 3 does, to the end."""
+    gate = world.paths.base / "gate"
+    slow = jobs.sleeper(world.paths, "web")
+    slow["bin/ctl"] = slow["bin/ctl"].replace("stop)", f"stop) while [ ! -e {gate} ]; do sleep 0.02; done;")
+    await deployed(world, web=slow)
+    await world.value("start")
+    await running(world)
+    pid = int((world.paths.run / "web/web.pid").read_text())
+
+    assert await world.value("stop", protocol=2) == "stopped"
+    assert Path(f"/proc/{pid}").exists()
+    assert (await world.value("get_state"))["job_state"] == "stopped"
+
+    waiting = asyncio.create_task(world.value("stop", protocol=3))
+    await world.value("ping")
+    assert not waiting.done()
+    gate.touch()
+    assert await waiting == "stopped"
+    assert not Path(f"/proc/{pid}").exists()
 
 
 async def test_a12_stop_without_jobs(world: World) -> None:

@@ -46,7 +46,7 @@ async def task_of(asked: Awaitable[dict[str, Any]]) -> str:
     return task_id
 
 
-async def test_errand_with_all_its_processes(world: World, started: Path) -> None:
+async def test_a15_cancelled_errand_ends_with_all_its_processes(world: World, started: Path) -> None:
     await deployed(world, run=FAMILY.format(started=started))
     task_id = await task_of(world.call("run_errand"))
     child = await eventually(lambda: number_in(started))
@@ -55,7 +55,7 @@ async def test_errand_with_all_its_processes(world: World, started: Path) -> Non
     assert not is_alive(child)
 
 
-async def test_drain_script_with_all_its_processes(world: World, started: Path) -> None:
+async def test_a13_cancelled_drain_ends_with_all_its_processes(world: World, started: Path) -> None:
     await deployed(world, drain=FAMILY.format(started=started))
     task_id = await task_of(world.call("drain", "shutdown"))
     child = await eventually(lambda: number_in(started))
@@ -65,7 +65,7 @@ async def test_drain_script_with_all_its_processes(world: World, started: Path) 
 
 
 @pytest.mark.parametrize("seconds", ["600", "-600"])
-async def test_drain_that_waits(world: World, started: Path, seconds: str) -> None:
+async def test_a13_cancelled_drain_waits_no_longer(world: World, started: Path, seconds: str) -> None:
     """Once or again and again."""
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
@@ -75,7 +75,7 @@ async def test_drain_that_waits(world: World, started: Path, seconds: str) -> No
     assert await cancelled(world, task_id) == 0
 
 
-async def test_errand_that_waits_for_another_never_begins(world: World, started: Path) -> None:
+async def test_e10_cancelled_errand_that_waits_never_begins(world: World, started: Path) -> None:
     """And the other does not notice."""
     begun = started.with_name("begun")
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=FAMILY.format(started=started))
