@@ -18,7 +18,7 @@ import msgspec
 from agent_shim import wire
 from agent_shim.digest import Hasher
 from agent_shim.errors import BlobError
-from agent_shim.host import files, process
+from agent_shim.host import files, helper, process
 from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
 
@@ -133,12 +133,12 @@ class External:
         self._program = f"bosh-blobstore-{name}"
         self._options = options
         self._config = paths.bosh_etc / f"blobstore-{name}.json"
-        self._scratch = paths.tmp
+        self._scratch = helper.scratch(paths, os.getpid())
         self._path = f"{paths.bosh_bin}:{environment.get('PATH') or DEFAULT_PATH}"
         self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        place = files.sibling(self._scratch / "blob")  # a directory: what the program puts beside the file goes with it
+        place = files.sibling(self._scratch)  # a directory: what the program puts beside the file goes with it
         place.mkdir(0o700)
         try:
             (place / "blob").touch(0o600)

@@ -117,6 +117,14 @@ def sweep(places: Iterable[Path]) -> None:
                     remove_tree(path)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove what :func:`sibling` has named after ``path`` and nobody works at any more."""
+    with suppress(FileNotFoundError):
+        for found in path.parent.iterdir():
+            if is_leftover(found.name) and found.name.startswith(f".{path.name}.tmp-"):
+                remove_tree(found)
+
+
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` when the block ends well, and is gone when it does not.

@@ -14,16 +14,18 @@ import resource
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from agent_shim.errors import ActionError, BlobError, HostError
-from agent_shim.host import process
+from agent_shim.host import files, process
+from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
 
 GRACE: Final = 5.0
@@ -176,7 +178,8 @@ def checked_blob_id(blob_id: str) -> str:
 async def work(request: Request, *, nice: int = 0) -> Done:
     """Have a worker do ``request``; raises ``ActionError`` with the worker's text when it could not."""
     try:
-        done = msgspec.json.decode(await run_worker(msgspec.json.encode(request), nice=nice), type=Done)
+        answer = await run_worker(msgspec.json.encode(request), nice=nice, tidy=partial(_tidy, request))
+        done = msgspec.json.decode(answer, type=Done)
         if done.error:
             raise ActionError(done.error)
     except BaseException:
@@ -206,8 +209,11 @@ def _count(request: Request, outcome: str) -> None:
                 transfers.sizes[direction] += os.stat(request.path).st_size  # noqa: PTH116 - a text
 
 
-async def run_worker(request: bytes, *, nice: int = 0) -> bytes:
-    """Run one worker and return its answer; raises ``ActionError`` if it dies. Cancelling ends its whole group."""
+async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], None] = lambda _: None) -> bytes:
+    """Run one worker and return its answer; raises ``ActionError`` if it dies. Cancelling ends its whole group.
+
+    ``tidy`` is called in a thread with the pid of a worker that may not have come to tidying up.
+    """
     command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.worker", str(os.getpid())]
     with _memory_file("request") as given, _memory_file("answer") as answer, _memory_file("errors") as errors:
         try:
@@ -220,10 +226,26 @@ async def run_worker(request: bytes, *, nice: int = 0) -> bytes:
             status = await worker.wait()
         except asyncio.CancelledError:
             await worker.terminate(GRACE)
+            await asyncio.to_thread(tidy, worker.pid)
             raise
         if status != 0:
+            await asyncio.to_thread(tidy, worker.pid)
             raise ActionError(f"cannot finish the work: the worker {_end(status, _content(errors))}")
         return _content(answer)
+
+
+def scratch(paths: Paths, pid: int) -> Path:
+    """What the worker with this pid names its temporary files after."""
+    return paths.tmp / f"worker-{pid}"
+
+
+def _tidy(request: Request, pid: int) -> None:
+    """Remove the files that a worker was killed over; bundles half made are their owner's to find."""
+    with suppress(HostError):
+        if isinstance(request, Get | Pack):
+            files.remove_leftovers(Path(request.path))
+        if isinstance(request, Get | Install):
+            files.remove_leftovers(scratch(Paths(Path(request.base)), pid))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
 from tests.support import http
 from tests.support.http import Server, http_server
+from tests.support.programs import eventually, number_in
 
 DUMMY = Blobstore()
 CANARY = "c4n4ry"
@@ -368,6 +369,43 @@ async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
 
     outcomes = await install(paths, *(package(paths, f"p{n}", ref) for n, ref in enumerate(sources)))
     assert outcomes == [Outcome(compressed=False)] * 3
+
+
+async def test_a_killed_worker_leaves_no_half_of_an_archive(
+    paths: Paths, workers: list[process.Process], tmp_path: Path
+) -> None:
+    """Which may be large, and nobody would know of it before the next boot."""
+    (tmp_path / "logs").mkdir()
+    with (tmp_path / "logs/large").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    packing = asyncio.create_task(helper.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
+    await eventually(lambda: left_half_made(paths))
+    workers[0].send(signal.SIGKILL)
+    with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
+        await packing
+
+    assert left_half_made(paths) == []
+
+
+async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, workers: list[process.Process]) -> None:
+    """What the command has fetched so far is removed; what is another worker's stays."""
+    paths.bosh_bin.mkdir(parents=True)
+    command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(helper.scratch(paths, 1))
+    command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
+    command.chmod(0o755)
+    paths.bosh_etc.mkdir(parents=True)
+    others.touch()
+    get = Get(str(paths.base), Blobstore("x"), BlobRef("b", digest="00"), str(paths.tmp / "file"))
+    getting = asyncio.create_task(helper.work(get))
+    pid = await eventually(lambda: next((n for path in paths.tmp.glob(".*/blob") if (n := number_in(path))), None))
+    workers[0].send(signal.SIGKILL)
+    try:
+        with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
+            await getting
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+    assert left_half_made(paths) == [others]
 
 
 async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
