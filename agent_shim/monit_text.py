@@ -70,6 +70,8 @@ def status(shown: Mapping[str, Any], machine: Machine) -> str:
             lines += _fields(_numbers(service))
         if service["reason"]:
             lines += _fields({"message": service["reason"]})
+        if service["unheeded"]:
+            lines += _fields({"not acted on": ", ".join(service["unheeded"])})
         lines += [*_fields({"data collected": machine.time}), ""]
     load = " ".join(f"[{number:.2f}]" for number in machine.load)
     lines.append(f"System 'system_{machine.name}'")

@@ -21,15 +21,13 @@ from agent_shim.supervisor.counting import Tally, Turn, exceeds, percent
 from agent_shim.supervisor.identity import Identity
 from agent_shim.supervisor.inspection import Finding, Memory, inspect
 from agent_shim.supervisor.monit_values import Changed, Connection, Limit, Match, Ping, Rule
-from agent_shim.supervisor.plan import ProcessSpec, reaction
+from agent_shim.supervisor.plan import ACTED_ON, ProcessSpec, reaction
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import UP
 
 logger = logging.getLogger(__name__)
 
 LOADS: Final = {"loadavg1": 0, "loadavg5": 1, "loadavg15": 2}
-ACTED_ON: Final = frozenset({"process", "file", "filesystem", "host"})
-"""Checks whose rules are looked at; those of the others are only shown."""
 
 
 class _Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -14,6 +14,9 @@ from agent_shim.supervisor import monitrc, posix_regex
 
 VCAP: Final = "vcap"
 """The group that the Director starts, stops and reports; others are supervised all the same."""
+
+ACTED_ON: Final = frozenset({"process", "file", "filesystem", "host"})
+"""Checks whose rules are looked at; those of the others are only shown."""
 
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
@@ -100,6 +103,8 @@ class ProcessSpec:
     rules: tuple[values.Rule, ...] = ()
     """All others, to be looked at each ``every`` cycles."""
     every: int = 1
+    unheeded: tuple[str, ...] = ()
+    """Statements that are read and not acted on, by their first words: what follows may be a password."""
     error: str = ""
 
     @property
@@ -156,7 +161,7 @@ def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
     specs: list[ProcessSpec] = []
     for job in dict.fromkeys(file.job for file in files):
         if job not in errors:
-            specs += [_spec(job, check) for owner, file in parsed if owner == job for check in file.services]
+            specs += [spec for owner, file in parsed if owner == job for spec in _specs(job, file)]
     taken = {spec.name.lower() for spec in specs}
     specs += [_failing(job, error, taken) for job, error in errors.items()]
     order = list(dict.fromkeys(file.job for file in files))
@@ -196,6 +201,18 @@ def _problems(good: Sequence[values.MonitFile], parsed: _Parsed, errors: Mapping
 def _failing(job: str, error: str, taken: Container[str]) -> ProcessSpec:
     name = f"{job}-monit" if job.lower() in taken else job
     return ProcessSpec(name=name, job=job, error=error)
+
+
+def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
+    """The services of a file; what stands outside of checks is told with the first."""
+    found = []
+    for number, check in enumerate(file.services):
+        own = ("", check.name) if number == 0 else (check.name,)
+        unheeded = [" ".join(each.statement.split()[:2]) for each in file.ignored if each.service in own]
+        if check.kind not in ACTED_ON:
+            unheeded += [f"rules of check {check.kind}"] * bool(check.rules)
+        found.append(replace(_spec(job, check), unheeded=tuple(unheeded)))
+    return found
 
 
 def _spec(job: str, check: values.Check) -> ProcessSpec:

@@ -59,6 +59,8 @@ class ServiceInfo:
     faults: tuple[str, ...] = ()
     """What it breaks while it runs, in the words and the order of monit."""
     mode: str = "active"
+    unheeded: tuple[str, ...] = ()
+    """Statements of its file that are not acted on."""
     started_at: float = 0.0
     """Seconds since 1970; 0 where nothing runs."""
     cpu_seconds: float = 0.0
@@ -145,6 +147,7 @@ class Readings:
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
                     faults=tuple(kind.failed for kind in ORDER if any(each.kind is kind for each in complaints)),
                     mode=service.spec.mode,
+                    unheeded=service.spec.unheeded,
                     exits=service.record.exits,
                     oom_kills=service.record.oom_kills,
                     **own._asdict(),

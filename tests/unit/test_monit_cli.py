@@ -33,6 +33,7 @@ def service(name: str = "web", **members: Any) -> dict[str, Any]:
         "own_cpu": 1.0,
         "cpu_total": 2.5,
         "reason": "",
+        "unheeded": [],
         **members,
     }
 

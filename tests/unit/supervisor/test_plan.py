@@ -94,6 +94,20 @@ def test_other_rules_are_kept_for_the_checks() -> None:
     assert len(spec.rules) == 1
 
 
+def test_statements_that_are_not_acted_on_are_named_without_what_may_be_secret() -> None:
+    """Those outside of checks with the first service; rules of checks that nobody makes."""
+    text = f"""
+set httpd port 2812 and allow admin:hidden
+{check("one", "alert someone@example.com")}
+check directory two with path /tmp
+  if failed permission 755 then alert
+"""
+    one, two = plan([JobFile("j", "", text)])
+
+    assert one.unheeded == ("set httpd", "alert someone@example.com")
+    assert two.unheeded == ("rules of check directory",)
+
+
 BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
 
 

@@ -1,0 +1,172 @@
+"""What release scripts do with ``monit``, each way of calling it as a script of its own, against ours.
+
+The scripts are modelled on those of gorouter and silk (restart and wait, from a program that a rule runs), capi,
+mariadb, logsearch, os-conf, kubo and fissile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agent_shim import control
+from agent_shim.host import process
+from agent_shim.supervisor import monit_answers
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.programs import eventually
+from tests.support.programs.jobs import World, info, until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree with a ``monit`` in it, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    monit = world.base / "monit.sh"
+    monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.monit_cli -b {world.base} "$@"\n')
+    monit.chmod(0o755)
+    yield world
+    world.end()
+
+
+@contextlib.asynccontextmanager
+async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
+    """A supervisor that looks at rules and answers the command."""
+    async with world.supervising(*files) as supervisor:
+
+        async def answer(request: dict[str, Any], _: bytes) -> bytes:
+            found = await monit_answers.answer(supervisor, request, obstacle="")
+            return msgspec.json.encode(found | {"pid": 1, "uptime_secs": 61})
+
+        async with control.listening(world.paths.control_socket, answer):
+            running = asyncio.create_task(supervisor.run())
+            yield supervisor
+            running.cancel()
+
+
+async def script(world: World, body: str) -> None:
+    """Run a script beside the supervisor, as an operator or a cron job would; it must end with 0."""
+    monit = f'monit() {{ {world.base}/monit.sh "$@"; }}'
+    path = world.script("operator", "run", f"set -e\n{monit}\n{body}\necho done >>$log")
+    out = world.base / "script.out"
+    status = await process.spawn([str(path)], env={"PATH": "/bin:/usr/bin"}, stdout=out, stderr=out).wait()
+    assert status == 0, out.read_text()
+    assert world.lines()[-1] == "done"
+
+
+async def test_stop_and_wait_then_start_and_wait(world: World) -> None:
+    """Cron jobs that archive: ``not monitored`` without ``pending``, later ``running``."""
+    slow = "sleep 0.3; kill $(cat $pidfile)"
+    async with answering(world, world.job("archiver", None, slow), world.job("other")) as supervisor:
+        before = (await until(supervisor, "archiver", "running")).pid
+        await script(
+            world,
+            """
+monit stop archiver
+until monit summary | grep "'archiver'" | grep 'not monitored' | grep -v pending; do sleep 0.05; done
+monit start archiver
+until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
+""",
+        )
+
+        assert info(supervisor, "archiver").pid not in (0, before)
+
+
+async def test_unmonitor_is_seen_at_the_end_of_a_line(world: World) -> None:
+    """``not monitored *$``, then ``monitor`` and a start that is tried again."""
+    async with answering(world, world.job("worker")) as supervisor:
+        before = (await until(supervisor, "worker", "running")).pid
+        await script(
+            world,
+            """
+monit unmonitor worker
+tries=0
+until monit summary | grep worker | grep -Eq 'not monitored *$'; do tries=$((tries + 1)); [ $tries -lt 200 ]; done
+monit monitor worker
+until monit start worker; do sleep 0.1; done
+until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; done
+""",
+        )
+
+        assert info(supervisor, "worker").pid == before
+
+
+async def test_start_program_may_ask_for_the_summary(world: World) -> None:
+    """While it runs itself: it looks whether another job is on this instance."""
+    start = f"""
+{world.base}/monit.sh summary | grep -q "^Process[[:space:]]*'ipsec'" && echo with >>$log
+{world.base}/monit.sh summary | grep "'mariadb'" >>$log
+echo $$ >$pidfile
+exec sleep 600"""
+    async with answering(world, world.job("ipsec"), world.job("mariadb", start, timeout=60)) as supervisor:
+        await until(supervisor, "mariadb", "running")
+
+        title = "Process 'mariadb'"
+        assert world.lines() == ["with", f"{title:<35} initializing - start pending"]
+
+
+async def test_rule_may_restart_another_service_through_the_command(world: World) -> None:
+    """The healthchecker's idiom: its restart runs a program which restarts the router and waits until it runs."""
+    restart = world.script(
+        "healthchecker",
+        "restart-router",
+        f"""
+{world.base}/monit.sh restart router
+until {world.base}/monit.sh summary | grep router | grep -v healthchecker | grep running; do sleep 0.05; done
+echo restarted >>$log""",
+    )
+    rule = f'if 1 restart within 1 cycles then exec "{restart}"'
+    start = "echo $$ >$pidfile; exec sleep 600"
+    files = [world.job("router"), world.job("router-healthchecker", start, "exit 0", rule)]
+    async with answering(world, *files) as supervisor:
+        before = (await until(supervisor, "router", "running")).pid
+        await until(supervisor, "router-healthchecker", "running")
+        checker = await asyncio.to_thread(world.pidfile("router-healthchecker").read_text)
+        await script(world, f"kill {checker}")
+        await eventually(lambda: "restarted" in world.lines())
+
+        assert info(supervisor, "router").pid not in (0, before)
+
+
+async def test_rule_may_restart_its_own_service_through_the_command(world: World) -> None:
+    """The program survives the stop that it asks for."""
+    rule = f'if memory > 1 kb for 3 cycles then exec "{world.base}/monit.sh restart dns"'
+    async with answering(world, world.job("dns", None, "kill $(cat $pidfile)", rule)) as supervisor:
+        before = (await until(supervisor, "dns", "running")).pid
+        await eventually(lambda: info(supervisor, "dns").pid not in (0, before))
+
+        assert "Execution failed" not in [each.event for each in world.events]
+
+
+async def test_reload_again_and_again_changes_nothing(world: World) -> None:
+    """Some do so every minute, and with a name behind it."""
+    async with answering(world, world.job("web")) as supervisor:
+        before = (await until(supervisor, "web", "running")).pid
+        await script(world, "for i in 1 2 3; do monit reload; monit reload web; done")
+
+        assert info(supervisor, "web").pid == before
+        assert world.events == []
+
+
+async def test_containers_stop_all_and_count(world: World) -> None:
+    """Readiness by the first column, then everything is stopped and counted, and monit told to quit."""
+    async with answering(world, world.job("one"), world.job("two")) as supervisor:
+        for name in ("one", "two"):
+            await until(supervisor, name, "running")
+        await script(
+            world,
+            """
+[ "$(monit summary | awk '$1 == "Process"' | grep -c running)" = 2 ]
+monit stop all
+until [ "$(monit summary | awk '$1 == "Process"' | grep -ic 'not monitored$')" = 2 ]; do sleep 0.05; done
+monit quit
+""",
+        )
+
+        assert [service.state for service in supervisor.services()] == ["stopped", "stopped"]
