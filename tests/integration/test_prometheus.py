@@ -1,0 +1,296 @@
+"""Agents under a real Prometheus (Debian package ``prometheus``): its tools find nothing wrong, and its rules fire.
+
+``AGENT_SHIM_SCRAPE=50x20x600`` makes the run longer: agents, processes of each, seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agent_shim.demo.pki import Authority
+from agent_shim.host import process
+from agent_shim.host.process import Process
+from agent_shim.metrics import Metrics
+from agent_shim.paths import Paths
+from tests.support import jobs
+from tests.unit.test_metrics import FULL
+
+pytestmark = pytest.mark.slow
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+AGENTS, PROCESSES, SECONDS = map(int, os.environ.get("AGENT_SHIM_SCRAPE", "3x20x10").split("x"))
+
+
+logger = logging.getLogger(__name__)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """With a short name: the path of a socket may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="scraped-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def tool(name: str) -> str:
+    """A program of the Debian package."""
+    found = shutil.which(name)
+    assert found, f"{name} is missing: ./dev ci installs it (Debian package prometheus)"
+    return found
+
+
+def checked(*words: str, given: bytes = b"") -> str:
+    done = subprocess.run([tool("promtool"), *words], input=given, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    return (done.stdout + done.stderr).decode()
+
+
+def test_promtool_finds_no_fault_with_the_page() -> None:
+    made = Metrics(lambda: FULL, ["ping"])
+    made.action_done("ping", "done", 0.001)
+
+    assert checked("check", "metrics", given=made.render()) == ""
+
+
+def test_the_rules_pass_their_tests() -> None:
+    assert "SUCCESS" in checked("test", "rules", str(DEPLOY / "prometheus/rules_test.yaml"))
+    assert "SUCCESS" in checked("check", "config", str(DEPLOY / "prometheus/prometheus.yaml"))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port: int = once.getsockname()[1]
+        return port
+
+
+@dataclass
+class Agent:
+    """One that runs; ``port`` is where it is scraped."""
+
+    paths: Paths
+    port: int
+    process: Process
+
+
+@asynccontextmanager
+async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[Agent]:
+    """An agent below ``scratch`` for the length of the block; its jobs end with it."""
+    scratch.mkdir(exist_ok=True)
+    port = free_port()
+    written = scratch / "agent.json"
+    written.write_text(
+        json.dumps({**config, "AgentShim": {"http": f"127.0.0.1:{port}", **config.get("AgentShim", {})}})
+    )
+    base = scratch / "vcap"
+    (base / "data").mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "agent_shim.cli"]
+    log = scratch / "agent.log"
+    running = process.spawn(
+        [*prefix, *argv, "run", "-C", str(written), "-b", str(base)], env=dict(os.environ), stdout=log, stderr=log
+    )
+    try:
+        yield Agent(Paths(base), port, running)
+    finally:
+        drain = [*argv, "drain", "--timeout", "5", "-b", str(base)]
+        if prefix:
+            drain = ["nsenter", "-t", str(running.pid), "-m", "-U", "--preserve-credentials", *drain]
+        await process.spawn(drain, env=dict(os.environ), stdout=log, stderr=log).wait()
+        await running.terminate(10)
+
+
+def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """A directory with jobs, and the configuration of an agent that deploys it."""
+    for job, content in files.items():
+        for name, text in content.items():
+            path = scratch / "rendered/jobs" / job / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.lstrip("\n"))
+    return {"AgentShim": {"spec": str(scratch / "rendered")}}
+
+
+@asynccontextmanager
+async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
+    """A Prometheus with our rules, which wait less than in life, and one scrape a second; yields its port."""
+    rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
+    for group in rules["groups"]:
+        group["interval"] = "1s"
+        for rule in group["rules"]:
+            if "for" in rule:
+                rule["for"] = "2s"
+    (scratch / "rules.yaml").write_text(yaml.safe_dump(rules))
+    scrape = {
+        "job_name": "agent-shim",
+        "scrape_interval": "1s" if SECONDS < 60 else "15s",
+        "scrape_timeout": "1s" if SECONDS < 60 else "10s",
+        "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in targets]}],
+    }
+    config = {"rule_files": [str(scratch / "rules.yaml")], "scrape_configs": [scrape]}
+    (scratch / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    argv = [
+        tool("prometheus"),
+        f"--config.file={scratch / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={scratch / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    log = scratch / "prometheus.log"
+    server = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)
+    try:
+        async with asyncio.timeout(60):
+            while not await asyncio.to_thread(asked, port, "/-/ready"):
+                await asyncio.sleep(0.1)
+        yield port
+    finally:
+        await server.terminate(20)
+
+
+def asked(port: int, path: str) -> bytes:
+    """What a server answers; empty as long as it does not."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            content: bytes = answer.read()
+            return content
+    except OSError:
+        return b""
+
+
+async def query(port: int, expression: str) -> dict[str, float]:
+    """Values by ``instance``."""
+    path = f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+    answer = json.loads(await asyncio.to_thread(asked, port, path) or "{}")
+    found = answer.get("data", {}).get("result", [])
+    return {one["metric"].get("instance", ""): float(one["value"][1]) for one in found}
+
+
+async def alerts(port: int) -> set[tuple[str, str]]:
+    """Names of alerts that fire, with the process, disk or certificate they are about."""
+    answer = json.loads(await asyncio.to_thread(asked, port, "/api/v1/alerts") or "{}")
+    return {
+        (one["labels"]["alertname"], next((one["labels"][name] for name in ABOUT if name in one["labels"]), ""))
+        for one in answer.get("data", {}).get("alerts", [])
+        if one["state"] == "firing"
+    }
+
+
+ABOUT = ("process", "disk", "certificate")
+
+
+def in_own_mounts() -> list[str]:
+    """A prefix by which a program may mount what nobody else sees."""
+    return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+
+
+async def until(port: int, wanted: tuple[str, str]) -> None:
+    seen: set[tuple[str, str]] = set()
+    try:
+        async with asyncio.timeout(60):
+            while wanted not in (seen := await alerts(port)):
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        pytest.fail(f"{wanted} does not fire, but {seen}")
+
+
+async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate_nears_its_end(scratch: Path) -> None:
+    """And for nothing else."""
+    crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
+    dies = {
+        "monit": f"check process dies with pidfile {crashing}/vcap/sys/run/dies.pid\n"
+        f'  start program "{crashing}/vcap/jobs/dies/bin/ctl"\n  stop program "/bin/true"\n  group vcap\n',
+        "bin/ctl": f"#!/bin/sh\necho $$ >{crashing}/vcap/sys/run/dies.pid\nsleep 0.3\nexit 3\n",
+    }
+    fills = jobs.sleeper(Paths(filling / "vcap"), "fills")
+    fills["bin/pre-start"] = f"#!/bin/sh\nhead -c 15900000 /dev/zero >{filling}/vcap/data/big\n"
+    pair = Authority("bosh", bits=2048).server("agent", valid=(-3600.0, 86400.0))
+    settings = {
+        "agent_id": "ending",
+        "mbus": f"https://mbus:secret@127.0.0.1:{free_port()}",
+        "env": {
+            "bosh": {"mbus": {"cert": {"ca": "", "certificate": pair.certificate, "private_key": pair.private_key}}}
+        },
+    }
+    ending.mkdir()
+    (ending / "settings.json").write_text(json.dumps(settings))
+    source = {
+        "Infrastructure": {"Settings": {"Sources": [{"Type": "File", "SettingsPath": f"{ending}/settings.json"}]}}
+    }
+    mount = 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"'
+    async with AsyncExitStack() as stack:
+        fleet = [
+            await stack.enter_async_context(agent(crashing, laid(crashing, {"dies": dies}))),
+            await stack.enter_async_context(
+                agent(
+                    filling,
+                    laid(filling, {"fills": fills}),
+                    *in_own_mounts(),
+                    *("sh", "-c", mount, str(filling / "vcap/data")),
+                )
+            ),
+            await stack.enter_async_context(agent(ending, source)),
+        ]
+        server = await stack.enter_async_context(prometheus(scratch, [one.port for one in fleet]))
+        await until(server, ("AgentShimCertificateEnds", "client"))
+        await until(server, ("AgentShimProcessCrashLoops", "dies"))
+        await until(server, ("AgentShimDiskFull", "ephemeral"))
+        fired = await alerts(server)
+
+    assert {name for name, _ in fired} <= {
+        "AgentShimCertificateEnds",
+        "AgentShimProcessCrashLoops",
+        "AgentShimProcessDown",
+        "AgentShimDiskFull",
+    }
+
+
+async def test_every_scrape_of_many_agents_is_answered_and_their_series_stay(scratch: Path) -> None:
+    """Prometheus misses none, and the number of series of an agent does not change."""
+    names = [f"job-{number:02}" for number in range(PROCESSES)]
+    async with AsyncExitStack() as stack:
+        fleet = []
+        for number in range(AGENTS):
+            place = scratch / f"agent-{number}"
+            content = {name: jobs.sleeper(Paths(place / "vcap"), name) for name in names}
+            place.mkdir()
+            fleet.append(await stack.enter_async_context(agent(place, laid(place, content))))
+        server = await stack.enter_async_context(prometheus(scratch, [one.port for one in fleet]))
+        async with asyncio.timeout(300):
+            while await query(server, 'sum(agent_shim_process_state{state="running"})') != {"": AGENTS * PROCESSES}:
+                await asyncio.sleep(0.5)
+        begun_at = time.monotonic()
+        series: dict[str, set[float]] = {}
+        while time.monotonic() - begun_at < SECONDS:
+            for instance, count in (await query(server, "scrape_samples_scraped")).items():
+                series.setdefault(instance, set()).add(count)
+            await asyncio.sleep(1)
+        window = f"[{max(SECONDS, 5)}s]"
+        missed = await query(server, f"sum(count_over_time(up{window}) - sum_over_time(up{window}))")
+        took = await query(server, f"avg_over_time(scrape_duration_seconds{window})")
+        restarts = await query(server, "sum(agent_shim_process_restarts_total)")
+
+    logger.info(
+        "%d agents, %d processes each: a scrape took %.1f ms",
+        *(AGENTS, PROCESSES, statistics.mean(took.values()) * 1000),
+    )
+    assert missed == {"": 0}
+    assert restarts == {"": 0}
+    assert len(series) == AGENTS
+    # What the Director asks is counted by method, so these alone may come later; nobody asks here.
+    assert {len(counts) for counts in series.values()} == {1}
