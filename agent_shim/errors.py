@@ -80,6 +80,10 @@ class BlobError(ActionError):
     """A blob cannot be fetched or stored."""
 
 
+class NoRoomError(BlobError):
+    """The disk of this machine does not take a blob: another attempt would fail too."""
+
+
 class HostError(OSError):
     """The kernel said no: keeps ``errno`` and says what was tried (``cannot mount /a on /b``)."""
 

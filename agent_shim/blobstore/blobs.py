@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
 from agent_shim.blobstore import BlobRef, Timing
 from agent_shim.blobstore.providers import environment, opened, provider, trusted_ca
 from agent_shim.digest import Hasher, MultipleDigest
-from agent_shim.errors import BlobError, DigestError, ShimError
+from agent_shim.errors import BlobError, DigestError, NoRoomError, ShimError
 from agent_shim.host.helper import checked_blob_id
 from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
@@ -121,7 +121,7 @@ async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 
         try:
             return await attempt()
         except (ShimError, OSError) as exc:
-            if not left:
+            if not left or isinstance(exc, NoRoomError):
                 raise BlobError(f"{what}: {exc}") from exc
             await asyncio.sleep(pause)
     raise AssertionError("the last attempt returns or raises")

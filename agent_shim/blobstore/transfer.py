@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -21,7 +22,7 @@ from yarl import URL
 
 from agent_shim.blobstore import Timing
 from agent_shim.digest import Hasher
-from agent_shim.errors import BlobError
+from agent_shim.errors import BlobError, NoRoomError
 from agent_shim.host.files import CHUNK
 
 MOST_REDIRECTS: Final = 10
@@ -55,10 +56,14 @@ class Transfer:
 
     async def download(self, url: str, headers: Mapping[str, str], hasher: Hasher) -> BinaryIO:
         """What ``url`` gives, as an open file without a name, all of it fed to ``hasher``; raises ``BlobError``."""
-        with ExitStack() as opened:
-            file = opened.enter_context(tempfile.TemporaryFile(dir=self._scratch))
+        with self._keeping():
+            file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115 - the caller closes it
+        try:
             await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
-            opened.pop_all()
+        except BaseException:
+            with suppress(OSError):  # what is left in its buffer
+                file.close()
+            raise
         return file
 
     async def _download(self, url: str, target: BinaryIO, headers: Mapping[str, str], hasher: Hasher) -> None:
@@ -71,7 +76,20 @@ class Transfer:
                 async for chunk in response.content.iter_chunked(CHUNK):
                     guard.moved(len(chunk))
                     hasher.update(chunk)
-                    target.write(chunk)
+                    with self._keeping():
+                        target.write(chunk)
+                with self._keeping():
+                    target.flush()
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Tell failures of our own disk from those of a host."""
+        try:
+            yield
+        except OSError as exc:
+            free = shutil.disk_usage(self._scratch).free if self._scratch.exists() else 0
+            why = f"{exc.strerror}, {free // (1 << 20)} MiB are free"
+            raise NoRoomError(f"cannot keep the blob in {self._scratch}: {why}") from exc
 
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
         """Send all of the file ``source`` in one attempt; raises ``BlobError``."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import resource
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -195,6 +197,22 @@ async def test_attempts_leave_nothing_behind(paths: Paths, server: Server, blobs
     await content(blobs, blob_id=ID, digest=SHA1)
 
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
+    assert left_open() == []
+
+
+@pytest.mark.parametrize("size", [100_000, 200_000 - 10])
+async def test_a_disk_that_takes_no_more_is_told_at_once(paths: Paths, server: Server, blobs: Blobs, size: int) -> None:
+    """It is not the host's fault, and nothing is fetched again for it. Here the limit is one of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        said = await failure(blobs, blob_id=ID, digest=SHA1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    told = f"Getting blob from inner blobstore: cannot keep the blob in {paths.tmp}: File too large, "
+    assert re.fullmatch(re.escape(told) + r"\d+ MiB are free", said)
+    assert len(server.requests) == 1
     assert left_open() == []
 
 
