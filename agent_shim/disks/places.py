@@ -28,12 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What was found just now: disks by cid, the one mounted last, and which are mounted (cids, or "")."""
+    """What was found just now: disks by cid, the one mounted last, and which are mounted (cids, or "").
+
+    ``has_stranger``: a volume is on the store that no Director has ever had to do with, a StatefulSet's say.
+    """
 
     disks: dict[str, Disk]
     managed: str
     store: str
     target: str
+    has_stranger: bool = False
 
 
 class Places:
@@ -69,8 +73,15 @@ class Places:
             managed = self._paths.managed_disk.read_text().strip()
         except OSError:
             managed = ""
-        store, target = self._paths.store, self._paths.store_migration_target
-        return View(disks, managed, *(self._mounted_on(place, disks, managed) for place in (store, target)))
+        store = self._mounted_on(self._paths.store, disks, managed)
+        target = self._mounted_on(self._paths.store_migration_target, disks, managed)
+        return View(disks, managed, store, target, not store and self._has_stranger(disks))
+
+    def _has_stranger(self, disks: dict[str, Disk]) -> bool:
+        store = self._paths.store
+        if not mounts.is_mount_point(store) or identity.read(store) is not None:
+            return False
+        return not any(disk.volume is not None and volumes.shows(store, disk.volume) for disk in disks.values())
 
     def _find(self, cid: str, known: DiskSettings) -> Disk:
         place = known.place

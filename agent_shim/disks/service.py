@@ -74,7 +74,7 @@ class Disks:
         self._is_mounted = False
 
     def is_mounted(self) -> bool:
-        """True while a disk is on the store, as of the last look; free to ask."""
+        """True while a disk is on the store, also one that nobody named, as of the last look; free to ask."""
         return self._is_mounted
 
     def progress(self) -> Progress | None:
@@ -114,7 +114,7 @@ class Disks:
 
     async def _look(self) -> View:
         view = await asyncio.to_thread(self._places.look)
-        self._is_mounted = bool(view.store)
+        self._is_mounted = bool(view.store) or view.has_stranger
         return view
 
     # --- hints ------------------------------------------------------------------------------------------------------

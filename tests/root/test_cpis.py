@@ -7,6 +7,7 @@ each request and each such restart ``list_disk`` is right and every file is as i
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 from collections.abc import AsyncIterator
@@ -194,6 +195,27 @@ async def test_a_whole_resize_with_the_container_made_anew_between_the_steps(
 
         assert fingerprint(one.pod.volume("disk-1")) == one.content, "what was copied is whole until it is deleted"
         assert identity.read(one.pod.volume("disk-1")) == Marker("disk-1", "")
+
+
+@EACH_WAY
+async def test_a_container_killed_while_a_disk_is_copied(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    """The old disk is on the store, whole, and the Director's next attempt goes on."""
+    async with site(tmp_path, cpis.DOCKER, prefix) as one:
+        await one.create_vm("first")
+        await one.attach_and_mount("disk-1")
+        for number in range(1000):
+            (one.pod.volume("disk-1") / str(number)).write_bytes(os.urandom(10_000))
+        one.content = fingerprint(one.pod.volume("disk-1"))
+        await one.attach_and_mount("disk-2")
+
+        migrating = asyncio.create_task(one.pod.run("migrate_disk", "disk-1", "disk-2"))
+        await one.pod.stop_copying()
+        migrating.cancel()
+        await one.remake(loses_data=True)
+
+        await one.holds("disk-1", "disk-2")
+        await one.pod.run("migrate_disk", "disk-1", "disk-2")
+        await one.holds("disk-2")
 
 
 @EACH_WAY

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import urllib.request
@@ -37,7 +38,7 @@ def status(pod: Pod) -> dict[str, Any]:
 
 
 async def metric(pod: Pod, name: str) -> float | None:
-    """A value of the page, which is kept for a second; None where it is left out."""
+    """A value of the page, which is kept for a second; None where there is none."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{pod.http}/metrics", timeout=10) as page:
@@ -47,31 +48,6 @@ async def metric(pod: Pod, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-def worker(pod: Pod) -> int:
-    """The process that copies; 0 while there is none."""
-    for path in (pod.machine.root / "proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"agent_shim.worker" in path.read_bytes():
-                return int(path.parent.name)
-        except OSError:
-            continue
-    return 0
-
-
-async def stop_in_the_middle(pod: Pod) -> int:
-    """The number of the worker, stopped after it has said how far the copy is."""
-    said = pod.vcap / "data/sys/run/agent_shim/migration.json"
-    async with asyncio.timeout(60):
-        while not (number := worker(pod)):
-            await asyncio.sleep(0)
-        while True:
-            pod.machine.run(f"kill -STOP {number}")
-            if said.exists() and re.search(rb'"(copying|comparing)".*}$', said.read_bytes()):
-                return number
-            pod.machine.run(f"kill -CONT {number}")
-            await asyncio.sleep(0)
-
-
 async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> None:
     """While it is copied; before and after it there is no such figure."""
     with socket.socket() as free:
@@ -79,32 +55,34 @@ async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> Non
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
     for cid in ("disk-1", "disk-2"):
         pod.attach(cid)
-    for number in range(3000):
+    for number in range(1000):
         (pod.volume("disk-1") / str(number)).write_bytes(os.urandom(10_000))
     await pod.start()
     assert status(pod)["disk"] == "none"
     await pod.run("mount_disk", "disk-1")
     assert status(pod)["disk"] == "mounted"
     await pod.run("mount_disk", "disk-2")
-    assert await metric(pod, "disk_migration_ratio") is None
+    assert await metric(pod, "disk_migration_running") == 0
 
     migrating = asyncio.create_task(pod.run("migrate_disk", "disk-1", "disk-2"))
-    copying = await stop_in_the_middle(pod)
+    copying = await pod.stop_copying()
     async with asyncio.timeout(30):
         while not re.fullmatch(
-            r"migration, (copying|comparing): \d+/3000 files, \d+/30000000 bytes", status(pod)["disk"]
+            r"migration, (copying|comparing): \d+/1000 files, \d+/10000000 bytes", status(pod)["disk"]
         ):
             await asyncio.sleep(0.05)
-        while (ratio := await metric(pod, "disk_migration_ratio")) is None:
+        while not await metric(pod, "disk_migration_running"):
             await asyncio.sleep(0.1)
-    assert 0 <= ratio <= 1
+    ratio = await metric(pod, "disk_migration_ratio")
+    assert ratio is not None
+    assert 0 < ratio <= 1
     assert "migrate_disk" in status(pod)["task"]
-    pod.machine.run(f"kill -CONT {copying}")
+    os.kill(copying, signal.SIGCONT)
 
     assert await migrating == {}
     assert status(pod)["disk"] == "mounted"
     async with asyncio.timeout(30):
-        while await metric(pod, "disk_migration_ratio") is not None:
+        while await metric(pod, "disk_migration_running"):
             await asyncio.sleep(0.1)
 
 
@@ -124,6 +102,18 @@ async def test_persistent_vitals_while_a_disk_is_on_the_store(pod: Pod, prefix: 
         disks = (await pod.run("get_state", "full"))["vitals"]["disk"]
         assert disks.keys() == names, method
         assert all(value["percent"].isdigit() and value["inode_percent"].isdigit() for value in disks.values())
+
+
+async def test_persistent_vitals_of_a_volume_that_nobody_named(pod: Pod) -> None:
+    """A manifest mounts it on the store, and no Director knows of it."""
+    (pod.scratch / "volume").mkdir()
+    pod.seen["/var/vcap/store"] = pod.scratch / "volume"
+    await pod.start()
+
+    assert "persistent" in (await pod.run("get_state", "full"))["vitals"]["disk"]
+    assert status(pod)["disk"] == "mounted"
+    assert await pod.run("list_disk") == []
+    assert list((pod.scratch / "volume").iterdir()) == []
 
 
 async def test_start_is_refused_without_the_disk(pod: Pod) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -183,6 +184,27 @@ class Pod:
                 if state["job_state"] in job_states:
                     return state
                 await asyncio.sleep(0.005)
+
+    async def stop_copying(self) -> int:
+        """The number, from outside, of the worker of a migration, stopped after it has said how far the copy is."""
+        said = self.vcap / "data/sys/run/agent_shim/migration.json"
+        async with asyncio.timeout(60):
+            while not (number := self._worker()):
+                await asyncio.sleep(0)
+            while True:
+                os.kill(number, signal.SIGSTOP)
+                if said.exists() and re.search(rb'"(copying|comparing)".*}$', said.read_bytes()):
+                    return number
+                os.kill(number, signal.SIGCONT)
+                await asyncio.sleep(0)
+
+    def _worker(self) -> int:
+        world = Path(f"/proc/{self.machine.pid}/ns/pid").readlink()
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if b"agent_shim.worker" in (path / "cmdline").read_bytes() and (path / "ns/pid").readlink() == world:
+                    return int(path.name)
+        return 0
 
     async def run(self, method: str, *arguments: Any) -> Any:
         """The value of an action."""
