@@ -188,7 +188,7 @@ class World:
     def pids(self) -> dict[str, int]:
         """The pids that the pidfiles of the jobs name now."""
         found = {}
-        for path in (self.base / "data/sys/run").glob("job*/*.pid"):
+        for path in (self.base / "data/sys/run").glob("*/*.pid"):
             text = path.read_text().strip()
             if text.isdigit():
                 found[path.stem] = int(text)

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.release import archive
 from benchmarks.world import AGENT, World
-from chaos.cases import NOT_INJECTED, case
-from chaos.stand import Stand, expect, until
+from chaos.cases import case
+from chaos.stand import Stand, commands, expect, until
 
 MB = 1 << 20
 
@@ -100,10 +101,26 @@ async def killed_in_writes(stand: Stand) -> str:
     return "40 kills: every file old or new, every boot ok"
 
 
-NOT_INJECTED["C-04"] = (
-    "SIGKILL of a supervisor that is a process of its own",
-    "the supervisor is part of the agent: C-01 is this case",
-)
+@case("C-06", "SIGTERM while a package is compiled by children that ignore it")
+async def ended_in_compile(stand: Stand) -> str:
+    await stand.boot()
+    stand.remember()
+    script = f"echo $$ > {stand.world.base}/data/compiling\ntrap '' TERM\nsleep 100006 & sleep 100007\n"
+    blob = stand.world.blob("source", archive({"packaging": script}))
+    await stand.call("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+    await until((stand.world.base / "data/compiling").exists, 5, "packaging")
+    stand.expected_ends += 1
+    agent = stand.world.agent
+    assert agent is not None
+    begun_at = time.monotonic()
+    agent.send(signal.SIGTERM)
+    await agent.wait()
+    took = time.monotonic() - begun_at
+    await stand.answers(10)
+    expect(commands("sleep 100006") + commands("sleep 100007") == 0, "processes of the compilation are left")
+    left = list((stand.world.base / "data/compile").glob("*"))
+    expect(not left, f"left behind: {left}")
+    return f"the agent ended after {took:.2f} s, nothing of the compilation is left"
 
 
 @case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)

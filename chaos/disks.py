@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import subprocess
 import tarfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from agent_shim.demo.director import RpcRemoteError
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import Stand, expect
+from chaos.stand import CannotInjectError, Stand, expect
 
 
 async def refused(stand: Stand, method: str, *arguments: Any) -> str:
@@ -45,6 +48,51 @@ async def bad_blobs(stand: Stand) -> str:
     await stand.world.run("apply", spec)
     stand.involved = None
     return f"{len(errors)} kinds refused, the right one is taken afterwards"
+
+
+@contextmanager
+def small(stand: Stand, options: str) -> Iterator[None]:
+    """The agent's data on a tmpfs with these options."""
+    place = stand.world.base / "data"
+    place.mkdir(parents=True)
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a small tmpfs")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+async def _until_it_fits(stand: Stand, fault: str) -> str:
+    """Apply what does not fit, look, make room, apply again."""
+    await stand.boot()
+    stand.remember()
+    stand.involved = None
+    errors = set()
+    for megabytes in (8, 4, 2):
+        spec = stand.world.spec(1, 8, megabytes << 20, version=f"v{megabytes}")
+        error = await refused(stand, "apply", spec)
+        errors.add(error.rpartition(": ")[2])
+        beat = await stand.call("get_state", "full")
+        expect("vitals" in beat, "no vitals")
+        left = list((stand.world.base / "data").rglob("*.tmp-*"))
+        expect(not left, f"left behind: {left[:3]}")
+    subprocess.run(["mount", "-o", "remount,size=400m,nr_inodes=100k", str(stand.world.base / "data")], check=True)
+    await stand.world.run("apply", spec)
+    return f"{fault}: {' / '.join(sorted(errors))}; applied once there was room"
+
+
+@case("D-01", "no space left while an apply unpacks")
+async def no_space(stand: Stand) -> str:
+    with small(stand, "size=12m"):
+        return await _until_it_fits(stand, "refused")
+
+
+@case("D-02", "no inodes left while an apply unpacks")
+async def no_inodes(stand: Stand) -> str:
+    with small(stand, "size=400m,nr_inodes=60"):
+        return await _until_it_fits(stand, "refused")
 
 
 def _hostile() -> dict[str, bytes]:

@@ -98,6 +98,30 @@ async def heavy(stand: Stand) -> str:
     return f"the longest ping took {longest * 1000:.0f} ms"
 
 
+@case("N-08", "bus credentials change by update_settings, and then to some that are no good", is_long=True)
+async def rotated(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    longest = 0.0
+    for _ in range(5):
+        fresh = stand.world.server.mbus(AGENT)
+        cert = {"ca": fresh.ca, "certificate": fresh.certificate, "private_key": fresh.private_key}
+        begun_at = time.monotonic()
+        await stand.world.run("update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": cert}})
+        await stand.answers(5)
+        longest = max(longest, time.monotonic() - begun_at)
+    bad = {"ca": fresh.ca, "certificate": "nonsense", "private_key": fresh.private_key}
+    try:
+        await stand.world.run("update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": bad}})
+    except RpcRemoteError as exc:
+        expect("nonsense" not in str(exc) or "certificate" in str(exc), str(exc))
+    else:
+        expect(False, "a certificate that is none was taken")
+    await stand.answers(2)
+    return f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused"
+
+
 @case("N-09", "its user is removed from the server and given back", scale="20 s of 120", is_long=True)
 async def refused(stand: Stand) -> str:
     await stand.boot()
@@ -144,6 +168,21 @@ async def replies(stand: Stand) -> str:
     await stand.answers(2)
     expect(stand.proxy.connections == links, "the link was given up")
     return f"{len(subjects)} kinds, the link stays"
+
+
+@case("N-11", "the server takes nothing any more while much is asked", is_long=True)
+async def full_window(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(50)
+    stand.remember()
+    asked = [asyncio.create_task(stand.call("get_state", "full", timeout=40)) for _ in range(300)]
+    await asyncio.sleep(0.05)
+    stand.proxy.swallow()
+    await asyncio.sleep(20)
+    stand.proxy.flow()
+    await asyncio.gather(*asked, return_exceptions=True)
+    back = await stand.answers(CONNECTED)
+    return f"back {back:.1f} s after it took again"
 
 
 @case("N-15", "every byte is late by 0.5 s", scale="delay only", is_long=True)

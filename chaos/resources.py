@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from benchmarks.__main__ import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case
 from chaos.stand import CannotInjectError, Stand, expect, until
@@ -57,23 +62,63 @@ async def starved(stand: Stand) -> str:
     return f"a ping took {longest * 1000:.0f} ms at most; a heartbeat within {beat:.0f} s"
 
 
-@case("R-06", "no further process or thread may be made", is_long=True)
+@contextmanager
+def cgroup(controller: str) -> Iterator[Path]:
+    """A group of our own in the first hierarchy; what is in it goes back afterwards."""
+    top = Path("/sys/fs/cgroup") / controller
+    place = top / f"agent-shim-chaos-{os.getpid()}"
+    try:
+        place.mkdir()
+    except OSError as exc:
+        raise CannotInjectError(f"needs a {controller} cgroup of version 1: {exc.strerror}") from exc
+    try:
+        yield place
+    finally:
+        for pid in (place / "cgroup.procs").read_text().split():
+            with suppress(OSError):
+                (top / "cgroup.procs").write_text(pid)
+        place.rmdir()
+
+
+@case("R-02", "no further process may be made", is_long=True)
 async def no_forks(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
     stand.involved = None
-    if resource.prlimit(stand.pid, resource.RLIMIT_NPROC) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY):
-        before = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    else:
-        before = resource.prlimit(stand.pid, resource.RLIMIT_NPROC)
-    if os.geteuid() == 0:
-        raise CannotInjectError("root is not bound by RLIMIT_NPROC; needs a pids cgroup")
-    resource.prlimit(stand.pid, resource.RLIMIT_NPROC, (1, before[1]))
-    try:
-        await stand.call("ping")
-        await stand.heartbeat(35)
-    finally:
-        resource.prlimit(stand.pid, resource.RLIMIT_NPROC, before)
-    await until(lambda: len(stand.live()) == 3, 30, "all jobs run again")
-    return "answers and beats all the time"
+    with cgroup("pids") as group:
+        (group / "cgroup.procs").write_text(str(stand.pid))
+        current = (group / "pids.current").read_text()
+        (group / "pids.max").write_text(current)
+        victim = next(iter(stand.live().values()))
+        os.kill(victim, signal.SIGKILL)
+        errors = 0
+        for _ in range(5):
+            try:
+                await stand.world.director.run(AGENT, "fetch_logs", "job", [], timeout=5, limit=10)
+            except RpcRemoteError:
+                errors += 1
+            await stand.call("ping", timeout=1)
+        expect(errors > 0, "the fault did not show")
+        before = cpu_seconds(stand.pid)
+        beat = await stand.heartbeat(31)
+        expect(cpu_seconds(stand.pid) - before < 3, "a busy loop")
+        (group / "pids.max").write_text("max")
+        took = await until(lambda: len(stand.live()) == 3, 60, "the job that died runs again")
+    return f"{errors} errors of 5; a heartbeat within {beat:.0f} s; the job runs {took:.0f} s after there was room"
+
+
+@case("R-04", "the agent in a cgroup of 64 MiB: a deploy of 8 packages, 300 tasks", is_long=True)
+async def little_memory(stand: Stand) -> str:
+    await stand.boot()
+    with cgroup("memory") as group:
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        (group / "cgroup.procs").write_text(str(stand.pid))
+        await stand.deploy(3, 8, 8 << 20)
+        stand.remember()
+        for _ in range(300):
+            await stand.world.run("run_script", "nothing", {})
+        most = int((group / "memory.max_usage_in_bytes").read_text())
+        failed = int((group / "memory.failcnt").read_text())
+        resident = stand.size().memory
+    return f"{resident >> 20} MiB resident; the group took {most >> 20} MiB with files, {failed} times at its limit"

@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.demo.release import archive
-from agent_shim.host import proc
 from benchmarks.world import NETWORKS
 from chaos.cases import case
-from chaos.stand import Stand, expect, until
+from chaos.stand import Stand, commands, expect, until
 
 SLEEPER: Final = "exec sleep 100000"
 
@@ -142,22 +140,10 @@ async def late_pidfile(stand: Stand) -> str:
     stand.remember()
     took = await reaches(stand, "late", "running", 10)
     await asyncio.sleep(8)
-    count = _commands("sleep 100002")
+    count = commands("sleep 100002")
     expect(count <= 1, f"{count} instances of a daemon that writes no pidfile")
-    expect(_commands("sleep 100001") == 1, "not one instance of the late one")
+    expect(commands("sleep 100001") == 1, "not one instance of the late one")
     return f"the late one runs after {took:.1f} s; {count} instance of the other"
-
-
-def _commands(line: str) -> int:
-    """How many living processes have this command line."""
-    words = line.replace(" ", "\0").encode() + b"\0"
-    found = 0
-    for stat in proc.table().values():
-        try:
-            found += stat.is_alive and Path(f"/proc/{stat.pid}/cmdline").read_bytes() == words
-        except OSError:
-            continue
-    return found
 
 
 @case("S-04", "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO")
@@ -205,7 +191,7 @@ while :; do sleep 0.2; done"""
     await reaches(stand, "deaf", "running", 5)
     stand.remember()
     took = await stand.world.run("stop")
-    left = _commands("sleep 100003") + _commands("sleep 100004")
+    left = commands("sleep 100003") + commands("sleep 100004")
     expect(left == 0, f"{left} processes of the job are left")
     return f"nothing left {took:.1f} s after stop was asked for"
 
@@ -244,7 +230,7 @@ async def bad_starts(stand: Stand) -> str:
     stand.remember()
     for name in ("good", "talks", "leaves"):
         await reaches(stand, name, "running", 10)
-    await asyncio.sleep(4)
+    await asyncio.sleep(15)
     states = await process_states(stand)
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
     kept = max((path.stat().st_blocks * 512 for path in stand.world.base.rglob("*") if path.is_file()), default=0)
@@ -274,3 +260,63 @@ async def bad_files(stand: Stand) -> str:
 
 def _with(job: tuple[str, dict[str, str]], rule: str) -> tuple[str, dict[str, str]]:
     return f"{job[0].rstrip()}\n  {rule}\n", job[1]
+
+
+@case("S-13", "a memory rule trips: a job grows beyond it and is restarted once", is_long=True)
+async def memory_rule(stand: Stand) -> str:
+    await stand.boot()
+    hungry = """echo $$ > {run}/hungry.pid
+test -e {base}/data/grown && exec sleep 100008
+touch {base}/data/grown
+exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
+    rule = "if totalmem > 100 Mb for 2 cycles then restart"
+    await deployed(stand, {"hungry": checked("hungry", hungry, rules=rule), "good": simple("good")})
+    await reaches(stand, "hungry", "running", 10)
+    stand.remember()
+    good = stand.live()["good"]
+    took = await until(lambda: commands("sleep 100008") == 1, 60, "the restart")
+    await asyncio.sleep(15)
+    expect(commands("sleep 100008") == 1, "it was restarted again")
+    expect(stand.live()["good"] == good, "another job was restarted")
+    return f"restarted once, {took:.0f} s after it had grown; {len(stand.alerts('hungry'))} alerts"
+
+
+@case("S-14", "the target of a check hangs, drips, never ends", is_long=True)
+async def hanging_checks(stand: Stand) -> str:
+    await stand.boot()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(600)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(600):
+            writer.write(b"x")
+            await asyncio.sleep(1)
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    jobs = {"good": simple("good")}
+    servers = []
+    for name, serve in (("hangs", hang), ("drips", drip), ("pours", pour)):
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        servers.append(server)
+        port = server.sockets[0].getsockname()[1]
+        rule = f"if failed host 127.0.0.1 port {port} protocol http with timeout 2 seconds for 99 cycles then restart"
+        jobs[name] = checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}", rules=rule)
+    try:
+        await deployed(stand, jobs)
+        for name in jobs:
+            await reaches(stand, name, "running", 10)
+        stand.remember()
+        await asyncio.sleep(25)
+        before = stand.live()["good"]
+        os.kill(before, signal.SIGKILL)
+        took = await until(lambda: stand.live().get("good", before) != before, 2, "a job restarted meanwhile")
+    finally:
+        for server in servers:
+            server.close()
+    return f"a job that died meanwhile ran again after {took * 1000:.0f} ms"

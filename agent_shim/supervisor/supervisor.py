@@ -44,7 +44,7 @@ KILL_SHARE: Final = 0.9
 """The part of it after which what has not ended is killed."""
 BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
-TRIM_PERIOD: Final = 30.0
+TRIM_PERIOD: Final = 10.0
 MEMORY_PERIOD: Final = 1.0
 """Seconds between looks at processes whose memory bpm.yml limits."""
 
