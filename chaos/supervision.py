@@ -305,7 +305,7 @@ async def hanging_checks(stand: Stand) -> str:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         servers.append(server)
         port = server.sockets[0].getsockname()[1]
-        rule = f"if failed host 127.0.0.1 port {port} protocol http with timeout 2 seconds for 99 cycles then restart"
+        rule = f"if failed host 127.0.0.1 port {port} protocol http with timeout 2 seconds for 60 cycles then restart"
         jobs[name] = checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}", rules=rule)
     try:
         await deployed(stand, jobs)
