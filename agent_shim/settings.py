@@ -326,6 +326,11 @@ class Effective:
         return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
 
     @property
+    def asked_mbus(self) -> Mbus:
+        """What the last ``update_settings`` asks for, whenever its certificate begins."""
+        return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
+
+    @property
     def known_mbus(self) -> list[Mbus]:
         """All that may lead to the bus, the present ones first."""
         theirs, of_cpi = self.update.mbus.cert, Effective(self.source, UpdateSettings()).mbus

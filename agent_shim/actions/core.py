@@ -98,8 +98,10 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     await agent.disks.associate(news.disk_associations)
     await agent.certificates.install(news.trusted_certs)
     before, after = agent.settings.current, agent.settings.merged(news)
-    if after.mbus != before.mbus:
-        await agent.edges.reconnect(after.mbus)
+    # What the Director gives now is used now, and refused if it is no good, whatever the settings hold.
+    wanted = after.asked_mbus if news.mbus.cert.ca else after.mbus
+    if wanted != before.mbus:
+        await agent.edges.reconnect(wanted)
     await agent.settings.save_update(after.update)
     return "ok"
 

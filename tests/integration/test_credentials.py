@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.pki import HOUR, agent_name
 from agent_shim.host import process
 from benchmarks.world import AGENT, COMMAND, World
@@ -168,3 +169,14 @@ async def test_a_certificate_near_its_end_is_told(world: World) -> None:
     await until(lambda: told in log(world))
     assert "the CA certificate" not in log(world)
     assert told in await status(world)
+
+
+async def test_what_is_no_certificate_is_refused_though_the_settings_have_a_good_one(world: World) -> None:
+    """The Director has to learn of it: it would believe the agent on its new credentials."""
+    await world.start_agent()
+
+    with pytest.raises(RpcRemoteError, match="cannot use the new bus credentials"):
+        await rotated(world, cert(world, age=MINUTE) | {"certificate": "nonsense"})
+
+    assert not (world.base / "bosh/update_settings.json").exists()
+    assert await world.director.value(AGENT, "ping") == "pong"
