@@ -14,7 +14,7 @@ import pytest
 from agent_shim import dispatch, wire
 from agent_shim.agent import Agent
 from agent_shim.dispatch import ACTIONS, Mode
-from tests.support import protocol
+from tests.support import jobs, protocol
 from tests.support.world import World, is_running
 
 UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -40,15 +40,11 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
     assert message.endswith("could not be found")
 
 
-async def test_t6_long_value_becomes_a_fixed_exception(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def long(agent: Any) -> str:
-        return "x" * wire.MAX_REPLY
+async def test_t6_long_value_becomes_a_fixed_exception(world: World) -> None:
+    """Said of an instance whose spec fits into a request, and with what lives beside it no more into a reply."""
+    await world.value("apply", {"az": "x" * (wire.MAX_REPLY - 300)})
 
-    monkeypatch.setitem(
-        ACTIONS, "long", dispatch.Action("long", Mode.NOW, long, (), 0, {"agent": Agent}, 0, False, False)
-    )
-
-    assert await world.call("long") == {"exception": {"message": "Response exceeded maximum allowed length"}}
+    assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
 
 
 async def test_t8_ten_tasks_at_once_all_get_ids_and_run_one_after_the_other(world: World) -> None:
@@ -196,23 +192,19 @@ async def test_e10_what_can_be_cancelled() -> None:
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
 
 
-async def test_e10_cancel_of_another_task_is_refused_while_it_runs_and_fine_when_it_has_ended(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = asyncio.Event()
+async def test_e10_cancel_of_another_task_is_refused_while_it_runs_and_fine_when_it_has_ended(world: World) -> None:
+    gate = world.paths.base / "gate"
+    store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
+    script = f"#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.02; done\n"
+    await world.value("apply", jobs.spec(store, {"web": {"monit": "", "bin/wait": script}}))
+    running, waiting = [(await world.call("run_script", "wait", {}))["value"]["agent_task_id"] for _ in range(2)]
 
-    async def hang(agent: Any) -> str:
-        await gate.wait()
-        return "done"
-
-    action = dispatch.Action("hang", Mode.TASK, hang, (), 0, {"agent": Agent}, 0, False, False)
-    monkeypatch.setitem(ACTIONS, "hang", action)
-    task_id = (await world.call("hang"))["value"]["agent_task_id"]
-
-    assert await world.error("cancel_task", task_id) == "Action Failed cancel_task: not supported"
-    gate.set()
-    assert await world.run("get_task", task_id) == {"value": "done"}
-    assert await world.call("cancel_task", task_id) == {"value": "canceled"}
+    for task_id in (running, waiting):
+        assert await world.error("cancel_task", task_id) == "Action Failed cancel_task: not supported"
+    gate.touch()
+    for task_id in (running, waiting):
+        assert await world.run("get_task", task_id) == {"value": {}}
+        assert await world.call("cancel_task", task_id) == {"value": "canceled"}
 
 
 async def test_e11_only_update_settings_is_written_down(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

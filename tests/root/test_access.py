@@ -15,6 +15,7 @@ from agent_shim.host import network
 from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
 from tests.support.machine import Machine
+from tests.support.pod import pod as pods
 from tests.support.programs import eventually
 
 pytestmark = [
@@ -105,6 +106,28 @@ async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_take
         return machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no") == "yes\n"
 
     assert [await trusted(""), await trusted(authority.ca), await trusted("")] == [False, True, False]
+
+
+async def test_a_container_made_anew_has_passwords_and_authorities_again(tmp_path: Path) -> None:
+    """Its files are those of the image; what the Director and the CPI have said is older."""
+    authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
+    verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
+    async with pods(tmp_path) as pod:
+        pod.env = {"password": hashed}
+        seen = []
+        for _ in range(2):
+            pod.start_container()
+            pod.machine.run("mount -t tmpfs -o mode=0755 tmpfs /usr/local/share/ca-certificates")
+            (pod.machine.root / "mnt/leaf.pem").write_text(authority.server().certificate)
+            seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
+            await pod.start_agent()
+            if len(seen) == 1:
+                await pod.run("update_settings", {"trusted_certs": authority.ca})
+            seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
+            assert shadow(pod.machine)["vcap"] == hashed
+            pod.kill()
+
+    assert seen == ["no\n", "yes\n", "no\n", "yes\n"]
 
 
 async def test_a_container_without_sshd_is_told(fleet: Fleet, key: Path) -> None:
