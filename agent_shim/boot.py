@@ -19,6 +19,7 @@ from typing import Final
 
 from agent_shim.actions.jobs import bundles_of
 from agent_shim.agent import Agent
+from agent_shim.bundles import put_bpm_in_front
 from agent_shim.comeback import Comeback
 from agent_shim.errors import ActionError, BootError, HostError
 from agent_shim.host import files, mounts
@@ -126,6 +127,11 @@ def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list
         await agent.logs.tidy()
         return None
 
+    async def bpm_command() -> str | None:
+        """Scripts and people may call it before anything is applied."""
+        await asyncio.to_thread(put_bpm_in_front, paths)
+        return None
+
     async def monit_user() -> str | None:
         """A password stays once it is made: releases read it when they start."""
         found = await asyncio.to_thread(_text, paths.monit_user)
@@ -147,6 +153,7 @@ def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list
         Step("temporary files", temporary_files),
         *_trust_steps(agent),
         Step("leftovers of interrupted work", leftovers),
+        Step("command bpm", bpm_command),
         Step("monit user", monit_user),
         *_instance_steps(agent),
         _disk_step(agent),

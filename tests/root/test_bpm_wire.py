@@ -1,0 +1,103 @@
+"""Releases whose scripts call bpm, deployed by a Director to an agent that is root on a machine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.fleet import Fleet
+from tests.support.fleet import fleet as made
+
+pytestmark = pytest.mark.root
+
+AGENT = "7c1f9c1e-6f0f-4f5a-8c3d-2b1a54a7c9d2"
+TOOL = "/var/vcap/jobs/bpm/bin/bpm"
+SAID = "/var/vcap/data/said"
+OTHER_BPM = "#!/bin/sh\necho the bpm of the release >&2\nexit 99\n"
+
+MONIT = "".join(
+    f"""check process {name}
+  with pidfile /var/vcap/sys/run/bpm/web/{name}.pid
+  start program "{TOOL} start web -p {name}"
+  stop program "{TOOL} stop web -p {name}"
+  group vcap
+"""
+    for name in ("web", "worker")
+)
+BPM_YML = """
+processes:
+- {name: web, executable: /var/vcap/jobs/web/bin/web, env: {NAME: web}}
+- {name: worker, executable: /var/vcap/jobs/web/bin/web, env: {NAME: worker}}
+- {name: errand, executable: /bin/sh, args: [-c, "id -u; ls /var/vcap/jobs; exit 5"]}
+"""
+WEB = """#!/bin/sh
+trap 'echo $NAME ends; exit 0' TERM
+echo $NAME starts
+while :; do sleep 0.05; done
+"""
+
+
+def release() -> dict[str, str | bytes]:
+    """pre-start starts one process, post-start reads the list, drain asks for the number and ends the process."""
+    return {
+        "monit": MONIT,
+        "config/bpm.yml": BPM_YML,
+        "bin/web": WEB,
+        "bin/pre-start": f"#!/bin/sh\nset -e\n{TOOL} start web\n{TOOL} pid web >{SAID}.pre-start\n",
+        "bin/post-start": f"#!/bin/sh\n{TOOL} list | awk '$3 == \"running\" {{print $1, $2}}' >{SAID}.post-start\n",
+        "bin/drain": f"#!/bin/sh\npid=$({TOOL} pid web) || exit 1\necho $pid >{SAID}.drain\nkill $pid\necho 0\n",
+    }
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+@pytest.mark.parametrize("has_release", [False, True])
+async def test_scripts_that_call_bpm(fleet: Fleet, has_release: bool) -> None:
+    """Deployed, drained, stopped, deployed again; a release of bpm on the same instance is not what they meet."""
+    machine = await fleet.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
+
+    async def run(method: str, *arguments: Any) -> Any:
+        return await fleet.director.run(AGENT, method, *arguments)
+
+    def said(name: str) -> str:
+        return machine.run(f"cat {SAID}.{name}").strip()
+
+    assert machine.run(f"{TOOL} list") == "Name Pid Status\n"
+    for version in ("1", "2"):
+        wanted: dict[str, dict[str, str | bytes]] = {"web": release()}
+        if has_release:
+            wanted["bpm"] = {"monit": "", "bin/bpm": OTHER_BPM}
+        packages = {"bpm": {"bin/bpm": OTHER_BPM}} if has_release else {}
+        spec = jobs.spec(fleet.blobs(AGENT), wanted, packages, version=version)
+        assert await run("prepare", spec) == "prepared"
+        assert await run("apply", spec) == "applied"
+        assert await run("run_script", "pre-start", {}) == {}
+        assert await fleet.director.value(AGENT, "start") == "started"
+        async with asyncio.timeout(30):
+            while (await run("get_state"))["job_state"] != "running":
+                pass
+        assert await run("run_script", "post-start", {}) == {}
+        running = dict(line.split() for line in said("post-start").splitlines())
+        assert running == {"web": said("pre-start"), "web.worker": machine.run(f"{TOOL} pid web -p worker").strip()}
+        assert machine.run(f"ps -o user= -p {running['web']}").strip() == "vcap"
+        shown = machine.run(f"echo 'ls /var/vcap/jobs; id -un; kill -0 1 && echo init' | {TOOL} shell web")
+        assert shown == "web\nvcap\ninit\n"
+        assert machine.run(f"{TOOL} run web -p errand || echo $?") == "1000\nweb\n5\n"
+
+        assert await run("drain", "shutdown") == 0
+        assert said("drain") == running["web"]
+        assert await run("stop") == "stopped"
+        assert machine.run("ps -u vcap -o pid= || true") == ""
+        assert machine.run("ls -A /var/vcap/sys/run/bpm/web") == ""
+        starts = machine.run("cat /var/vcap/sys/log/web/web.stdout.log")
+        assert starts == "web starts\nweb ends\n" * int(version)
+        assert machine.run(f"{TOOL} pid web 2>&1 || true") == "Error: job is not running\n"
