@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.util
 import json
 import os
 import socket
@@ -65,7 +67,17 @@ def order(argv: Sequence[str], **members: object) -> jail.Order:
 
 def command(descriptor: int) -> list[str]:
     """What becomes the program once it has read an order from ``descriptor``."""
-    return [sys.executable, "-I", "-S", jail.__file__, str(descriptor)]
+    return [sys.executable, "-I", "-S", _program(), str(descriptor)]
+
+
+@functools.cache
+def _program() -> str:
+    """The compiled module: as a program the source would be compiled anew at every start of a job."""
+    compiled = importlib.util.cache_from_source(jail.__file__)
+    with contextlib.suppress(OSError):
+        if Path(compiled).stat().st_mtime >= Path(jail.__file__).stat().st_mtime:
+            return compiled
+    return jail.__file__
 
 
 def write_order(order: jail.Order) -> int:

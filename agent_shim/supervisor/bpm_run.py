@@ -445,17 +445,22 @@ class Bpm:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def kill_hogs(self) -> list[Hog]:
-        """Every process that used more memory than bpm.yml allows and was killed for it; blocks for some milliseconds.
+        """Every process that used more memory than bpm.yml allows, killed with its tree; blocks for some milliseconds.
 
-        The kernel has done so where it keeps the limit; else it is done here, to the whole tree.
+        Where the kernel keeps the limit it has begun to do so.
         """
         hogs, self._hogs = self._hogs, []
         limited = []
         for path in self._paths.sys.glob("run/bpm/*/*.pid"):
             job, name = path.parent.name, path.stem
             limit = self._memory_limit(job, name)
-            if self._cage(bpm_label(job, name)).memory() is not None:
-                hogs += filter(None, [self._killed_by_kernel(job, name)])
+            cage = self._cage(bpm_label(job, name))
+            members = cage.members()  # before it is asked: who comes later is a new start
+            if cage.memory() is not None:
+                if hog := self._killed_by_kernel(job, name):
+                    hogs.append(hog)
+                    for member in members:
+                        process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(job, name)):
                 limited.append((job, name, limit, found))
         if not limited:

@@ -87,3 +87,22 @@ async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
 
     assert status == jail.FAILED
     assert found["agent-shim"].startswith("cannot run /nothing:")
+
+
+async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
+    """Whoever starts it has written down its number by then; where that fails nothing runs."""
+    marker = tmp_path / "marker"
+    wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
+    with pytest.raises(ValueError, match="full"):
+        async with jailer.prepared(wanted, env={}, stdout=None, stderr=None) as running:
+            raise ValueError("the disk is full")
+
+    assert await running.wait() == jail.FAILED
+    assert not marker.exists()
+
+
+async def test_what_python_ignores_is_not_ignored_by_programs(tmp_path: Path) -> None:
+    """A shell could not even undo it."""
+    _, found = await run(tmp_path, order())
+
+    assert int(found["SigIgn"], 16) == 0
