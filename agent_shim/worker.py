@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -64,8 +65,18 @@ async def serve(request: Request, temps: list[Path]) -> Done:
                 return _mirror(request)
             case Rotate():
                 return _rotate(request)
-    except (ShimError, OSError) as exc:
+    except (ShimError, HostError) as exc:
         return Done(error=str(exc))
+    except OSError as exc:
+        return Done(error=_refused(request, exc))
+
+
+def _refused(request: Request, exc: OSError) -> str:
+    """What the system refused: the file that it names, else the one that was being written, and the room there is."""
+    if exc.filename is not None or not isinstance(request, Get | Pack):
+        return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
+    free = shutil.disk_usage(Path(request.path).parent).free
+    return f"cannot write {request.path}: {exc.strerror}, {free // (1 << 20)} MiB are free"
 
 
 async def _get(request: Get) -> Done:

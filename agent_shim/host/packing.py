@@ -41,6 +41,10 @@ _FLAGS: Final = {
 """What is packed, and how it is opened: so that nothing waits and nothing happens."""
 
 
+class OutputError(OSError):
+    """The archive cannot be written, whatever is packed."""
+
+
 def pack(
     out: BinaryIO,
     trees: Sequence[Tree],
@@ -52,7 +56,8 @@ def pack(
     """Write ``trees`` as one archive, gzip unless told otherwise; returns its digests ``sha1;sha512``.
 
     Of several entries with one name the last tree's is packed. A time after ``newest`` (seconds since 1970) becomes
-    ``newest``: so what was made just now has the same bytes whenever it is made. Raises ``HostError``.
+    ``newest``: so what was made just now has the same bytes whenever it is made. Raises ``HostError``, and
+    ``OutputError`` when ``out`` takes no more.
 
     With ``remarks`` the trees are live: somebody writes into them meanwhile. What was renamed since it was seen is
     looked for again; what cannot be read, is cut, or is a link that leads out of its tree is no error but a line in an
@@ -155,6 +160,8 @@ class _Archive:
             return
         try:
             self._add_open(name, entry, fd)
+        except OutputError:
+            raise
         except OSError as exc:
             raise files.failed(f"pack {name}", exc) from exc
         finally:
@@ -338,7 +345,10 @@ class _Sink:
 
     def _put(self, data: bytes | memoryview) -> None:
         self._hasher.update(data)
-        self._out.write(data)
+        try:
+            self._out.write(data)
+        except OSError as exc:
+            raise OutputError(exc.errno, exc.strerror) from exc
 
 
 # --- patterns -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import resource
 import stat
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from agent_shim.blobstore import Timing
 from agent_shim.blobstore.providers import Provider, harmless, provider, trusted_ca
 from agent_shim.blobstore.transfer import Transfer
 from agent_shim.digest import Hasher
-from agent_shim.errors import BlobError
+from agent_shim.errors import BlobError, HostError
 from agent_shim.paths import Paths
 from agent_shim.settings import Blobstore
 from tests.support.http import http_server
@@ -72,6 +73,20 @@ async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path) -> None:
     assert await content(store) == b"data"
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o770
     assert [entry.name for entry in (tmp_path / "store").iterdir()] == [ID]
+
+
+async def test_a_directory_that_takes_no_more_is_named(paths: Paths, tmp_path: Path) -> None:
+    """With the file that could not be written, of which nothing stays. Here the limit is one of this process."""
+    (tmp_path / "file").write_bytes(bytes(200_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(HostError, match=f"^cannot write {tmp_path}/store/{ID}: File too large$"):
+            await made(paths, "local", blobstore_path=str(tmp_path / "store")).put(ID, tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths) -> None:

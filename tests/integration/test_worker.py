@@ -10,6 +10,7 @@ import io
 import os
 import random
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -286,6 +287,29 @@ async def test_a_failure_is_told_and_leaves_nothing(paths: Paths, make: Callable
         await helper.work(make(str(paths.base)))
 
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("what", ["archive", "file"])
+async def test_a_disk_that_takes_no_more_is_named_with_the_room_there_is(
+    paths: Paths, tmp_path: Path, what: str
+) -> None:
+    """Nothing half made takes the rest of it. Here the limit is one that the worker inherits."""
+    data = os.urandom(500_000)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/log").write_bytes(data)
+    path = paths.tmp / "new"
+    request: Request = Pack([Tree(str(tmp_path / "logs"))], str(path))
+    if what == "file":
+        request = Get(str(paths.base), DUMMY, kept(paths, data), str(path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(ActionError, match=rf"^cannot write {path}: File too large, \d+ MiB are free$"):
+            await helper.work(request)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert list(paths.tmp.iterdir()) == []
 
 
 # --- how it ends ----------------------------------------------------------------------------------------------------
