@@ -37,6 +37,8 @@ class OrderlyStop:
     grace: float
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     reasons: list[str] = field(default_factory=list)
+    ends_at: float = 0.0
+    """Monotonic time at which all of it is over."""
 
     @property
     def summary(self) -> str:
@@ -45,7 +47,7 @@ class OrderlyStop:
 
     async def run(self, agent: Agent) -> None:
         """Stop the jobs; returns within the grace, whatever they do."""
-        ends_at = time.monotonic() + self.grace
+        ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE, self.grace / 2)
         jobs = agent.spec.current.job_names
         scripts = ends_at - reserve
@@ -54,10 +56,13 @@ class OrderlyStop:
         await agent.supervisor.unmonitor()
         await self._script("drain", self._drain(agent, jobs), scripts)
         left = max(SHORTEST, ends_at - time.monotonic())
+        agent.supervisor.forget_killed()
         try:
             await agent.supervisor.stop(wait=True, timeout=left)
         except ActionError as exc:
             self.reasons.append(f"stop: {exc}")
+        if killed := agent.supervisor.killed:
+            self.reasons.append(f"killed, as the time was up: {', '.join(killed)}")
         if jobs and not self.hurry.is_set():
             await self._script("post-stop", agent.scripts.run_all("post-stop", jobs, {}), ends_at)
         logger.info("orderly stop: %s", self.summary)
@@ -77,7 +82,8 @@ class OrderlyStop:
             if not working.done():
                 self.reasons.append(f"{name} scripts were cut short")
                 working.cancel()
-                await asyncio.wait({working}, timeout=KILL_RESERVE)
+                # Their end may take half of what is left; the other half is for the processes.
+                await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
             elif (error := working.exception()) is not None:
                 self.reasons.append(f"{name}: {error}")
         finally:

@@ -408,6 +408,7 @@ def _write_termination_log(text: str) -> None:
     try:
         with open("/dev/termination-log", "r+") as opened:
             opened.write(text)
+            opened.truncate()
     except OSError as exc:
         logger.debug("no termination log: %s", exc)
 

@@ -206,9 +206,10 @@ class Bpm:
             found = self.find(call.job, call.process)
             left = await self._programs.members(label, Traces(), [found] if found else [])
             left += await asyncio.to_thread(self._cage(label).members)
-            if found and (running := process.adopt(*found)):
-                await _end(running, signal.Signals[f"SIG{signal_name}"], by)
-            await self._programs.sweep(label, Traces(), left, 0.0)
+            running = process.adopt(*found) if found else None
+            if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
+                self._programs.killed.add(label)
+            await self._programs.sweep(label, Traces(), left, 0.0, is_usual=True)
             await asyncio.to_thread(self._open_cage, call.job, call.process)
             await asyncio.to_thread(self._pidfile(call.job, call.process).unlink, missing_ok=True)
 
@@ -491,8 +492,11 @@ class Bpm:
             return 0
 
 
-async def _end(running: process.Process, first: signal.Signals, by: float) -> None:
-    """The ladder of bpm: only the process itself is signalled, as its init passes signals on to it alone."""
+async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
+    """The ladder of bpm: only the process itself is signalled, as its init passes signals on to it alone.
+
+    True when it had to be killed.
+    """
     try:
         for sig, patience in (
             (first, ASK_PATIENCE),
@@ -504,7 +508,8 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> No
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await running.wait()
-                    return
+                    return sig is signal.SIGKILL
+        return True
     finally:
         running.release()
 

@@ -40,6 +40,8 @@ class Programs:
     def __init__(self, base: Path, output: Path) -> None:
         self._base = base
         self._output = output
+        self.killed: set[str] = set()
+        """Services, by their labels, of which something had to be killed since somebody emptied this."""
         self._gate = asyncio.Semaphore(SPAWNS_AT_ONCE)
         self._pass: asyncio.Future[proc.Census] | None = None
         self._passing = asyncio.Lock()
@@ -86,8 +88,13 @@ class Programs:
         """Everything alive that belongs to the service, ``known`` and what descends from that included."""
         return traces.members(await self._census(), name, self._base, known)
 
-    async def sweep(self, name: str, traces: Traces, known: Iterable[Identity], grace: float) -> list[Identity]:
-        """Send TERM, and KILL after ``grace`` seconds, to all that belongs to the service; what is left after that."""
+    async def sweep(
+        self, name: str, traces: Traces, known: Iterable[Identity], grace: float, *, is_usual: bool = False
+    ) -> list[Identity]:
+        """Send TERM, and KILL after ``grace`` seconds, to all that belongs to the service; what is left after that.
+
+        Where it ``is_usual`` that something is killed nobody is told.
+        """
         kill = process.KILL_PATIENCE / KILLS
         held: dict[Identity, Process] = {}
         try:
@@ -96,6 +103,8 @@ class Programs:
                 if not left:
                     break
                 logger.info("%s: %s to what is left: %s", name, sig.name, ", ".join(str(each.pid) for each in left))
+                if sig is signal.SIGKILL and not is_usual:
+                    self.killed.add(name)
                 for each in left:
                     each.send(sig)
                 await _all_gone(left, patience)

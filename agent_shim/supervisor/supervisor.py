@@ -298,6 +298,15 @@ class Supervisor:
         if wait:
             await _stopped(vcap, timeout)
 
+    @property
+    def killed(self) -> list[str]:
+        """Services of which something did not end when asked, and was killed, since the last ``forget_killed``."""
+        return sorted({each.name for each in self._services.values() if each.spec.label in self._programs.killed})
+
+    def forget_killed(self) -> None:
+        """Begin anew to note what has to be killed."""
+        self._programs.killed.clear()
+
     async def unmonitor(self) -> None:
         """Leave all jobs to themselves, as the Director asks before it drains them."""
         for service in self._services.values():

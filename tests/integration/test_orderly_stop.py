@@ -1,0 +1,118 @@
+"""The whole orderly stop as Kubernetes asks for it: three jobs that drain for eight seconds, with grace and without."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_standalone import Place
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("one", "three", "two")
+DRAIN = """#!/bin/sh
+echo {name} begins >>{trace}
+sleep 8
+for other in {others}; do kill -0 $(cat {run}/$other/$other.pid) && echo {name} sees $other >>{trace}; done
+echo {name} ends >>{trace}
+echo 0
+"""
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    """An agent with three running jobs."""
+    made = Place(tmp_path)
+    for name in NAMES:
+        made.job(name)
+        text = DRAIN.format(name=name, others=" ".join(NAMES), run=made.paths.run, trace=made.scratch / "trace")
+        made.lay(f"jobs/{name}", {"bin/drain": text})
+    made.start()
+    try:
+        await made.until_ready()
+        yield made
+    finally:
+        await made.ask("drain", "--timeout", "1")
+        await made.end()
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def drained(place: Place, grace: int) -> tuple[int | None, str, float]:
+    """Exit code, what was said, and how many seconds it took."""
+    begun_at = time.monotonic()
+    async with asyncio.timeout(100):
+        code, said = await place.ask("drain", "--timeout", str(grace))
+    return code, said, time.monotonic() - begun_at
+
+
+async def test_with_thirty_seconds_nothing_is_killed_early_and_everything_is_down_within_them(place: Place) -> None:
+    pids = [place.pid(name) for name in NAMES]
+
+    code, said, seconds = await drained(place, 30)
+
+    assert (code, said) == (0, "all jobs stopped in order")
+    # Until the last drain has ended every process was up.
+    lines = [line for line in place.trace if " sees " in line]
+    assert sorted(lines) == [f"{name} sees {other}" for name in NAMES for other in NAMES]
+    assert [name for name in NAMES if f"{name} pre-stop" in place.trace] == list(NAMES)
+    assert [name for name in NAMES if f"{name} post-stop" in place.trace] == list(NAMES)
+    assert alive(pids) == []
+    assert 8 <= seconds < 30
+
+
+async def test_with_five_seconds_the_drains_are_cut_short_and_it_says_so(place: Place) -> None:
+    pids = [place.pid(name) for name in NAMES]
+
+    code, said, seconds = await drained(place, 5)
+
+    assert code == 1
+    assert said == "not clean: drain scripts were cut short"
+    assert not [line for line in place.trace if line.endswith(" ends")]
+    assert alive(pids) == []
+    # The command's own beginning and end, on a machine that is busy, beside the five seconds.
+    assert seconds < 15
+
+
+async def test_what_does_not_listen_is_killed_in_time_and_named(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.job("deaf")
+    pidfile = place.paths.run / "deaf/deaf.pid"
+    ctl = place.paths.jobs / "deaf/bin/ctl"
+    place.lay(
+        "jobs/deaf",
+        {
+            "bin/ctl": "#!/bin/sh\n[ $1 = stop ] && exit\n"
+            f"trap '' TERM\necho $$ >{pidfile}\nwhile :; do sleep 1; done\n",
+            "monit": f'check process deaf with pidfile {pidfile}\n  start program "{ctl} start"\n'
+            f'  stop program "{ctl} stop"\n  group vcap\n',
+        },
+    )
+    place.start()
+    try:
+        await place.until_ready()
+        pid = place.pid("deaf")
+
+        code, said, _ = await drained(place, 5)
+
+        assert code == 1
+        assert said == "not clean: killed, as the time was up: deaf"
+        assert alive([pid]) == []
+    finally:
+        await place.end()
+
+
+async def test_the_jobs_come_back_with_the_agent(place: Place) -> None:
+    """Nothing of an orderly stop is what somebody wants to last."""
+    await drained(place, 30)
+    await place.end()
+    place.start()
+
+    await place.until_ready()
+    assert alive([place.pid(name) for name in NAMES])
