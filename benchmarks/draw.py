@@ -1,0 +1,249 @@
+"""Pictures of the documentation from true output: what a terminal showed, and the dashboard over a real Prometheus.
+
+``script -qc 'agent-shim status' | python -m benchmarks.draw terminal '$ agent-shim status' >docs/pictures/status.svg``,
+``python -m benchmarks.draw dashboard http://127.0.0.1:9090 MINUTES >docs/pictures/dashboard.svg``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+BOARD: Final = Path(__file__).parents[1] / "deploy/grafana/agent-shim.json"
+COLOURS: Final = {"32": "#3fb950", "33": "#d29922", "31": "#f85149", "2": "#8b949e"}
+LINES: Final = ("#7eb26d", "#eab839", "#6ed0e0", "#ef843c", "#e24d42", "#1f78c1", "#ba43a9", "#705da0", "#508642")
+FAINT: Final = "#8e8e9e"
+NAMED: Final = {"green": "#56a64b", "red": "#d44a3a", "orange": "#ff9830", "blue": "#3274d9"}
+_SGR: Final = re.compile(r"\x1b\[([0-9;]*)m")
+_OTHER: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
+
+
+# --- a terminal -------------------------------------------------------------------------------------------------------
+
+
+def terminal(text: str, command: str) -> str:
+    """What a command showed, with its colours, as a window."""
+    lines = [f"\x1b[1m{command}\x1b[0m", *_OTHER.sub("", text).replace("\r", "").rstrip().split("\n")]
+    width = 8.43 * max(len(_SGR.sub("", line)) for line in lines) + 40
+    height = 19 * len(lines) + 58
+    rows = []
+    for number, line in enumerate(lines):
+        spans = "".join(_spans(line))
+        rows.append(f'<text x="20" y="{56 + 19 * number}" xml:space="preserve">{spans}</text>')
+    dots = "".join(
+        f'<circle cx="{20 + 18 * place}" cy="18" r="5.5" fill="{colour}"/>'
+        for place, colour in enumerate(("#f85149", "#d29922", "#3fb950"))
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
+        f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="14" fill="#e6edf3">\n'
+        f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{dots}\n' + "\n".join(rows) + "\n</svg>\n"
+    )
+
+
+def _spans(line: str) -> Iterator[str]:
+    style = ""
+    for number, part in enumerate(_SGR.split(line)):
+        if number % 2:
+            codes = [code for code in part.split(";") if code not in ("", "0")]
+            colour = next((COLOURS[code] for code in codes if code in COLOURS), "")
+            style = (f' fill="{colour}"' if colour else "") + (' font-weight="bold"' if "1" in codes else "")
+        elif part:
+            yield f"<tspan{style}>{escape(part)}</tspan>"
+
+
+# --- a dashboard ------------------------------------------------------------------------------------------------------
+
+
+def dashboard(url: str, minutes: float) -> str:
+    """The panels of the dashboard over the last ``minutes``, about as Grafana draws them."""
+    board = json.loads(BOARD.read_text())
+    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"])
+    drawn = [_panel(url, panel, minutes) for panel in board["panels"]]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="1440" height="{rows * 30 + 8}" '
+        f'font-family="DejaVu Sans, Helvetica, sans-serif" font-size="11" fill="#ccccdc">\n'
+        f'<rect width="100%" height="100%" fill="#111217"/>\n' + "\n".join(drawn) + "\n</svg>\n"
+    )
+
+
+def _panel(url: str, panel: dict[str, Any], minutes: float) -> str:
+    place = panel["gridPos"]
+    x, y, width, height = (place[key] * scale for key, scale in (("x", 60), ("y", 30), ("w", 60), ("h", 30)))
+    x, y, width, height = x + 4, y + 4, width - 8, height - 8
+    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="#181b1f" stroke="#2b2f36"/>'
+    title = f'<text x="{x + 10}" y="{y + 18}" font-size="13" fill="#e6e6f0">{escape(panel["title"])}</text>'
+    draw = _stat if panel["type"] == "stat" else _series
+    return frame + title + draw(url, panel, minutes, (x, y, width, height))
+
+
+Box = tuple[float, float, float, float]
+
+
+def _text(x: float, y: float, text: str, **attributes: object) -> str:
+    more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
+
+
+def _stat(url: str, panel: dict[str, Any], _: float, box: Box) -> str:
+    x, y, width, height = box
+    found = _ask(url, "query", query=_plain(panel["targets"][0]["expr"]))
+    value = float(found[0]["value"][1]) if found else None
+    defaults = panel["fieldConfig"]["defaults"]
+    colour = "#3d434c"
+    for step in defaults["thresholds"]["steps"] if value is not None else ():
+        if step["value"] is None or (value is not None and value >= step["value"]):
+            colour = NAMED[step["color"]]
+    text = "no data" if value is None else _shown(value, defaults["unit"])
+    frame = f'<rect x="{x + 8}" y="{y + 28}" width="{width - 16}" height="{height - 36}" rx="3" fill="{colour}"/>'
+    return frame + _text(x + width / 2, y + height / 2 + 24, text, font_size=30, text_anchor="middle", fill="#fff")
+
+
+Line = tuple[str, list[tuple[float, float]]]
+"""A name and its points: moments and values."""
+
+
+def _lines(url: str, panel: dict[str, Any], begin: float, end: float) -> list[Line]:
+    lines: list[Line] = []
+    step = max(1.0, (end - begin) / 240)
+    for target in panel["targets"]:
+        for one in _ask(url, "query_range", query=_plain(target["expr"]), start=begin, end=end, step=step):
+            name = target["legendFormat"]
+            for label, value in one["metric"].items():
+                name = name.replace("{{" + label + "}}", value)
+            points = [(float(at), float(value)) for at, value in one["values"] if value not in ("NaN", "+Inf")]
+            if points:
+                lines.append((name.strip() or "value", points))
+    return lines
+
+
+def _series(url: str, panel: dict[str, Any], minutes: float, box: Box) -> str:
+    x, y, width, height = box
+    end = time.time()
+    begin = end - minutes * 60
+    lines = _lines(url, panel, begin, end)
+    defaults = panel["fieldConfig"]["defaults"]
+    if not lines:
+        return _text(x + width / 2, y + height / 2, "nothing to show", text_anchor="middle", fill=FAINT)
+    custom = defaults.get("custom", {})
+    if custom.get("stacking"):
+        lines = _stacked(lines)
+    most = max(value for _, points in lines for _, value in points)
+    ceiling = defaults.get("max", most * 1.15 or 1.0)
+    area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, ceiling)
+    drawn = [area.axes(defaults["unit"])]
+    drawn += [
+        area.line(points, LINES[number % len(LINES)], custom.get("fillOpacity", 0) / 160)
+        for number, (_, points) in reversed(list(enumerate(lines)))
+    ]
+    return "".join([*drawn, _legend([name for name, _ in lines], box)])
+
+
+class Area:
+    """Where lines are drawn: left, top, right, bottom; from when to when, and up to which value."""
+
+    def __init__(self, box: Box, begin: float, end: float, ceiling: float) -> None:
+        self._left, self._top, self._right, self._bottom = box
+        self._begin, self._end, self._ceiling = begin, end, ceiling
+
+    def axes(self, unit: str) -> str:
+        """Levels with their values, and three moments."""
+        parts = []
+        for quarter in range(5):
+            height = self._bottom - quarter / 4 * (self._bottom - self._top)
+            parts.append(f'<path d="M{self._left} {height}H{self._right}" stroke="#2b2f36"/>')
+            label = _shown(self._ceiling * quarter / 4, unit)
+            parts.append(_text(self._left - 6, height + 4, label, text_anchor="end", fill=FAINT))
+        for share in (0.0, 0.5, 1.0):
+            stamp = time.strftime("%H:%M", time.gmtime(self._begin + share * (self._end - self._begin)))
+            across = self._left + share * (self._right - self._left)
+            parts.append(_text(across, self._bottom + 15, stamp, text_anchor="middle", fill=FAINT))
+        return "".join(parts)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, opacity: float) -> str:
+        """A line, filled below where it is not quite transparent."""
+        path = " ".join(self._at(moment, value) for moment, value in points)
+        drawn = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        if not opacity:
+            return drawn
+        ends = self._at(points[0][0], 0), self._at(points[-1][0], 0)
+        return f'<polygon points="{ends[0]} {path} {ends[1]}" fill="{colour}" fill-opacity="{opacity}"/>{drawn}'
+
+    def _at(self, moment: float, value: float) -> str:
+        across = self._left + (moment - self._begin) / (self._end - self._begin) * (self._right - self._left)
+        return f"{across:.1f},{self._bottom - min(1.0, value / self._ceiling) * (self._bottom - self._top):.1f}"
+
+
+def _legend(names: Sequence[str], box: Box) -> str:
+    x, y, width, height = box
+    across, below, parts = x + 12.0, y + height - 11, []
+    for number, name in enumerate(names):
+        room = 6.6 * len(name) + 26
+        if across + room > x + width - 60:
+            parts.append(_text(across, below, f"and {len(names) - number} more", fill=FAINT))
+            break
+        colour = LINES[number % len(LINES)]
+        parts.append(f'<rect x="{across:.1f}" y="{below - 8}" width="10" height="4" fill="{colour}"/>')
+        parts.append(_text(across + 14, below, name))
+        across += room
+    return "".join(parts)
+
+
+def _stacked(lines: Sequence[Line]) -> list[Line]:
+    below: dict[float, float] = {}
+    found = []
+    for name, points in lines:
+        for moment, value in points:
+            below[moment] = below.get(moment, 0.0) + value
+        found.append((name, [(moment, below[moment]) for moment, _ in points]))
+    return found
+
+
+def _plain(expression: str) -> str:
+    """As Grafana asks when all instances are chosen."""
+    return expression.replace("$instance", ".*")
+
+
+def _ask(url: str, what: str, **arguments: object) -> list[Any]:
+    with urllib.request.urlopen(f"{url}/api/v1/{what}?{urllib.parse.urlencode(arguments)}", timeout=30) as answer:
+        found: list[Any] = json.load(answer)["data"]["result"]
+        return found
+
+
+def _shown(value: float, unit: str) -> str:
+    """A value in the unit of a panel."""
+    match unit:
+        case "percentunit":
+            return f"{value * 100:.0f} %"
+        case "bytes":
+            return f"{value / (1 << 20):.0f} MiB"
+        case "s":
+            if value >= 86400:
+                return f"{value / 86400:.0f} days"
+            return f"{value:.0f} s" if value >= 10 else f"{value * 1000:.0f} ms"
+        case "reqps":
+            return f"{value:.2g}/s"
+    return f"{value:.0f}" if value == int(value) else f"{value:.2g}"
+
+
+def main() -> None:
+    """The picture, on standard output."""
+    match sys.argv[1:]:
+        case ["terminal", command]:
+            sys.stdout.write(terminal(sys.stdin.read(), command))
+        case ["dashboard", url, *rest]:
+            sys.stdout.write(dashboard(url, float(rest[0]) if rest else 30))
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
