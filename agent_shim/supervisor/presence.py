@@ -7,11 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from agent_shim.errors import HostError
 from agent_shim.host import clock, proc, process
+from agent_shim.host.apart import apart
 from agent_shim.host.process import Process
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.identity import Pidfile, Traces
@@ -115,7 +117,7 @@ class Presence:
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
         """Whether the path of a check that is no process is there now; one that cannot be looked at is not."""
-        self._is_there = spec.path is None or await asyncio.to_thread(_exists, spec.path)
+        self._is_there = spec.path is None or await apart(partial(_exists, spec.path), f"look for {spec.name}")
         return self._is_there
 
     async def arrival(self, spec: ProcessSpec, traces: Traces) -> None:

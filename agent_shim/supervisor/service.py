@@ -172,6 +172,7 @@ class Service:
 
         What depends on it is stopped first.
         """
+        self._is_counted = False
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
                 dependant.stop(by)
@@ -189,8 +190,9 @@ class Service:
         """Leave it to itself, and what depends on it."""
         for dependant in self.dependants:
             dependant.unmonitor()
-        self._follow_up(start=False)
+        self._is_counted = False
         self.complaints.clear()
+        self._follow_up(start=False)
         self._ask(Trigger.UNMONITOR_ASKED)
 
     def _follow_up(self, *, start: bool) -> None:

@@ -282,3 +282,43 @@ check host far with address 127.0.0.1
             assert info(supervisor, "root").faults == ("Resource limit matched",)
             assert info(supervisor, "far").faults == ("Connection failed",)
             assert "space usage" in info(supervisor, "root").reason
+
+
+# --- what else is told ------------------------------------------------------------------------------------------------
+
+
+async def test_death_for_want_of_memory_is_told_as_one(world: World) -> None:
+    """When the counter of the container has risen; the next death is an ordinary one again."""
+    kills = [7]
+    async with checking(world, world.job("web")) as supervisor:
+        supervisor._kills._read = lambda: kills[0]
+        supervisor._kills.count()
+        supervisor._kills._open.clear()
+        for rise in (1, 0):
+            kills[0] += rise
+            pid = (await until(supervisor, "web", "running")).pid
+            before = len(told(world, "Does not exist"))
+            found = proc.stat(pid)
+            assert found is not None
+            process.send(found.identity, signal.SIGKILL)
+            await eventually(lambda count=before: len(told(world, "Does not exist")) > count)  # type: ignore[misc]
+
+        assert [each.description for each in world.events if each.event == "Does not exist"] == [
+            "process is not running: the kernel killed it, out of memory",
+            "process is not running",
+        ]
+
+
+async def test_new_parent_is_told_by_rule(world: World) -> None:
+    """Of the same process: its parent has ended."""
+    start = "sh -c 'sleep 600 & echo $! >'$pidfile'; exec sleep 600' & echo $! >$log.parent; sleep 0.1"
+    async with checking(world, world.job("web", start, "exit 0", "if changed ppid then alert")) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: supervisor._checks._watches["web"].parent if supervisor._checks._watches else 0)
+        parent = proc.stat(int(Path(f"{world.log}.parent").read_text()))
+        assert parent is not None
+        process.send(parent.identity, signal.SIGKILL)
+        await eventually(lambda: told(world, "PPID changed"))
+
+        assert told(world, "PPID changed") == [("web", "alert")]
+        assert info(supervisor, "web").process.state == "running"
