@@ -220,6 +220,41 @@ async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World)
             each.close()
 
 
+async def test_result_of_a_check_counts_for_the_process_it_began_with(world: World) -> None:
+    """One goes on while the process is killed: its successor is not restarted for it, and nobody asks twice at once."""
+    asked: list[asyncio.Event] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = asyncio.Event()
+        asked.append(first)
+        if len(asked) == 1:
+            await reader.read()  # silent, until the check gives up
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        first.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
+    async with server, checking(world, world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
+        await eventually(lambda: asked)
+        await asyncio.sleep(5 * world.timing.cycle)
+        assert len(asked) == 1
+        before = info(supervisor, "web").pid
+        found = proc.stat(before)
+        assert found is not None
+        process.send(found.identity, signal.SIGKILL)
+        await eventually(lambda: info(supervisor, "web").pid not in (0, before))
+        after = info(supervisor, "web").pid
+        await eventually(asked[0].is_set)
+        await eventually(lambda: len(asked) > 3)
+
+        assert info(supervisor, "web").pid == after
+        assert told(world, "Connection failed") == []
+
+
 async def test_port_that_opens_ends_the_complaint(world: World) -> None:
     """The service was failing and is running, and good news is an event too."""
     with socket.socket() as server:

@@ -158,8 +158,12 @@ async def test_endless_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_silence_takes_the_time_of_the_rule_and_no_longer() -> None:
-    """A listener that accepts and says nothing."""
+    """A listener that accepts and says nothing: who has less time gives up first."""
+    patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
+
     assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
+    assert not patient.done()
+    patient.cancel()
 
 
 async def test_dialogue_is_sent_and_expected() -> None:
