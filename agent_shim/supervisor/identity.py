@@ -83,6 +83,8 @@ class Traces(msgspec.Struct):
     """The process it stands for, while it may live."""
     program: Identity | None = None
     """The start program, while it may live."""
+    kin: list[Identity] = []
+    """What was seen to descend from the process, and lives: it is still of the service when the process has ended."""
     sessions: list[Session] = []
     """Of the last start programs."""
     begun: int = 0
@@ -110,6 +112,13 @@ class Traces(msgspec.Struct):
             self.program = None
         self._saw(session, seen)
         self.sessions = [s._replace(is_led=s.is_led and s[:2] != process) for s in self.sessions]
+
+    def see_kin(self, processes: Mapping[int, proc.Stat], below: Mapping[int, list[int]]) -> None:
+        """Remember what descends from the process; ``below`` is what ``proc.children`` gives of ``processes``."""
+        kin = {each for each in self.kin if each[0] in processes and processes[each[0]].identity == each}
+        if self.known is not None and self.known[0] in processes and processes[self.known[0]].identity == self.known:
+            kin |= {processes[pid].identity for pid in proc.descent(below, [self.known[0]])} - {self.known}
+        self.kin = sorted(kin)
 
     def _saw(self, session: int, tick: int) -> None:
         self.sessions = [s._replace(seen=max(s.seen, tick)) if s.pid == session else s for s in self.sessions]
@@ -157,7 +166,8 @@ class Traces(msgspec.Struct):
         found = {
             p.pid for p in processes.values() if p.session in sessions and p.start_ticks >= sessions[p.session]
         } - others
-        for pid, start in filter(None, (self.known, self.program, *known)):
+        kin = [each for each in self.kin if each[0] not in others]
+        for pid, start in filter(None, (self.known, self.program, *kin, *known)):
             if pid in processes and processes[pid].start_ticks == start:
                 found.add(pid)
         found = proc.descent(census.children, marked | found) - {1, os.getpid()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Final
@@ -38,10 +39,11 @@ class Kills:
 
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
+    host = functools.cache(machine.memory)  # it does not change, and is asked for at each of many deaths
 
     def read() -> int | None:
         try:
-            return cgroups.oom_kills(cgroup, machine.memory())
+            return cgroups.oom_kills(cgroup, host())
         except (OSError, ValueError):
             return None
 

@@ -99,6 +99,8 @@ class Service:
         self._presence = Presence(shared.base, shared.timing, shared.changed)
         self._step: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
+        self._stopper: Process | None = None
+        """The last stop program; it may outlast its step when the file breaks meanwhile."""
         self._has_lived = False
         self._stop_by = float("inf")
         self._patience = 0.0
@@ -292,6 +294,7 @@ class Service:
 
     async def _bring_up(self) -> None:
         spec, presence = self.spec, self._presence
+        await self._await_stopper()
         if presence.program is None or not presence.program.is_alive:
             if not spec.is_process:
                 await presence.look_at_path(spec)
@@ -308,6 +311,17 @@ class Service:
             self.record.traces.begin(presence.program.identity, before)
             self._shared.changed()
         await presence.arrival(spec, self.record.traces)
+
+    async def _await_stopper(self) -> None:
+        """No start program runs beside a stop program."""
+        if self._stopper is None:
+            return
+        try:
+            async with asyncio.timeout(self.spec.stop.timeout if self.spec.stop else self._timing.stop):
+                await self._stopper.wait()
+        except TimeoutError:
+            await self._stopper.terminate(self._timing.grace)
+        self._stopper = None
 
     async def _run_start(self, start: Program) -> Process:
         if start.bpm is None:
@@ -480,6 +494,7 @@ class Service:
             self._move(Trigger.STUCK)
             return
         self.release()
+        self._stopper = None
         self._has_lived = False
         self.record.traces = Traces()
         self._move(Trigger.EMPTIED)
@@ -501,7 +516,7 @@ class Service:
             return
         if stop is not None:
             try:
-                stopper = await self._run(stop, "Stopped")
+                stopper = self._stopper = await self._run(stop, "Stopped")
             except HostError as exc:
                 self.tell("Execution failed", "alert", str(exc))
                 return

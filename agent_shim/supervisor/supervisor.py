@@ -125,6 +125,7 @@ class Supervisor:
         beside = [
             asyncio.create_task(self._watch_memory(), name="memory of bpm processes"),
             asyncio.create_task(self._checks.run(), name="rules"),
+            asyncio.create_task(self._see_kin(), name="what descends from processes"),
         ]
         for task in beside:
             task.add_done_callback(self._life_ended)
@@ -142,6 +143,15 @@ class Supervisor:
         finally:
             for task in beside:
                 task.cancel()
+
+    async def _see_kin(self) -> None:
+        """Once a cycle, see what descends from each process: the kernel forgets it when the process ends."""
+        while True:
+            await asyncio.sleep(self._shared.timing.cycle)
+            processes = await asyncio.to_thread(proc.table)
+            below = proc.children(processes)
+            for service in self._services.values():
+                service.record.traces.see_kin(processes, below)
 
     async def _watch_memory(self) -> None:
         """Kill processes that use more memory than their bpm.yml allows; they are restarted as after any death."""

@@ -402,6 +402,25 @@ async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> Non
         assert not is_alive(pid)
 
 
+async def test_what_a_killed_process_has_left_is_ended_with_its_successor(world: World) -> None:
+    """A child without session and environment of the service is known by what it once descended from."""
+    child = world.base / "child"
+    start = f"exec {program('new_session.py', '$pidfile', child, 'wipe')}"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        running = asyncio.create_task(supervisor.run())
+        found = await until(supervisor, "web", "running")
+        pid = await eventually(lambda: number_in(child))
+        child.unlink()
+        await asyncio.sleep(world.timing.cycle * 3)
+        process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
+        await eventually(lambda: number_in(child))
+        assert is_alive(pid)
+        await supervisor.stop(wait=True)
+        running.cancel()
+
+        assert not is_alive(pid)
+
+
 async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
     """Before the stop program runs; nothing comes up after it."""
     stop = "kill -0 $(cat $log) && echo beside >>$log"

@@ -224,6 +224,18 @@ def test_session_lasts_while_one_of_ours_is_in_it() -> None:
     assert {pid for pid, _ in plain.members(proc.Census(table, children, marked), "web", BASE, [])} == {11, 12}
 
 
+def test_kin_of_a_process_that_has_ended() -> None:
+    """What descended from it is of the service while it lives; nobody else with its number is."""
+    table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
+    traces = Traces(known=(10, 100))
+    traces.see_kin(table, proc.children(table))
+    traces.ended((10, 100), 0, 2000)
+    table = {11: stat(11), 12: stat(12, start=3000), 13: stat(13, start=3000)}
+    traces.see_kin(table, proc.children(table))
+
+    assert traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, []) == [(11, 1000)]
+
+
 def test_leader_that_has_ended_leads_no_more() -> None:
     """Whoever has its number, even since the same tick, is a stranger."""
     traces = Traces()

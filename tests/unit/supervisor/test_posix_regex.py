@@ -7,7 +7,7 @@ import platform
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_shim.supervisor import posix_regex
@@ -99,6 +99,7 @@ SIGNS = tuple("abc-][^$()|*+?{}1,\\.=:")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(PIECES + SIGNS), max_size=9).map("".join),
     st.lists(st.text("abc-]1 {}()\\^$*.,=:", max_size=6), max_size=8),

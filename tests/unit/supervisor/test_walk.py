@@ -119,6 +119,10 @@ class Machine:
     def is_starting(self) -> bool:
         return self.starter is not None and self.starter.is_alive
 
+    @property
+    def is_stopping(self) -> bool:
+        return self.stopper is not None and self.stopper.is_alive
+
     def new(self) -> Played:
         self.pids += 1
         return Played(self.pids)
@@ -130,7 +134,7 @@ class Machine:
         if program == SPEC.start:
             assert not self.is_starting, "two start programs at a time"
             assert not self.is_there, "started, though it is there"
-            assert self.stopper is None or not self.stopper.is_alive, "a start program beside the stop program"
+            assert not self.is_stopping, "a start program beside the stop program"
             self.starts += 1
             self.starter = self.new()
             asyncio.get_running_loop().call_later(START_TAKES[self.how_starts], self._started, self.starter)
@@ -252,6 +256,8 @@ class Model:
                 return State.UNMONITORED
             case "down":
                 return State.STOPPING if self.is_ending else State.STOPPED
+        if machine.is_stopping:
+            return State.STARTING if self.is_trusted else State.RESTARTING
         if machine.is_starting and not (self.watched is not None and self.watched.is_alive):
             return State.STARTING if self.is_trusted else State.RESTARTING
         if machine.is_there:
@@ -293,7 +299,7 @@ class Model:
                 assert self.again or not (machine.is_there or machine.is_starting), "called stopped, and it lives"
                 if self.again:
                     self.wanted, self.is_trusted, self.again = "up", True, False
-        if self.wanted != "up":
+        if self.wanted != "up" or machine.is_stopping:
             self.watched = None
             return
         if self.watched is not None and not self.watched.is_alive:
@@ -348,6 +354,8 @@ class Walk:
         saved = msgspec.json.encode(self.service.record)
         await self.end()
         self.service.release()
+        # What stops it is no longer known when a file has broken meanwhile; a stop that goes on is begun again.
+        self.machine.stopper = None
         self.service = Service(self.spec, self._shared)
         self.service.resume(msgspec.json.decode(saved, type=Record), same_world=same_world)
         self._begin()
@@ -376,6 +384,7 @@ class Walk:
             machine.process.over.set()
         elif step == "appear" and not (machine.is_there or machine.is_starting):
             machine.appear()
+            model.look(self.service.state, asyncio.get_running_loop().time())
             # Whoever waits for it looks once in a while.
             await asyncio.sleep(NOTICED)
         elif step == "agent dies":

@@ -1,0 +1,56 @@
+"""Two hundred processes under one agent: all killed at once, and the agent killed beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import proc
+from benchmarks.world import AGENT, COMMAND, World, world
+
+JOBS = 200
+
+pytestmark = pytest.mark.slow
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.1)
+
+
+def are_up(w: World, starts: int) -> bool:
+    """Whether each job was started so often and its last process lives."""
+    known = w.starts()
+    if len(known) != JOBS or any(len(pids) != starts for pids in known.values()):
+        return False
+    last = [proc.stat(pids[-1]) for pids in known.values()]
+    return all(stat is not None and stat.is_alive for stat in last)
+
+
+async def test_all_are_back_and_none_is_touched_by_the_end_of_the_agent() -> None:
+    """Each has one successor; the next agent finds them all and starts none."""
+    async with world(COMMAND) as w:
+        await w.start_agent()
+        await w.director.run(AGENT, "apply", w.spec(JOBS, 0))
+        await w.run("start")
+        await until(lambda: are_up(w, 1))
+        await w.until_running()
+        for pid in w.pids().values():
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: are_up(w, 2))
+        await w.until_running()
+        before = w.starts()
+
+        await w.kill_agent()
+        assert are_up(w, 2)
+        await w.start_agent()
+        await w.until_running()
+
+        assert w.starts() == before
+        assert all(Path(f"/proc/{pid}").exists() for pid in w.pids().values())
