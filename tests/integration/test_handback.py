@@ -164,8 +164,10 @@ def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
     (paths.mirror / mirror.SET_ASIDE / "a-0/update_settings.json").write_text("secret")
     paths.given_up.parent.mkdir()
     paths.given_up.write_text("a-1")
+    paths.former_mbus.write_text("{}")
 
     hand_back(paths)
 
     assert list(paths.mirror.iterdir()) == []
     assert not paths.given_up.exists()
+    assert not paths.former_mbus.exists()
