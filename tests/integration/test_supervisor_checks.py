@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,16 @@ async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> 
         assert supervisor.job_state() == "failing"
         assert info(supervisor, "web").pid == before
         assert told(world, "Resource limit matched") == [("web", "alert")]
+
+
+async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
+    """As in monit, which sleeps after a start: a young process has time to settle."""
+    world.timing = replace(world.timing, cycle=0.5)
+    async with checking(world, world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: told(world, "Resource limit matched"))
+
+        assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle
 
 
 async def test_tree_is_counted(world: World) -> None:
