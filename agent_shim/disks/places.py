@@ -26,6 +26,10 @@ from agent_shim.settings import DiskAssociation, Effective
 logger = logging.getLogger(__name__)
 
 
+class InUseError(ActionError):
+    """Another agent has the volume, or had it until its lease is over (``fencing``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What was found just now: disks by cid, the one mounted last, and which are mounted (cids, or "").
@@ -154,7 +158,7 @@ class Places:
     def _take(self, disk: Disk) -> None:
         """Have a volume to ourselves before it is touched."""
         if rival := self._hold(disk.there / identity.DIRECTORY):
-            raise ActionError(f"disk {disk.cid} is in use by {rival}")
+            raise InUseError(f"disk {disk.cid} is in use by {rival}")
 
     def _put(self, disk: Disk, place: Path, *more: str) -> None:
         volumes.show(disk.there, place, bind=self.binds())

@@ -19,7 +19,7 @@ from agent_shim.disks import hints
 from agent_shim.disks.copying import Copy, in_worker
 from agent_shim.disks.hints import DiskSettings
 from agent_shim.disks.identity import Disk
-from agent_shim.disks.places import Places, View, plain
+from agent_shim.disks.places import InUseError, Places, View, plain
 from agent_shim.errors import ActionError
 from agent_shim.host import files, process, volumes
 from agent_shim.host.copytree import Progress
@@ -40,6 +40,9 @@ class Patience:
     grace: float = 5.0
     """Between TERM and KILL for a process of a job among them."""
     look: float = 0.2
+    rival: float = 40.0
+    """The agent of a VM that is gone may have died with the disk: its lease is over when it was not renewed for a while
+    before our own eyes, which begin to look when the Director asks (``fencing.Pace``)."""
 
 
 class Disks:
@@ -157,8 +160,19 @@ class Disks:
         """Mount a disk on the store, or on the migration target while another is there; twice is as good as once."""
         with self._alone(f"mount_disk {cid}"):
             await self._arrival(cid)
-            await asyncio.to_thread(self._places.mount, cid)
+            await self._mount(cid)
             await self._look()
+
+    async def _mount(self, cid: str) -> None:
+        deadline = time.monotonic() + self._patience.rival
+        while True:
+            try:
+                await asyncio.to_thread(self._places.mount, cid)
+                return
+            except InUseError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(self._patience.look)
 
     async def unmount(self, cid: str) -> str:
         """Take a disk down from wherever it is mounted; the text to answer with."""

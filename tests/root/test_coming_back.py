@@ -234,6 +234,24 @@ async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, 
         twin.kill()
 
 
+async def test_disk_of_a_vm_that_died_with_its_machine(pod: Pod) -> None:
+    """Resurrected elsewhere: nobody has given the disk back, and the Director's mount_disk succeeds all the same."""
+    await with_a_disk(pod)
+    (pod.volume("disk-1") / "data").write_text("precious")
+    pod.kill()
+    lease = pod.volume("disk-1") / ".agent_shim/lease.json"
+    elsewhere = {"holder": "0", "agent_id": "former", "host": "node-7", "boot": "another", "is_over": False}
+    lease.write_text(json.dumps(json.loads(lease.read_text()) | elsewhere))
+    pod.lose_data()
+    await pod.start()
+    assert await pod.run("list_disk") == []
+
+    await pod.run("mount_disk", "disk-1")
+
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert (pod.vcap / "store/data").read_text() == "precious"
+
+
 async def test_what_lies_in_memory_is_told(pod: Pod) -> None:
     """``env.bosh.job_dir.tmpfs``: secrets of jobs are on no disk, and the Director has to bring them again."""
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}

@@ -154,7 +154,7 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
 
 # --- an instance ----------------------------------------------------------------------------------------------------
 
-HASTY = Patience(arrival=0.3, use=0.3, grace=1.0, look=0.02)
+HASTY = Patience(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
 
 
 async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> None:

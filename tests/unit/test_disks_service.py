@@ -117,6 +117,28 @@ async def test_a_hint_that_names_nothing_is_an_error(instance: Instance) -> None
         await instance.disks.mount("a")
 
 
+async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) -> None:
+    """A VM that was made anew on another machine: its predecessor died with the disk."""
+    instance.attach("a")
+    answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
+    instance.disks._places._hold = lambda _: answers.pop(0) if answers else ""
+
+    await instance.disks.mount("a")
+
+    assert answers == []
+    assert await instance.disks.list() == ["a"]
+
+
+async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) -> None:
+    instance.attach("a")
+    instance.disks._places._hold = lambda _: "agent b on node-7"
+
+    with pytest.raises(ActionError, match="disk a is in use by agent b on node-7"):
+        await instance.disks.mount("a")
+    instance.disks._places._hold = lambda _: ""
+    assert await instance.disks.list() == []
+
+
 async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
