@@ -130,9 +130,15 @@ def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
 
 def oom_kills(cgroup: Cgroup, host: machine.Memory) -> int | None:
     """Processes the kernel has killed in the container for want of memory; None where it does not say."""
+    level = oom_level(cgroup, host)
+    return oom_kills_of(*level) if level else None
+
+
+def oom_level(cgroup: Cgroup, host: machine.Memory) -> tuple[int, Path] | None:
+    """What ``oom_kills_of`` takes for the container; None where it does not say."""
     if cgroup.memory is None:
         return None
-    return oom_kills_of(cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.own)
+    return cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.own
 
 
 def oom_kills_of(version: int, level: Path) -> int | None:

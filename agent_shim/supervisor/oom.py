@@ -39,11 +39,13 @@ class Kills:
 
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
-    host = functools.cache(machine.memory)  # it does not change, and is asked for at each of many deaths
+    # Found once: the kills are asked for at each of many deaths.
+    level = functools.cache(lambda: cgroups.oom_level(cgroup, machine.memory()))
 
     def read() -> int | None:
         try:
-            return cgroups.oom_kills(cgroup, host())
+            found = level()
+            return cgroups.oom_kills_of(*found) if found else None
         except (OSError, ValueError):
             return None
 

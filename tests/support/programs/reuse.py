@@ -32,6 +32,9 @@ STARTS: Final = {
 """By what becomes of the start program: the daemon itself, gone from its session, gone, gone without a mark."""
 
 
+logger = logging.getLogger("reuse")
+
+
 class Strangers:
     """``strangers.py`` behind pipes."""
 
@@ -72,8 +75,10 @@ class Rounds:
 
     async def run(self, rounds: int) -> None:
         await self.begin()
-        for _ in range(rounds):
+        for number in range(rounds):
             await self.round()
+            if number % 100 == 99:
+                logger.warning("%d rounds, %d numbers taken: %s", number + 1, self.taken, self.signalled)
         await self.supervisor.stop(wait=True)
         await self.supervisor.close()
 
@@ -90,6 +95,9 @@ class Rounds:
         then = self.random.choice(["stop", "restart", "next agent"])
         await self.supervisor.start_one(name)
         found = await until(self.supervisor, name, "running", "settling")
+        while not found.pid:  # it has just ended
+            await asyncio.sleep(0.003)
+            found = await until(self.supervisor, name, "running", "settling")
         starter = await eventually(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
         number = found.pid if which == "process" else starter
         if then == "next agent" and self.random.random() < 0.5:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from agent_shim.errors import HostError
@@ -354,6 +354,8 @@ class Walk:
         saved = msgspec.json.encode(self.service.record)
         await self.end()
         self.service.release()
+        if not same_world:
+            self.machine.kill_all()
         # What stops it is no longer known when a file has broken meanwhile; a stop that goes on is begun again.
         self.machine.stopper = None
         self.service = Service(self.spec, self._shared)
@@ -391,7 +393,6 @@ class Walk:
             await self.next_agent(same_world=True)
             model.since = asyncio.get_running_loop().time()
         elif step == "machine boots":
-            machine.kill_all()
             await self.next_agent(same_world=False)
             model.boot()
         elif step == "file breaks":
@@ -476,7 +477,13 @@ def test_state_is_what_the_model_says_for_long(number: int) -> None:
 
     @seed(number)
     @given(steps(EVENTS))
-    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=50,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     def long(taken: list[Step]) -> None:
         go(taken)
 
