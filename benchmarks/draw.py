@@ -21,7 +21,14 @@ BOARD: Final = Path(__file__).parents[1] / "deploy/grafana/agent-shim.json"
 COLOURS: Final = {"32": "#3fb950", "33": "#d29922", "31": "#f85149", "2": "#8b949e"}
 LINES: Final = ("#7eb26d", "#eab839", "#6ed0e0", "#ef843c", "#e24d42", "#1f78c1", "#ba43a9", "#705da0", "#508642")
 FAINT: Final = "#8e8e9e"
-NAMED: Final = {"green": "#56a64b", "red": "#d44a3a", "orange": "#ff9830", "blue": "#3274d9"}
+NAMED: Final = {
+    "green": "#56a64b",
+    "red": "#d44a3a",
+    "orange": "#ff9830",
+    "yellow": "#f2cc0c",
+    "text": "#8e8e9e",
+    "blue": "#3274d9",
+}
 _SGR: Final = re.compile(r"\x1b\[([0-9;]*)m")
 _OTHER: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 
@@ -140,11 +147,14 @@ def _series(url: str, panel: dict[str, Any], minutes: float, box: Box) -> str:
     ceiling = defaults.get("max", most * 1.15 or 1.0)
     area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, ceiling)
     drawn = [area.axes(defaults["unit"])]
+    chosen = {one["matcher"]["options"]: one["properties"] for one in panel["fieldConfig"]["overrides"]}
+    named = {name: NAMED[properties[0]["value"]["fixedColor"]] for name, properties in chosen.items()}
+    colours = [named.get(name, LINES[number % len(LINES)]) for number, (name, _) in enumerate(lines)]
     drawn += [
-        area.line(points, LINES[number % len(LINES)], custom.get("fillOpacity", 0) / 160)
-        for number, (_, points) in reversed(list(enumerate(lines)))
+        area.line(points, colour, custom.get("fillOpacity", 0) / 160)
+        for (_, points), colour in reversed(list(zip(lines, colours, strict=True)))
     ]
-    return "".join([*drawn, _legend([name for name, _ in lines], box)])
+    return "".join([*drawn, _legend([name for name, _ in lines], colours, box)])
 
 
 class Area:
@@ -182,7 +192,7 @@ class Area:
         return f"{across:.1f},{self._bottom - min(1.0, value / self._ceiling) * (self._bottom - self._top):.1f}"
 
 
-def _legend(names: Sequence[str], box: Box) -> str:
+def _legend(names: Sequence[str], colours: Sequence[str], box: Box) -> str:
     x, y, width, height = box
     across, below, parts = x + 12.0, y + height - 11, []
     for number, name in enumerate(names):
@@ -190,8 +200,7 @@ def _legend(names: Sequence[str], box: Box) -> str:
         if across + room > x + width - 60:
             parts.append(_text(across, below, f"and {len(names) - number} more", fill=FAINT))
             break
-        colour = LINES[number % len(LINES)]
-        parts.append(f'<rect x="{across:.1f}" y="{below - 8}" width="10" height="4" fill="{colour}"/>')
+        parts.append(f'<rect x="{across:.1f}" y="{below - 8}" width="10" height="4" fill="{colours[number]}"/>')
         parts.append(_text(across + 14, below, name))
         across += room
     return "".join(parts)

@@ -1,0 +1,73 @@
+"""The fault of docs/broken-example is found and mended with the commands that its page names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_standalone import Place
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "docs/broken-example"
+
+
+async def told(place: Place, wanted: str, *words: str) -> str:
+    """What a command says, once ``wanted`` is in it."""
+    said = ""
+    async with asyncio.timeout(60):
+        while wanted not in said:
+            _, said = await place.ask(*words)
+            await asyncio.sleep(0.2)
+    return said
+
+
+async def test_the_fault_is_found_and_mended(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    shutil.copytree(EXAMPLE, place.rendered)
+    for path in place.rendered.rglob("*"):
+        if path.is_file():
+            path.write_text(path.read_text().replace("/tmp/broken", str(tmp_path)))
+    place.start()
+    try:
+        status = await told(place, "exit 1", "status")
+        assert "the process ended by itself: exit 1" in status
+        assert (await place.ask("probe", "ready"))[0] == 1
+        said = await told(place, "cannot serve", "logs", "web", "-n", "1")
+        assert f"web/web.stdout.log | cannot serve: nobody has said on which port ({tmp_path}/port)" in said
+
+        with socket.create_server(("127.0.0.1", 0)) as once:
+            port = once.getsockname()[1]
+        (tmp_path / "port").write_text(f"{port}\n")
+        assert await place.ask("restart", "web", "--wait") == (0, "")
+        await told(place, "jobs are running", "probe", "ready")
+        async with asyncio.timeout(30):
+            while b"HTTP/1.0 200" not in await asyncio.to_thread(fetched, port):
+                await asyncio.sleep(0.2)
+        assert await place.ask("drain") == (0, "all jobs stopped in order")
+    finally:
+        await place.ask("drain", "--timeout", "5")
+        await place.end()
+
+
+def fetched(port: int) -> bytes:
+    """What the job serves; nothing as long as it does not listen."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 10) as client:
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return client.recv(4096)
+    except ConnectionError:
+        return b""
+
+
+def test_the_example_listens_where_its_page_says() -> None:
+    config = json.loads((EXAMPLE / "agent.json").read_text())
+    page = (EXAMPLE / "README.md").read_text()
+
+    assert config["AgentShim"]["http"] in page
+    assert config["AgentShim"]["spec"] in page
