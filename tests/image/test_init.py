@@ -139,7 +139,9 @@ async def test_orphans_are_reaped(podman: Podman, image: str) -> None:
     """What somebody leaves behind in the container does not stay a zombie: process 1 buries it."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(0, *LIVE)
-        orphan = (await container.exec("sh", "-c", "sleep 0.5 >/dev/null 2>&1 & echo $!")).strip()
+        waits = "until test -e /tmp/go; do sleep 0.1; done"
+        orphan = (await container.exec("sh", "-c", f"({waits}) >/dev/null 2>&1 & echo $!")).strip()
         assert await container.status_of("test", "-d", f"/proc/{orphan}") == 0
 
+        await container.exec("touch", "/tmp/go")
         await container.until(1, "test", "-d", f"/proc/{orphan}")

@@ -157,9 +157,10 @@ async def address(container: Container) -> str:
 
 
 async def user_of(container: Container, words: str) -> str:
-    """The number of the user whose process has these words in its command line."""
-    pid = (await container.exec("pgrep", "--full", words)).strip()
-    return (await container.exec("stat", "--format=%u", f"/proc/{pid}")).strip()
+    """The number of the user whose processes have these words in their command lines."""
+    pids = (await container.exec("pgrep", "--full", words)).split()
+    users = await container.exec("stat", "--format=%u", *(f"/proc/{pid}" for pid in pids))
+    return " ".join(sorted(set(users.split())))
 
 
 @pytest.mark.parametrize(("name", "tier"), TIERS.items(), ids=TIERS.keys())
