@@ -24,6 +24,7 @@ APART: Final = ("mnt", "pid", "ipc", "uts")
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
 """Where a container may have bpm's own first process of a namespace. Ours needs some MB for each job."""
 NOBODY: Final = 65534
+NOTHING: Final = "/bin/true"
 
 
 class Isolation(NamedTuple):
@@ -139,7 +140,7 @@ async def _try_apart() -> str:
     if os.geteuid() != 0:
         return "only root can make namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
-    wanted = order(["/bin/true"], uid=NOBODY, gid=NOBODY, places=places, namespaces=list(APART))
+    wanted = order([NOTHING], uid=NOBODY, gid=NOBODY, places=places, namespaces=list(APART))
     errors = os.memfd_create("errors")
     try:
         async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
@@ -151,4 +152,8 @@ async def _try_apart() -> str:
     finally:
         text = os.pread(errors, 4096, 0).decode(errors="replace").strip()
         os.close(errors)
-    return "" if status == 0 else text.rpartition("\n")[2].removeprefix("agent-shim: ") or said or f"exit {status}"
+    return (
+        ""
+        if status == 0
+        else text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {NOTHING}: ") or said or f"exit {status}"
+    )

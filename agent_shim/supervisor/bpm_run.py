@@ -377,8 +377,11 @@ class Bpm:
         label = bpm_label(job, name)
         if hog := self._killed_by_kernel(job, name):
             self._hogs.append(hog)
-        self._cage(label).remove()
-        self._ooms.pop(label, None)
+        cage = self._cage(label)
+        cage.remove()
+        # One that could not go counts on: the next process has no part in what is counted there.
+        with self._counting:
+            self._ooms[label] = (cage.memory() or (0, 0))[0]
 
     def _killed_by_kernel(self, job: str, name: str) -> Hog | None:
         """Who had no memory left in its cgroup since this was asked last."""

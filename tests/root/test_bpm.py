@@ -395,6 +395,19 @@ def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
     assert len(commands) == (4 if level == 1 else 2), f"in a pid namespace an init stands above each: {commands}"
 
 
+ISOLATION = """
+from agent_shim.host import jailer
+return list(await jailer.isolation())
+"""
+
+
+def test_level_is_what_the_container_allows(inside: Inside) -> None:
+    """Found out by trying, with the reason why it is not more."""
+    assert inside(ISOLATION)[:2] == [1, ""]
+    without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
+    assert without[:2] == [2, "new namespaces: Operation not permitted"]
+
+
 INIT = """
 def running(pid):
     return [found for each in proc.descent(proc.children(proc.table()), [pid]) if (found := proc.stat(each))]
