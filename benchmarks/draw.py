@@ -237,7 +237,7 @@ def _shown(value: float, unit: str) -> str:
         case "s":
             if value >= 86400:
                 return f"{value / 86400:.0f} days"
-            return f"{value:.0f} s" if value >= 10 else f"{value * 1000:.0f} ms"
+            return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.0f} ms"
         case "reqps":
             return f"{value:.2g}/s"
     return f"{value:.0f}" if value == int(value) else f"{value:.2g}"
