@@ -1,4 +1,4 @@
-"""Two hundred processes under one agent: all killed at once, and the agent killed beside them."""
+"""A hundred processes under one agent: all killed at once, and the agent killed beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from agent_shim.host import proc
 from benchmarks.world import AGENT, COMMAND, World, world
 
-JOBS = 200
+JOBS = 100
 
 pytestmark = pytest.mark.slow
 

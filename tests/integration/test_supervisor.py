@@ -411,7 +411,8 @@ async def test_what_a_killed_process_has_left_is_ended_with_its_successor(world:
         found = await until(supervisor, "web", "running")
         pid = await eventually(lambda: number_in(child))
         child.unlink()
-        await asyncio.sleep(world.timing.cycle * 3)
+        traces = supervisor._services["web"].record.traces
+        await eventually(lambda: pid in dict(traces.kin))
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
         await eventually(lambda: number_in(child))
         assert is_alive(pid)
