@@ -217,17 +217,19 @@ class Disks:
         used = [path for path in {place, disk.volume if disk else None} if path is not None]
         deadline = time.monotonic() + self._patience.use
         while holders := await asyncio.to_thread(volumes.holders, used):
-            await self._end_jobs(holders)
-            if time.monotonic() > deadline:
+            if not await self._end_jobs(holders) and time.monotonic() > deadline:
                 raise ActionError(f"{place} is in use: {'; '.join(map(str, holders))}")
             await asyncio.sleep(self._patience.look)
 
-    async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> None:
-        of_jobs = self._of_jobs()
+    async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
+        """Whether any ended: then it is worth another look."""
+        of_jobs, ended = self._of_jobs(), False
         for holder in holders:
             if holder.pid in of_jobs and (leftover := process.adopt(holder.pid, holder.start_ticks)):
                 logger.warning("ending a process of a job: %s", holder)
                 await leftover.terminate(self._patience.grace)
+                ended |= not leftover.is_alive
+        return ended
 
     # --- migrate ----------------------------------------------------------------------------------------------------
 
