@@ -144,7 +144,8 @@ class Effects:
             assert keys.read_text() == params["public_key"]
         else:
             assert not [user for user in users if user.startswith("bosh_") and re.search(params["user_regex"], user)]
-            assert not [path for path in self.paths.ssh_home.iterdir() if re.search(params["user_regex"], path.name)]
+            homes = self._names(self.paths.ssh_home)
+            assert not [home for home in homes if re.search(params["user_regex"], home)]
 
     def _sync_dns(self, _: str, _blob: str, _digest: str, version: int) -> None:
         stored = self._json(self.paths.dns_records)

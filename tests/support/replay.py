@@ -74,6 +74,7 @@ class Step:
     method: str
     arguments: list[Any]
     reply: dict[str, Any] | None
+    recording: str = ""
 
 
 def steps(*recordings: Path) -> Iterator[Step]:
@@ -82,7 +83,11 @@ def steps(*recordings: Path) -> Iterator[Step]:
     Who asks for a result may stand in the next recording; where nobody does, it is that of the task of the same method
     before.
     """
-    lines = [json.loads(line) for recording in recordings for line in recording.read_text().splitlines()]
+    lines = [
+        json.loads(line) | {"recording": recording.stem}
+        for recording in recordings
+        for line in recording.read_text().splitlines()
+    ]
     lines.sort(key=itemgetter("t"))
     results: dict[str, dict[str, Any]] = {}
     for line in lines:
@@ -96,7 +101,7 @@ def steps(*recordings: Path) -> Iterator[Step]:
         if reply and _is_running(reply):
             reply = results.get(reply["value"]["agent_task_id"]) or latest[line["method"]]
             latest[line["method"]] = reply
-        yield Step(line["agent"], line["method"], line["arguments"], reply)
+        yield Step(line["agent"], line["method"], line["arguments"], reply, line["recording"])
 
 
 def _is_running(reply: dict[str, Any]) -> bool:
