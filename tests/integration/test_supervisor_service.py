@@ -100,7 +100,7 @@ async def test_who_stays_up_begins_anew(world: World) -> None:
     """After a long life the next death is the first again: restarted at once."""
     world.timing = replace(world.timing, settle=0.02, backoff_first=5, backoff_limit=0.5)
     async with world.supervising(world.job("web")) as supervisor:
-        service = supervisor.services()[0]
+        service = supervisor._services["web"]
         for _ in range(2):
             await until(supervisor, "web", "running")
             await asyncio.sleep(0.6)
