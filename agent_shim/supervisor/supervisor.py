@@ -238,6 +238,8 @@ class Supervisor:
 
     def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         specs = {spec.name.lower(): spec for spec in plan.plan(job_files)}
+        known = self._memory | {key: service.record for key, service in self._services.items()}
+        told = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
         self._files = job_files
         before, self._services = self._services, {}
         for key, old in before.items():
@@ -261,6 +263,8 @@ class Supervisor:
                 if service.name.lower() in (name.lower() for name in other.spec.depends)
             ]
         for key, service in self._services.items():
+            if service.state is State.BROKEN and told.get(key) != service.record.reason:
+                service.tell("Execution failed", "alert", service.record.reason)
             if key not in self._lives:
                 self._lives[key] = asyncio.create_task(service.live(), name=f"service {service.name}")
                 self._lives[key].add_done_callback(self._life_ended)

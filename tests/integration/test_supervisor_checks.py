@@ -369,3 +369,19 @@ async def test_new_parent_is_told_by_rule(world: World) -> None:
 
         assert told(world, "PPID changed") == [("web", "alert")]
         assert info(supervisor, "web").process.state == "running"
+
+
+async def test_file_that_cannot_be_used_is_told_once(world: World) -> None:
+    """With the place and the reason; again when it is wrong in another way, not when it is applied again."""
+    bad = JobFile("bad", "", "check nonsense")
+    async with checking(world, bad, world.job("web")) as supervisor:
+        found = [(each.service, each.event, each.action) for each in world.events]
+        assert found == [("bad", "Execution failed", "alert")]
+        assert world.events[0].description.startswith("cannot read bad/monit: line 1 column 15: ")
+        await supervisor.forget()
+        await supervisor.configure([bad, world.job("web")])
+        assert len(world.events) == 1
+        await supervisor.configure([JobFile("bad", "", "check other nonsense"), world.job("web")])
+
+        assert [each.service for each in world.events] == ["bad", "bad"]
+        assert info(supervisor, "bad").process.state == "failing"
