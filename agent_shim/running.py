@@ -65,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP: Final = "shut down by the Director"
 STOPPING: Final = "the container ends and all jobs are being stopped"
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+"""What Kubernetes shows of a container that has ended (kubectl describe pod)."""
 FENCED_GRACE: Final = 10.0
 """Seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
@@ -226,7 +228,7 @@ class Running:
     async def _stop_in_order(self, stop: orderly.OrderlyStop) -> None:
         await stop.run(self.agent)
         if self.agent.paths.is_system:
-            await asyncio.to_thread(_write_termination_log, f"agent-shim: {stop.summary}\n")
+            await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 
     def _shut_down(self) -> None:
         # Not awaited: the Director does not wait for the answer either, and deletes the container next.
@@ -403,10 +405,10 @@ def _processes_of_jobs(supervisor: Supervisor) -> set[int]:
     return proc.descent(proc.children(proc.table()), leaders)
 
 
-def _write_termination_log(text: str) -> None:
+def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
     """Tell Kubernetes how it ended, where there is one; the file is its mount and is never made."""
     try:
-        with open("/dev/termination-log", "r+") as opened:
+        with path.open("r+") as opened:
             opened.write(text)
             opened.truncate()
     except OSError as exc:

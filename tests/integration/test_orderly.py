@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agent_shim.orderly import OrderlyStop
+from agent_shim.running import write_termination_log
 from tests.contract.test_actions import deployed, running
 from tests.support.world import World
 from tests.support.world import world as made
@@ -95,3 +96,14 @@ async def test_while_the_container_ends_nothing_that_changes_the_machine_is_done
     assert await world.error("apply", {}) == "Action Failed apply: cannot run apply: the container ends"
     assert await world.call("ping") == {"value": "pong"}
     assert "value" in await world.call("get_state")
+
+
+def test_the_termination_log_is_written_over_and_never_made(tmp_path: Path) -> None:
+    """Kubernetes has mounted it; where nobody has, there is none."""
+    log = tmp_path / "termination-log"
+    write_termination_log("agent-shim: all jobs stopped in order\n", log)
+    assert not log.exists()
+
+    log.write_text("what the container before this one has left, at some length: it was killed by somebody\n")
+    write_termination_log("agent-shim: not clean: drain scripts were cut short\n", log)
+    assert log.read_text() == "agent-shim: not clean: drain scripts were cut short\n"
