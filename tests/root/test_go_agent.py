@@ -1,6 +1,7 @@
 """The Go agent itself, with Debian's monit, before and after this agent: run by ``./dev test-go-agent BINARY``.
 
-Its platform is the one that leaves the machine alone. Monit listens on 127.0.0.1:2822, where the Go agent looks for it.
+Its platform is the one that leaves the machine alone. Monit listens on 127.0.0.1:2822, where the Go agent looks for it:
+that port has to be free, and no other test may run beside these.
 """
 
 from __future__ import annotations
