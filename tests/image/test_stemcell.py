@@ -1,4 +1,4 @@
-"""The stemcell made from the image, taken apart as CPIs take it: imported anew, it still starts."""
+"""The stemcell made from the image, taken apart as CPIs take it: unpacked, it still starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.structure.source import ROOT
 
 pytestmark = pytest.mark.image
 
-IMPORTED = "localhost/agent-shim/imported"
 MOST = 80_000_000
 """Bytes that the overlay may add to a base, /opt/agent_shim with all in it."""
 
@@ -61,17 +60,17 @@ def test_members(taken_apart: Path) -> None:
     assert len(spdx["packages"]) == len(cyclonedx["components"]) > 200
 
 
-async def test_imported_image_starts(podman: Podman, taken_apart: Path) -> None:
-    """``docker import`` keeps no configuration: the command of a CPI alone makes it start."""
-    await asyncio.to_thread(podman, "import", "--quiet", str(taken_apart / "image"), IMPORTED)
-    try:
-        chain = "exec env -i /usr/sbin/runsvdir-start"
-        async with pods.running(podman, IMPORTED, "bash", "-c", chain, options=("--network=none",)) as container:
-            await container.until(0, "agent-shim", "probe", "live")
-            assert await container.stop() == 0
-    finally:
-        await asyncio.to_thread(podman.run, "rmi", "--force", IMPORTED)
-        shutil.rmtree(taken_apart)
+async def test_unpacked_image_starts(podman: Podman, taken_apart: Path) -> None:
+    """The files are all that the warden CPI takes, and that an import keeps: the command of a CPI makes them start."""
+    root = taken_apart / "root"
+    root.mkdir()
+    unpack = ["tar", "-xzf", taken_apart / "image", "-C", root]
+    await asyncio.to_thread(lambda: subprocess.run(unpack, check=True))
+    chain = ("bash", "-c", "exec env -i /usr/sbin/runsvdir-start")
+    async with pods.running(podman, str(root), *chain, options=("--network=none", "--rootfs")) as container:
+        await container.until(0, "agent-shim", "probe", "live")
+        assert await container.stop() == 0
+    shutil.rmtree(taken_apart)
 
 
 def test_overlay_is_small(podman: Podman, image: str) -> None:
