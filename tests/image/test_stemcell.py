@@ -64,8 +64,8 @@ async def test_unpacked_image_starts(podman: Podman, taken_apart: Path) -> None:
     """The files are all that the warden CPI takes, and that an import keeps: the command of a CPI makes them start."""
     root = taken_apart / "root"
     root.mkdir()
-    unpack = ["tar", "-xzf", taken_apart / "image", "-C", root]
-    await asyncio.to_thread(lambda: subprocess.run(unpack, check=True))
+    unpack = ["tar", "-xzf", str(taken_apart / "image"), "-C", str(root)]
+    await asyncio.to_thread(subprocess.check_call, unpack)
     chain = ("bash", "-c", "exec env -i /usr/sbin/runsvdir-start")
     async with pods.running(podman, str(root), *chain, options=("--network=none", "--rootfs")) as container:
         await container.until(0, "agent-shim", "probe", "live")
