@@ -274,6 +274,11 @@ async def test_every_scrape_of_many_agents_is_answered_and_their_series_stay(scr
         async with asyncio.timeout(300):
             while await query(server, 'sum(agent_shim_process_state{state="running"})') != {"": AGENTS * PROCESSES}:
                 await asyncio.sleep(0.5)
+        # Disks and the age of the last heartbeat are known with the first one.
+        async with asyncio.timeout(90):
+            while len(await query(server, "agent_shim_heartbeat_age_seconds")) < AGENTS:
+                await asyncio.sleep(0.5)
+        await asyncio.sleep(2)
         begun_at = time.monotonic()
         series: dict[str, set[float]] = {}
         while time.monotonic() - begun_at < SECONDS:
