@@ -439,7 +439,7 @@ async def test_stop_keeps_its_budget(world: World) -> None:
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
         found = await until(supervisor, "web", "running")
-        await supervisor.stop(wait=True, timeout=1)
+        await supervisor.stop(wait=True, timeout=3)
 
         assert not is_alive(found.pid)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from agent_shim.host import proc, process, reaper
+from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import argv, eventually, number_in
 from tests.support.programs.jobs import FAST, World, info, until
@@ -99,6 +99,9 @@ class Rounds:
             await asyncio.sleep(0.003)
             found = await until(self.supervisor, name, "running", "settling")
         starter = await eventually(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
+        # Start times are no finer than a tick, and no kernel comes round to a number within one.
+        if born := proc.stat(found.pid):
+            await eventually(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter
         if then == "next agent" and self.random.random() < 0.5:
             await self.supervisor.close()
