@@ -19,6 +19,8 @@ from typing import Any, Final
 
 import msgspec
 
+from agent_shim.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST: Final = 4 * 1024 * 1024
@@ -46,6 +48,9 @@ async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
     before = os.umask(0o177)
     try:
         server = await asyncio.start_unix_server(serve, path=path, limit=MAX_REQUEST)
+    except OSError as exc:
+        why = exc.strerror or exc
+        raise ConfigError(f"cannot listen on {path}: {why}; with -b choose a directory with a shorter path") from exc
     finally:
         os.umask(before)
     try:

@@ -39,7 +39,7 @@ async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any
         "phase": phase,
         "uptime_secs": uptime,
         "agent_id": "",
-        "bus": {"connected": False, "error": phase, "heartbeat_secs": None},
+        "bus": {"is_used": True, "connected": False, "error": phase, "heartbeat_secs": None},
         "deployment": "",
         "instance": "",
         "job_state": "unknown",
@@ -60,6 +60,7 @@ async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any
     return found | {
         "agent_id": agent.settings.current.agent_id,
         "bus": {
+            "is_used": bool(bus.mbus.urls),
             "connected": bus.is_connected,
             "error": bus.stats.last_error,
             "heartbeat_secs": None if age is None else int(age),

@@ -41,7 +41,10 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
     broken = paint(f"not connected: {bus['error'] or 'connecting'}", "wrong")
     rows = [
         ("agent", f"{status['agent_id'] or '-'}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}"),
-        ("bus", connected if bus["connected"] else broken),
+        (
+            "bus",
+            (connected if bus["connected"] else broken) if bus.get("is_used", True) else "none: without a Director",
+        ),
         ("deployment", f"{status['deployment'] or '-'} / {status['instance'] or '-'}"),
         ("job state", paint(state, _COLOURS.get(state, ""))),
         ("disk", status["disk"] or "-"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent_shim import asking, control
-from agent_shim.errors import NoAgentError
+from agent_shim.errors import ConfigError, NoAgentError
 
 
 async def echo(request: dict[str, Any], line: bytes) -> bytes:
@@ -37,6 +37,13 @@ async def test_a_socket_left_by_a_dead_agent_is_replaced(tmp_path: Path) -> None
 
     async with control.listening(path, echo):
         assert await asyncio.to_thread(asking.ask, path, {})
+
+
+async def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
+    """The kernel takes 107 bytes."""
+    with pytest.raises(ConfigError, match=r"cannot listen on .*: AF_UNIX path too long; with -b choose"):
+        async with control.listening(tmp_path / ("x" * 120), echo):
+            pass
 
 
 @pytest.mark.parametrize("sent", [b"", b"{\n", b"[]\n", b"\xff\n", b"no newline"])
