@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.root
 
-ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "100"))
+ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 """Ten thousand take about half an hour."""
 
 
