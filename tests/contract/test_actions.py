@@ -89,8 +89,8 @@ async def test_a9_prepare_installs_and_enables_nothing_and_may_be_repeated(world
     digest = wanted["packages"]["tool"]["sha1"]
     name = hashlib.sha1(f"1-{digest}".encode()).hexdigest()
     assert (world.paths.data_packages / "tool" / name / "bin/tool").read_text() == "x"
-    assert [path.name for path in world.paths.jobs.iterdir()] == ["bpm"]  # ours, from the start
-    assert list(world.paths.packages.iterdir()) == []
+    for links in (world.paths.jobs, world.paths.packages):
+        assert [path.name for path in links.iterdir()] == ["bpm"]  # ours, from the start
     assert not world.paths.spec.exists()
     assert await world.value("prepare", wanted) == "prepared"
 

@@ -20,6 +20,8 @@ from tests.support import jobs
 from tests.support.programs import end_marked, eventually, is_alive
 from tests.support.world import World, world
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.asynccontextmanager
 async def machine(base: Path) -> AsyncIterator[World]:

@@ -23,6 +23,8 @@ from tests.support.http import Server, http_server
 from tests.support.programs import end_marked, eventually, is_alive, number_in
 from tests.support.world import World, is_running, world
 
+pytestmark = pytest.mark.slow
+
 INSTALL = "mkdir -p $BOSH_INSTALL_TARGET/bin; "
 LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
 """Where the packages in use are: ``/var/vcap/packages`` on a machine."""

@@ -19,6 +19,8 @@ from agent_shim.host import helper
 from tests.support.http import http_server
 from tests.support.world import World, is_running
 
+pytestmark = pytest.mark.slow
+
 UNIX_DAY = 86400
 
 

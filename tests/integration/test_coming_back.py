@@ -19,6 +19,8 @@ from agent_shim.host import files, process
 from benchmarks.world import AGENT, COMMAND, NETWORKS, World
 from benchmarks.world import world as made
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 30.0
 
 

@@ -26,6 +26,8 @@ from benchmarks.world import COMMAND
 from tests.support.create_env import Cli, mbus, pair
 from tests.support.jobs import sleeper
 
+pytestmark = pytest.mark.slow
+
 NETWORKS = {"private": {"type": "manual", "ip": "10.0.0.6", "netmask": "255.255.255.0", "gateway": "10.0.0.1"}}
 
 

@@ -15,6 +15,8 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 
+pytestmark = pytest.mark.slow
+
 MB = 1024 * 1024
 SCRIPT = "#!/bin/sh\ntouch {base}/data/job0/in-pre-start\nsleep 0.5\n"
 

@@ -18,6 +18,8 @@ from agent_shim.paths import Paths
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:

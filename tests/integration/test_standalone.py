@@ -22,6 +22,8 @@ from agent_shim.host.process import Process
 from agent_shim.paths import Paths
 from tests.support import jobs
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Place:
