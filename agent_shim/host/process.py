@@ -44,6 +44,8 @@ _STATUS_DELAYS: Final = (0.001, 0.004, 0.016, 0.064)
 
 _watched: dict[int, list[Process]] = {}
 """Every ``Process`` that has not ended, by number: the kernel has one set of children, and so has this module."""
+takes_orphans = False
+"""Whether orphans of our descendants come to us (``host.reaper``)."""
 
 
 class Process:
@@ -307,9 +309,21 @@ def reap(pid: int) -> bool:
     if info is None:
         return False
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
-    has_heirs = _group_exists(pid)
+    has_heirs = _leaves_children(pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
         process._finish(status, now, has_heirs=has_heirs)  # noqa: SLF001 - one class, two halves
+    return True
+
+
+def _leaves_children(group: int) -> bool:
+    """Whether orphans of a group that has just lost its leader came to us.
+
+    That there is such a group would say less: the number is free by now, and somebody else may have it already.
+    """
+    try:
+        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
     return True
 
 

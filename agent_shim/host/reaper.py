@@ -24,7 +24,8 @@ def reaping() -> Iterator[None]:
     Statuses of children that ``host.process`` knows go there. Main thread, with a running loop.
     """
     loop = asyncio.get_running_loop()
-    if not _subreaper(on=True):
+    process.takes_orphans = _subreaper(on=True)
+    if not process.takes_orphans:
         logger.warning("cannot take in orphans: jobs that fork twice go to process 1, their exit status is not known")
     loop.add_signal_handler(signal.SIGCHLD, reap_all)
     reap_all()
@@ -33,6 +34,7 @@ def reaping() -> Iterator[None]:
     finally:
         loop.remove_signal_handler(signal.SIGCHLD)
         _subreaper(on=False)
+        process.takes_orphans = False
 
 
 def reap_all() -> None:

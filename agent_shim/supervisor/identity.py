@@ -135,10 +135,13 @@ class Traces(msgspec.Struct):
         """Whether a process that ``pidfile`` (or a pattern: None) names belongs to service ``name``."""
         if not process.is_alive or process.pid in (1, os.getpid()):
             return False
-        if process.identity in (self.known, self.program):
+        if process.identity == self.known:
             return True
         if pidfile is not None and self.is_used_up(pidfile, process.identity):
             return False
+        if process.identity == self.program:
+            # A number may be that of the process before it: the pidfile that says so is still that one's.
+            return pidfile is None or self.is_fresh(pidfile)
         if (found := proc.variable(process.pid, MARK)) is not None:
             return found == mark(name, base)
         if (found := proc.variable(process.pid, MONIT_MARK)) is not None:

@@ -78,7 +78,7 @@ class Presence:
         """Whether it is there now; what another agent, a late pidfile, a successor brings is taken up."""
         if not spec.is_process:
             return self._is_there
-        self._take_note(traces)
+        self._take_note(spec, traces)
         if self.process is not None:
             return True
         pidfile = _read(spec) if spec.pattern is None else None
@@ -95,7 +95,7 @@ class Presence:
         self._changed()
         return True
 
-    def _take_note(self, traces: Traces) -> None:
+    def _take_note(self, spec: ProcessSpec, traces: Traces) -> None:
         """Let the traces know what lives and what has ended; a process that has ended is no longer ours."""
         if self.program is not None and not self.program.is_alive:
             traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
@@ -105,6 +105,8 @@ class Presence:
             traces.lives(self._session)
         else:
             traces.ended(self.process.identity, self._session, self.process.seen_ticks)
+            if (last := _read(spec)) is not None and last.pid == self.process.pid:
+                traces.heeded = last  # however often it was written: who has the number next is not meant
             self.process = None
 
     async def gone(self, spec: ProcessSpec) -> str:

@@ -121,10 +121,11 @@ class Programs:
 
         ``held`` is what is held already, and more afterwards.
         """
-        found = await self.members(name, traces, [*known, *_living(held)])
+        sure = [*known, *_living(held)]  # what is held only now has to be found once more for its own reasons
+        found = await self.members(name, traces, sure)
         if new := [each for each in found if each not in held]:
             held.update((each, holder) for each in new if (holder := process.adopt(*each)))
-            found = await self.members(name, traces, [*known, *_living(held)])
+            found = await self.members(name, traces, sure)
         return [held[each] for each in found if each in held and held[each].is_alive]
 
     def last_words(self, name: str) -> str:

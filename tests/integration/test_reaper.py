@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import signal
+from pathlib import Path
 
-from agent_shim.host import reaper
+from agent_shim.host import process, reaper
+from tests.support.programs import is_alive, number_in
 
 
 def _is_subreaper() -> bool:
@@ -24,3 +26,21 @@ async def test_reaping_ends_with_its_block() -> None:
     assert not _is_subreaper()
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     assert asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD) is False
+
+
+async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path: Path) -> None:
+    """It was forked in the leader's last moment and has come to us."""
+    with reaper.reaping():
+        child = process.spawn(
+            ["/bin/sh", "-c", f"trap '' TERM; sleep 600 & echo $! >{tmp_path}/pid"],
+            env={"PATH": "/bin:/usr/bin"},
+            session=True,
+        )
+        await child.wait()
+        member = number_in(tmp_path / "pid")
+        assert member is not None
+        assert is_alive(member)
+
+        await child.terminate(0.05)
+
+        assert not is_alive(member)

@@ -283,3 +283,16 @@ def test_pattern_prefers_the_known_then_the_oldest(
     assert matched() == 40
     del kernel[40]
     assert matched() is None
+
+
+def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+) -> None:
+    """It would be taken for the one it writes, and that one, later, would name whoever has the number next."""
+    kernel[50] = (stat(50), {MARK: mark("web", BASE)}, "")
+    traces = Traces()
+    traces.begin((50, 1000), OLD)
+
+    assert not traces.own(kernel[50][0], "web", BASE, OLD)
+    assert traces.own(kernel[50][0], "web", BASE, NEW)
+    assert traces.own(kernel[50][0], "web", BASE, None)
