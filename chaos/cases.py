@@ -33,7 +33,7 @@ NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
     ),
     "C-07": ("the container is restarted in place", "no case yet; tests/root/test_coming_back.py holds it"),
     "C-09": ("an exception in any task of the agent", "no case yet: it takes a failpoint in every task"),
-    "N-06": ("1000 agents and a server that restarts", "no case yet; two cores do not carry the load"),
+    "N-06": ("1000 agents and a server that restarts", "no case yet"),
     "N-07": (
         "certificates that expire while connected, clocks ahead",
         "no case yet; tests/integration hold parts of it",

@@ -75,15 +75,15 @@ async def flaps(stand: Stand) -> str:
 async def heavy(stand: Stand) -> str:
     await stand.boot()
     spec = stand.world.spec(2, 6, 100 << 20)
+    logs = stand.world.base / "data/sys/log/job0"
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / "big.log").write_bytes(b"all work and no play\n" * (20 << 20))
     stand.remember()
     stand.involved = None
 
     async def work() -> None:
         await stand.world.run("prepare", spec)
         await stand.world.run("apply", spec)
-        logs = stand.world.base / "data/sys/log/job0"
-        logs.mkdir(parents=True, exist_ok=True)
-        (logs / "big.log").write_bytes(b"all work and no play\n" * (20 << 20))
         await stand.world.run("fetch_logs", "job", [])
 
     working = asyncio.create_task(work())
