@@ -171,5 +171,8 @@ async def moving_logs(stand: Stand) -> str:
     await mover
     blob = stand.world.store / result["blobstore_id"]
     with tarfile.open(blob) as tar:
-        count = len(tar.getnames())
+        names = {name.rpartition("/")[2] for name in tar.getnames()}
+    count = len(names)
+    expect(count > 100, f"only {count} members of logs of which most are always there")
+    expect("fifo.log" not in names, "a FIFO is packed")
     return f"{count} members in {took:.1f} s"
