@@ -2,14 +2,15 @@
 
 The files below ``bosh`` have the Go agent's names and shapes anyway. What it would misunderstand is removed: our marks
 on disks (it moves data between disks without them), the copy of the state (it does not keep it up to date), and the
-monit files of jobs that are stopped (monit would start them: its own memory of them is older than ours).
+monit files of jobs that are stopped (monit would start them: its own memory of them is older than ours). The logs of
+jobs are logrotate's again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent_shim import mirror, settings
+from agent_shim import mirror, rotation, settings
 from agent_shim.disks import hints, identity
 from agent_shim.errors import SettingsError
 from agent_shim.fencing import only_one
@@ -28,6 +29,7 @@ def hand_back(paths: Paths) -> list[str]:
     with only_one(paths, "hand back"):
         saved = read_saved(paths.supervisor_state)
         said = [*_jobs(paths, saved), *_disks(paths)]
+        rotation.put_into_force(paths.logrotate_rule)
         files.remove_tree(paths.given_up)
         files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)

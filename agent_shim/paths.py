@@ -29,6 +29,11 @@ class Paths:
         return Path("/etc") if self.is_system else self.base / "etc"
 
     @property
+    def logrotate_rule(self) -> Path:
+        """By which cron has logrotate rotate the logs of jobs where the Go agent works."""
+        return self.etc / "logrotate.d" / "vcap"
+
+    @property
     def system_log(self) -> Path:
         """Where ``bosh logs --system`` looks."""
         return Path("/var/log") if self.is_system else self.base / "var/log"

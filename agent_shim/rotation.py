@@ -3,6 +3,9 @@
 A stemcell has logrotate and cron for that, by rules that the Go agent writes at each apply
 (platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives, copied and
 cut. Here it is the same, each minute, by a worker process that packs; beyond that all archives together have a limit.
+
+Who else copies and cuts the same file makes both lose lines: so the Go agent's rule is put out of force while this agent
+works, and by ``handback`` into force again.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ DEPTH: Final = 3
 BLOCK: Final = 512
 """Bytes of what ``st_blocks`` counts."""
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz")
+OUT_OF_FORCE: Final = ".disabled"
+"""A suffix that logrotate passes over (``tabooext``)."""
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -62,6 +67,7 @@ class Rotation:
 
     def __init__(self, paths: Paths, limits: Limits, spec_size: Callable[[], str]) -> None:
         self._root = paths.log
+        self._rule = paths.logrotate_rule
         self._limits = limits
         self._spec_size = spec_size
 
@@ -70,7 +76,8 @@ class Rotation:
         while True:
             await asyncio.sleep(self._limits.period)
             try:
-                await self.rotate()
+                if await asyncio.to_thread(_put_out_of_force, self._rule):
+                    await self.rotate()
             except (ActionError, OSError) as exc:
                 logger.error("logs of jobs grow on: %s", exc)
 
@@ -97,6 +104,29 @@ class Rotation:
         except ValueError as exc:
             logger.debug("properties.logging.max_log_file_size: %s", exc)
             return self._limits.size
+
+
+def _put_out_of_force(rule: Path) -> bool:
+    """False where that is not possible: then logrotate goes on, and alone. Blocks."""
+    try:
+        rule.rename(f"{rule}{OUT_OF_FORCE}")
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as exc:
+        logger.warning("logs of jobs are left to logrotate: cannot rename %s: %s", rule, exc.strerror)
+        return False
+    logger.info("logs of jobs are rotated here: %s is out of force", rule)
+    return True
+
+
+def put_into_force(rule: Path) -> None:
+    """Have logrotate rotate the logs of jobs again, if it ever has; raises ``HostError``."""
+    try:
+        rule.with_name(f"{rule.name}{OUT_OF_FORCE}").rename(rule)
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        raise files.failed(f"put {rule} into force", exc) from exc
 
 
 def look(root: Path) -> tuple[list[Found], list[Found]]:

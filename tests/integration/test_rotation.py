@@ -169,6 +169,44 @@ async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path)
         os.close(root)
 
 
+async def test_no_second_one_rotates(logs: Path) -> None:
+    """The Go agent's rule for logrotate is out of force while this agent rotates; handback brings it back."""
+    rule = Paths(logs.parents[2]).logrotate_rule
+    rule.parent.mkdir(parents=True)
+    rule.write_text("the Go agent's")
+    log = logs / "web/web.log"
+    log.write_text("x" * 200)
+
+    task = asyncio.create_task(rotator(logs, Limits(size=100, period=0.01)).run())
+    await eventually(lambda: log.with_name("web.log.1.gz").exists() and not log.stat().st_size)
+    assert [path.name for path in rule.parent.iterdir()] == ["vcap.disabled"]
+    task.cancel()
+    await asyncio.wait([task])
+
+    rotation.put_into_force(rule)
+    rotation.put_into_force(rule)
+    assert [path.read_text() for path in rule.parent.iterdir()] == ["the Go agent's"]
+    assert rule.exists()
+
+
+async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a container whose ``/etc`` is read-only."""
+    rule = Paths(logs.parents[2]).logrotate_rule
+    rule.parent.mkdir(parents=True)
+    rule.write_text("the Go agent's")
+    (rule.parent / "vcap.disabled").mkdir()  # no file can be given the name of a directory
+    log = logs / "web/web.log"
+    log.write_text("x" * 200)
+
+    task = asyncio.create_task(rotator(logs, Limits(size=100, period=0.01)).run())
+    await eventually(lambda: caplog.text.count("logs of jobs are left to logrotate: cannot rename") > 1)
+    task.cancel()
+    await asyncio.wait([task])
+
+    assert log.stat().st_size == 200
+    assert rule.exists()
+
+
 async def test_one_that_cannot_be_rotated_stops_no_other(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory stands where its archive would be."""
     (logs / "web/bad.log").write_text("b" * 1000)
