@@ -4,7 +4,7 @@ A stemcell has logrotate and cron for that, by rules that the Go agent writes at
 (platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives, copied and
 cut. Here it is the same, each minute, by a worker process that packs; beyond that all archives together have a limit.
 
-Who else copies and cuts the same file makes both lose lines: so the Go agent's rule is put out of force while this agent
+Two who copy and cut the same file make each other lose lines: so the Go agent's rule is out of force while this agent
 works, and by ``handback`` into force again.
 """
 

@@ -97,6 +97,8 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
         lines.append(line(cells, _COLOURS.get(process["state"], "")))
         if process["reason"]:
             lines.append(paint(f"  {process['reason']}", "limited"))
+        if process["unheeded"]:
+            lines.append(paint(f"  not acted on: {', '.join(process['unheeded'])}", "faint"))
     return lines if processes else [paint("no processes: nothing is deployed yet", "faint")]
 
 

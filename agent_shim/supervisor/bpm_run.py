@@ -128,7 +128,9 @@ class Bpm:
         self._counting = threading.Lock()
         self._ooms: dict[str, int] = {}
         self._hogs: list[Hog] = []
-        """Found when their cgroup was taken away, not told yet."""
+        """Found at their end or when their cgroup was taken away, not told yet."""
+        self._victims: set[str] = set()
+        """Killed for their memory, by label, until their end is explained by that."""
 
     async def isolation(self) -> jailer.Isolation:
         """What processes that are started now can have; the container is tried once."""
@@ -257,6 +259,7 @@ class Bpm:
         if wanted.pre_start:
             await self._run_hook(job, wanted)
         await asyncio.to_thread(self._open_cage, job, name)
+        self._victims.discard(label)
         order = await asyncio.to_thread(self.order, job, wanted, isolation)
         mark = {MARK: identity.mark(label, self._paths.base)}
         order["env"] |= mark
@@ -463,6 +466,7 @@ class Bpm:
             if cage.memory() is not None:
                 if hog := self._killed_by_kernel(job, name):
                     hogs.append(hog)
+                    self._victims.add(bpm_label(job, name))
                     for member in members:
                         process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(job, name)):
@@ -477,10 +481,23 @@ class Bpm:
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
-                    for pid in tree:
+                    self._victims.add(bpm_label(job, name))
+                    # The process first: else it may end by itself for want of its children.
+                    for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
                     hogs.append(Hog(job, name, used, limit))
         return hogs
+
+    def was_killed_for_memory(self, call: BpmCall) -> bool:
+        """Whether that explains that it was killed just now, once."""
+        label = bpm_label(call.job, call.process)
+        if hog := self._killed_by_kernel(call.job, call.process):
+            self._hogs.append(hog)
+            self._victims.add(label)
+        if label not in self._victims:
+            return False
+        self._victims.remove(label)
+        return True
 
     def _memory_limit(self, job: str, name: str) -> int:
         """Bytes, 0 without a limit; read again when the file has changed."""

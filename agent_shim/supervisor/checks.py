@@ -1,6 +1,7 @@
 """The rules of services, looked at every ten seconds: what they find, how often, and what follows.
 
-A cycle reads ``/proc`` once for all services; whatever may take its time (connections, echo requests, files) is looked
+The cycles of a service count from the start of its process, and those that are looked at at about the same time share
+one reading of ``/proc``; whatever may take its time (connections, echo requests, files) is looked
 at in a task of its own for each rule, and not again before that has ended. So nothing that hangs delays anything else.
 How failures are counted is in ``counting``, what differs from monit in docs/monit-deviations.md.
 """
@@ -27,6 +28,8 @@ from agent_shim.supervisor.state import UP
 
 logger = logging.getLogger(__name__)
 
+STEPS: Final = 10
+"""Parts of a cycle: services whose turn comes in the same one are looked at together."""
 LOADS: Final = {"loadavg1": 0, "loadavg5": 1, "loadavg15": 2}
 
 
@@ -47,12 +50,14 @@ class _Table:
 class _Watch:
     """What is remembered of one service, as long as it is the same process under the same rules."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, first_at: float) -> None:
+        """``first_at`` is the monotonic time of the first look."""
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
         self.tallies = [Tally(rule) for rule in self.spec.rules]
         self.busy: set[object] = set()
-        self.cycles = 0
+        self._next_at = first_at
+        self._cycles = 0
         self.memory = Memory()
         self.parent = 0
         self._ticks: dict[Identity, int] = {}
@@ -61,6 +66,15 @@ class _Watch:
     def is_of(self, service: Service) -> bool:
         """Whether it still is: a new process begins anew."""
         return self.spec is service.spec and self.identity == _identity(service)
+
+    def is_due(self, period: float) -> bool:
+        """Whether its time has come: each ``every`` cycles; asked often, for a cycle that is missed is left out."""
+        late = time.monotonic() - self._next_at
+        if late < 0:
+            return False
+        self._next_at += period * (1 + late // period)
+        self._cycles += 1
+        return (self._cycles - 1) % self.spec.every == 0
 
     def cpu(self, tree: list[proc.Stat], at: float) -> tuple[float, float] | None:
         """Percent of all processors that the process, and it with its descendants, had since the last cycle."""
@@ -85,42 +99,37 @@ class Checks:
         self._looks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> NoReturn:
-        """A cycle at each multiple of the period, however long it took; one that is missed is left out."""
+        """Look at whose turn it is, ``STEPS`` times a cycle."""
         due = time.monotonic()
         try:
             while True:
-                due = max(due + self._period, time.monotonic())
+                due = max(due + self._period / STEPS, time.monotonic())
                 await asyncio.sleep(due - time.monotonic())
                 for look in [look for look in self._looks if look.done()]:
                     self._looks.discard(look)
                     look.result()
-                await self._cycle()
+                await self._step()
         finally:
             for look in self._looks:
                 look.cancel()
 
-    async def _cycle(self) -> None:
-        services = [each for each in self._services() if each.state in UP and each.spec.rules and self._is_time(each)]
-        names = {service.name for service in services}
-        self._watches = {name: watch for name, watch in self._watches.items() if name in names}
-        due = [(service, self._watch(service)) for service in services if service.spec.kind in ACTED_ON]
-        due = [(service, watch) for service, watch in due if watch.cycles % watch.spec.every == 0]
+    async def _step(self) -> None:
+        ruled = [each for each in self._services() if each.spec.rules and each.spec.kind in ACTED_ON]
+        watched = [(service, self._watch(service)) for service in ruled if service.state in UP]
+        self._watches = {service.name: watch for service, watch in watched}
+        due = [(service, watch) for service, watch in watched if watch.is_due(self._period)]
         if not due:
             return
         table = await asyncio.to_thread(_Table) if any(service.spec.is_process for service, _ in due) else None
         for service, watch in due:
             self._look_at(service, watch, table)
 
-    def _is_time(self, service: Service) -> bool:
-        """monit sleeps after a start: the first look at a process comes a cycle later."""
-        return not service.spec.is_process or time.monotonic() - service.up_at >= self._period
-
     def _watch(self, service: Service) -> _Watch:
+        """monit sleeps after a start: the first look at a process comes a cycle later."""
         watch = self._watches.get(service.name)
         if watch is None or not watch.is_of(service):
-            watch = self._watches[service.name] = _Watch(service)
-        else:
-            watch.cycles += 1
+            since = service.up_at if service.spec.is_process else time.monotonic()
+            watch = _Watch(service, since + self._period)
         return watch
 
     # --- what is looked at --------------------------------------------------------------------------------------------

@@ -104,7 +104,10 @@ class ProcessSpec:
     """All others, to be looked at each ``every`` cycles."""
     every: int = 1
     unheeded: tuple[str, ...] = ()
-    """Statements that are read and not acted on, by their first words: what follows may be a password."""
+    """Statements that are read and not acted on, by their first words: what follows may be a password.
+
+    Also a restart that nobody may have taken out on purpose: that for want of a stop program.
+    """
     error: str = ""
 
     @property
@@ -121,10 +124,23 @@ class ProcessSpec:
 
     @property
     def is_restartable(self) -> bool:
-        """monit restarts only what it can both stop and start, and nothing that is passive."""
-        if self.mode == "passive" or self.start is None:
-            return False
-        return self.absence.kind == "start" or (self.absence.kind == "restart" and self.stop is not None)
+        return not self.why_not_restarted
+
+    @property
+    def why_not_restarted(self) -> str:
+        """Why it is not started again when it ends, empty where it is.
+
+        monit restarts only what it can both stop and start, and nothing that is passive.
+        """
+        if self.absence.kind not in ("start", "restart"):
+            return f"the rule for that says {self.absence.kind}"
+        if self.mode == "passive":
+            return "it is passive"
+        if self.start is None:
+            return "it has no start program"
+        if self.absence.kind == "restart" and self.stop is None:
+            return "it has no stop program, without which monit restarts nothing"
+        return ""
 
     @property
     def is_vcap(self) -> bool:
@@ -211,7 +227,16 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
         unheeded = [" ".join(each.statement.split()[:2]) for each in file.ignored if each.service in own]
         if check.kind not in ACTED_ON:
             unheeded += [f"rules of check {check.kind}"] * bool(check.rules)
-        found.append(replace(_spec(job, check), unheeded=tuple(unheeded)))
+        spec = _spec(job, check)
+        if (
+            spec.is_process
+            and spec.start
+            and spec.mode == "active"
+            and spec.absence.kind == "restart"
+            and not spec.stop
+        ):
+            unheeded.append("restart when it ends (it has no stop program)")
+        found.append(replace(spec, unheeded=tuple(unheeded)))
     return found
 
 

@@ -385,16 +385,27 @@ class Service:
         record.reason = self._with_last_words(f"the process ended by itself: {how}")
         self.complaints.clear()
         told = "process is not running"
-        if how == signal.SIGKILL.name and self._shared.was_oom():
+        if killer := self._killer(how):
             record.oom_kills += 1
-            record.reason = f"the kernel killed the process: out of memory ({how})"
-            told = f"{told}: the kernel killed it, out of memory"
+            record.last_exit = f"{how}, out of memory"
+            record.reason = f"{killer} killed the process: out of memory ({how})"
+            told = f"{told}: {killer} killed it, out of memory"
+        if self.spec.why_not_restarted:
+            record.reason = f"{record.reason}; it is not restarted: {self.spec.why_not_restarted}"
         self.tell("Does not exist", self.spec.absence.kind, told)
         self._move(Trigger.DIED)
         if self.spec.is_restartable:
             for dependant in self.dependants:
                 if dependant.state in ACTIVE:
                     dependant.bounce()
+
+    def _killer(self, how: str) -> str:
+        """Who has killed it, or what it has started, for want of memory; empty when nobody has."""
+        call = self.spec.start.bpm if self.spec.start else None
+        by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
+        # Asked in any case: a cgroup below counts here too.
+        by_kernel = how == signal.SIGKILL.name and self._shared.was_oom()
+        return "its limit of memory" if by_limit else "the kernel" if by_kernel else ""
 
     async def _wait_and_retry(self) -> None:
         """Restart, at once or after a wait that grows; meanwhile it may come by itself."""

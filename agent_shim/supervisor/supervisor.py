@@ -158,9 +158,6 @@ class Supervisor:
         while True:
             await asyncio.sleep(MEMORY_PERIOD)
             for hog in await asyncio.to_thread(self.bpm.kill_hogs):
-                for service in self._services.values():
-                    if service.spec.label == plan.bpm_label(hog.job, hog.process):
-                        service.record.oom_kills += 1
                 self._shared.tell(self._event_of(hog))
 
     def _event_of(self, hog: Hog) -> Event:

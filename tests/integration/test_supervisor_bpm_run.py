@@ -268,6 +268,12 @@ async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> Non
         assert event.description.endswith("its limit is 48.0 MiB: it was killed")
         assert not is_alive(pid)
         assert info(supervisor, "other").pid == other
+        found = info(supervisor, "web")
+        # With a cgroup the kernel kills what uses most, and the shell above that ends for want of it.
+        assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
+        assert found.oom_kills == sum(found.exits.values())
+        ends = {event.description for event in world.events if event.event == "Does not exist"}
+        assert ends == {"process is not running: its limit of memory killed it, out of memory"}
         await supervisor.stop(wait=True)
 
 

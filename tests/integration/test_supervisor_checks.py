@@ -10,10 +10,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent_shim.host import proc, process
+from agent_shim.supervisor import checks
+from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
 from tests.support.programs import eventually
 from tests.support.programs.jobs import World, info, until
@@ -70,6 +73,36 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
         await eventually(lambda: told(world, "Resource limit matched"))
 
         assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle
+
+
+async def test_cycles_of_a_service_begin_with_its_process(world: World) -> None:
+    """Not with those of the agent: it would be judged up to a cycle later than monit does it."""
+    rule = "if memory < 1 kb then alert"
+    async with checking(world, world.job("one", None, "exit 0", rule)) as supervisor:
+        await until(supervisor, "one", "running")
+        await supervisor.configure([world.job(name, None, "exit 0", rule) for name in ("one", "two")])
+        await supervisor.start_one("two")
+        await until(supervisor, "two", "running")
+
+        for service in supervisor._services.values():
+            watch = supervisor._checks._watch(service)
+            cycles = (watch._next_at - service.up_at) / world.timing.cycle
+            assert cycles >= 1
+            assert abs(cycles - round(cycles)) < 1e-3
+
+
+def test_cycle_that_is_missed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is where it would have been; of ``every 2 cycles`` each second one is looked at."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    spec = ProcessSpec(name="web", job="web", every=2)
+    watch = checks._Watch(SimpleNamespace(spec=spec, process=None), 10.0)  # type: ignore[arg-type]
+    due = []
+    for now[0] in (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0):
+        if watch.is_due(10.0):
+            due.append(now[0])
+
+    assert due == [10.0, 30.2, 70.0]
 
 
 async def test_tree_is_counted(world: World) -> None:

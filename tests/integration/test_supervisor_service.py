@@ -157,11 +157,16 @@ async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None
     """As with monit; when somebody else brings it back it is taken up."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await until(supervisor, "web", "running")
+        assert found.unheeded == ("restart when it ends (it has no stop program)",)
         kill(found.pid)
-        await until(supervisor, "web", "down")
+        found = await until(supervisor, "web", "down")
         await asyncio.sleep(world.timing.cycle * 3)
 
         assert supervisor.job_state() == "failing"
+        assert found.reason == (
+            "the process ended by itself: SIGKILL; "
+            "it is not restarted: it has no stop program, without which monit restarts nothing"
+        )
         assert world.lines() == ["start web"]
         again = process.spawn([str(world.base / "jobs/web/bin/start")], env={"MONIT_SERVICE": "web", "PATH": "/bin"})
         await eventually(lambda: info(supervisor, "web").pid == again.pid)
@@ -169,15 +174,19 @@ async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None
         await supervisor.stop(wait=True)
 
 
-@pytest.mark.parametrize("statement", ["mode passive", "if does not exist then alert"])
-async def test_process_that_is_only_watched(world: World, statement: str) -> None:
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [("mode passive", "it is passive"), ("if does not exist then alert", "the rule for that says alert")],
+)
+async def test_process_that_is_only_watched(world: World, statement: str, why: str) -> None:
     """It is started when asked, and not restarted."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await until(supervisor, "web", "running")
         kill(found.pid)
-        await until(supervisor, "web", "down")
+        assert (await until(supervisor, "web", "down")).reason.endswith(f"; it is not restarted: {why}")
         await asyncio.sleep(world.timing.cycle * 2)
 
+        assert info(supervisor, "web").unheeded == ()
         assert world.lines() == ["start web"]
         await supervisor.start()
         await until(supervisor, "web", "running")

@@ -316,7 +316,8 @@ event = await eventually(lambda: next((each for each in events if each.event == 
 await eventually(lambda: info("hungry").restarts > 0)
 watching.cancel()
 isolation = await supervisor.bpm.isolation()
-return [event.service, event.description, info("other").pid == other, isolation.memory, info("hungry").last_exit]
+return [event.service, event.description, info("other").pid == other, isolation.memory,
+        [info("hungry").last_exit, info("hungry").oom_kills - sum(info("hungry").exits.values())]]
 """
 
 WITHOUT_CGROUPS = """
@@ -329,12 +330,12 @@ supervisor.bpm._isolation = (await jailer.isolation())._replace(memory=False, pr
 def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
     """That process alone; it is restarted, and the alert says how much it used. By the kernel, else by a watchdog."""
     found = run(inside, level, ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY)
-    service, description, is_other_alive, has_limit, last_exit = found
+    service, description, is_other_alive, has_limit, end = found
 
     if has_cgroups and not has_limit:
         pytest.skip("no cgroup can be made here")
     assert (service, is_other_alive) == ("hungry", True)
-    assert last_exit == "SIGKILL"
+    assert end == ["SIGKILL, out of memory", 0], "each of its ends is one for want of memory"
     said = re.fullmatch(
         r"out of memory: process hungry of job web used ([0-9.]+) MiB, its limit is 64.0 MiB: it was killed",
         description,

@@ -30,6 +30,7 @@ def shown(**members: Any) -> dict[str, Any]:
         "restarts": 0,
         "last_exit": "",
         "reason": "",
+        "unheeded": [],
     }
     failing = {
         **process,
@@ -40,6 +41,7 @@ def shown(**members: Any) -> dict[str, Any]:
         "restarts": 3,
         "last_exit": "exit code 1",
         "reason": "the process ended by itself: exit code 1 (no such table)",
+        "unheeded": ["restart when it ends (it has no stop program)"],
     }
     return {
         "version": "1.2.3",
@@ -82,7 +84,8 @@ def test_the_whole_page() -> None:
         "PROCESS  STATE    PID  UPTIME    MEMORY    CPU  RESTARTS  LAST EXIT\n"
         "web      running  812   1h 1m  20.0 MiB  1.2 %         0  -\n"
         "worker   failing    -       -   0.0 MiB  1.2 %         3  exit code 1\n"
-        "  the process ended by itself: exit code 1 (no such table)"
+        "  the process ended by itself: exit code 1 (no such table)\n"
+        "  not acted on: restart when it ends (it has no stop program)"
     )
 
 
