@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from agent_shim.supervisor import bpm_answers
 
 logger = logging.getLogger(__name__)
 
+THREADS: Final = 6
+"""For what blocks, in all, on however many processors: each thread that was ever needed stays."""
 RIVAL_LOOK: Final = 1.0
 """Seconds between looks whether an agent that uses our volumes has ended."""
 
@@ -101,6 +104,7 @@ class Daemon:
         process.default_signals()
         process.leave_no_core()
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="blocking"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):

@@ -43,12 +43,12 @@ _GOOD = [
         ("list_disk", []),
         ("info", []),
         ("sync_dns", ["a", "b", 1]),
-        ("fetch_logs", ["job", ["x"]]),
+        ("run_script", ["nothing", {}]),
     )
 ]
 
 
-@case("M-01", "malformed and mutated requests", scale="10 000 of 100 000", is_long=True)
+@case("M-01", "malformed and mutated requests, twice", scale="10 000 of 100 000", is_long=True)
 async def malformed(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(2)
@@ -56,8 +56,17 @@ async def malformed(stand: Stand) -> str:
         await _publish(stand, message)
     await stand.answers(2)
     stand.remember()
+    slowest = await _mutated(stand, 5000)
+    stand.remember_memory()
+    slowest = max(slowest, await _mutated(stand, 5000))
+    expect(slowest < 1, f"a ping took {slowest:.2f} s meanwhile")
+    return f"the slowest ping meanwhile took {slowest * 1000:.0f} ms"
+
+
+async def _mutated(stand: Stand, count: int) -> float:
+    """Seconds that the slowest ping took among so many requests that are wrong somewhere."""
     chance, slowest = random.Random(1), 0.0
-    for number in range(10_000):
+    for number in range(count):
         if chance.random() < 0.02:
             message = chance.choice(_BAD)
         else:
@@ -77,8 +86,7 @@ async def malformed(stand: Stand) -> str:
             begun_at = time.monotonic()
             await stand.call("ping", timeout=5)
             slowest = max(slowest, time.monotonic() - begun_at)
-    expect(slowest < 1, f"a ping took {slowest:.2f} s meanwhile")
-    return f"the slowest ping meanwhile took {slowest * 1000:.0f} ms"
+    return slowest
 
 
 async def _publish(stand: Stand, message: bytes) -> None:
@@ -87,12 +95,29 @@ async def _publish(stand: Stand, message: bytes) -> None:
     await peer.publish(f"agent.{AGENT}", message)
 
 
-@case("M-02", "a flood: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60", is_long=True)
+@case("M-02", "two floods: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60 each", is_long=True)
 async def flood(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(2)
+    before = stand.size()
     stand.remember()
-    size = stand.size()
+    sent, beat, back = await _flood(stand)
+    kept = stand.size().memory - before.memory
+    expect(kept < 30 << 20, f"memory grew by {kept >> 20} MiB")
+    stand.remember_memory()
+    again = await _flood(stand)
+    sent, beat, back = min(sent, again[0]), max(beat, again[1]), max(back, again[2])
+    more = stand.size().memory - before.memory - kept
+    rest = f"a heartbeat within {beat:.0f} s, a pong after {back * 1000:.0f} ms"
+    return f"{sent / 10:.0f} pings/s; {rest}; the first left {_mb(kept)}, the second {_mb(more)}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / (1 << 20):+.1f} MiB"
+
+
+async def _flood(stand: Stand) -> tuple[int, float, float]:
+    """How many pings were sent in 10 s, and the seconds to the next heartbeat and to a pong afterwards."""
     tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
     begun_at = time.monotonic()
@@ -106,11 +131,7 @@ async def flood(stand: Stand) -> str:
         await asyncio.sleep(0.01)
     beat = await stand.heartbeat(31)
     await asyncio.gather(*tasks, *asked, return_exceptions=True)
-    back = await stand.answers(5)
-    grown = stand.size().memory - size.memory
-    expect(grown < 30 << 20, f"memory grew by {grown >> 20} MiB")
-    rest = f"a heartbeat within {beat:.0f} s, a pong after {back * 1000:.0f} ms"
-    return f"{sent / 10:.0f} pings/s; {rest}; +{grown >> 20} MiB"
+    return sent, beat, await stand.answers(5)
 
 
 @case("M-03", "an errand that prints 50 MB, half of it quotes and broken UTF-8", is_long=True)

@@ -171,19 +171,22 @@ async def replies(stand: Stand) -> str:
     return f"{len(subjects)} kinds, the link stays"
 
 
-@case("N-11", "the server takes nothing any more while much is asked", is_long=True)
+@case("N-11", "the server takes nothing any more while much is asked, twice", is_long=True)
 async def full_window(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(50)
     stand.remember()
-    asked = [asyncio.create_task(stand.call("get_state", "full", timeout=40)) for _ in range(300)]
-    await asyncio.sleep(0.05)
-    stand.proxy.swallow()
-    await asyncio.sleep(20)
-    stand.proxy.flow()
-    await asyncio.gather(*asked, return_exceptions=True)
-    back = await stand.answers(CONNECTED)
-    return f"back {back:.1f} s after it took again"
+    took = []
+    for _ in range(2):
+        stand.remember_memory()
+        asked = [asyncio.create_task(stand.call("get_state", "full", timeout=40)) for _ in range(300)]
+        await asyncio.sleep(0.05)
+        stand.proxy.swallow()
+        await asyncio.sleep(20)
+        stand.proxy.flow()
+        await asyncio.gather(*asked, return_exceptions=True)
+        took.append(await stand.answers(CONNECTED))
+    return f"back {max(took):.1f} s after it took again"
 
 
 @case("N-15", "every byte is late by 0.5 s", scale="delay only", is_long=True)
