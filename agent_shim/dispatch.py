@@ -134,7 +134,7 @@ class Dispatcher:
         self._agent = agent
         self._tasks = tasks
         self._on_done = on_done
-        self._recent: dict[bytes, tuple[float, Task]] = {}
+        self._recent: dict[bytes, tuple[float, asyncio.Future[Task]]] = {}
         self.rejected = 0
         self.refusing = ""
         """Why nothing that changes the machine is done any more; empty while it is."""
@@ -172,21 +172,23 @@ class Dispatcher:
             raise ActionError(f"cannot run {found.method}: {self.refusing}")
         if not found.is_task(request.protocol):
             return await self._run(found, request, None), ""
-        task = self._known(request, data) or await self._begin(found, request, data)
+        begun = self._known(request, data)
+        if begun is None:
+            begun = asyncio.ensure_future(self._begin(found, request, data))
+            # Before anything is awaited: the same request may come by another link meanwhile.
+            self._recent[_fingerprint(data)] = time.monotonic(), begun
+        task = await asyncio.shield(begun)
         return {"agent_task_id": task.id, "state": "running"}, task.id
 
     async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
         cancelled = asyncio.Event() if found.is_cancellable else None
         if not found.persistent:
-            task = self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
-            self._recent[_fingerprint(data)] = time.monotonic(), task
-            return task
+            return self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
         task = await self._tasks.submit_persistent(found.method, self._work(found, request, None), data)
-        self._recent[_fingerprint(data)] = time.monotonic(), task
         await self._agent.mirror.update()
         return task
 
-    def _known(self, request: wire.Request, data: bytes) -> Task | None:
+    def _known(self, request: wire.Request, data: bytes) -> asyncio.Future[Task] | None:
         """The task of this very message, delivered twice: on the bus each request has a ``reply_to`` of its own."""
         old = time.monotonic() - SAME_REQUEST
         self._recent = {key: entry for key, entry in self._recent.items() if entry[0] > old}

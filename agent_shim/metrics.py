@@ -246,9 +246,15 @@ class Metrics:
         missing = _one(readings.addresses_missing)
         yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
         transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
-        yield _counter("blob_transfers", "Blobs fetched and stored.", transfers, "direction", "outcome")
-        sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in ("get", "put")]
-        yield _counter("blob_bytes", "Bytes of blobs fetched and stored.", sizes, "direction")
+        yield _counter(
+            "blob_transfers",
+            "Blobs got from and put to the blobstore; uploaded and downloaded by a client.",
+            transfers,
+            "direction",
+            "outcome",
+        )
+        sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
+        yield _counter("blob_bytes", "Bytes of the blobs that were transferred whole.", sizes, "direction")
         yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
         durations = HistogramMetricFamily(
             "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]
@@ -275,7 +281,9 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
     yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat went out.", _one(bus.heartbeat_age))
 
 
-_TRANSFERS: Final = tuple((direction, outcome) for direction in ("get", "put") for outcome in ("done", "failed"))
+_DIRECTIONS: Final = ("get", "put", "upload", "download")
+"""Of blobs: with the blobstore, and, over HTTPS, with a client."""
+_TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
 STATES: Final = ("running", "starting", "failing", "unknown")
 """Of a process, as the Director is told."""
 

@@ -29,7 +29,7 @@ from agent_shim import wire
 from agent_shim.bus import Handle, Stats, tls
 from agent_shim.errors import ActionError, BlobError, BusError
 from agent_shim.host import files
-from agent_shim.host.helper import checked_blob_id
+from agent_shim.host.helper import checked_blob_id, transfers
 from agent_shim.settings import Mbus
 
 logger = logging.getLogger(__name__)
@@ -274,9 +274,11 @@ class HttpsBus:
 
     async def _take(self, request: web.BaseRequest, blob_id: str) -> web.Response:
         """Keep a blob: whole under its name, or not at all."""
+        size, outcome = 0, "failed"
         try:
             path = self._blobs / checked_blob_id(blob_id)
-            await self._keep(path, self._body(request, self._bounds.blob))
+            size = await self._keep(path, self._body(request, self._bounds.blob))
+            outcome = "done"
         except _TooLargeError:
             return web.Response(status=413)
         except (BlobError, OSError, web.RequestPayloadError, TimeoutError) as exc:
@@ -284,15 +286,20 @@ class HttpsBus:
             text = f"cannot keep the blob: {why or 'it did not come in time'}"
             logger.warning("%s", text)
             return web.Response(status=500, body=text.encode(errors="replace"), headers=TEXT)
+        finally:
+            transfers.add("upload", outcome, size)
         logger.info("blob %s was stored", blob_id)
         return web.Response(status=201)
 
-    async def _keep(self, path: Path, body: AsyncIterator[bytes]) -> None:
+    async def _keep(self, path: Path, body: AsyncIterator[bytes]) -> int:
+        """Write all of ``body``; how many bytes that is."""
+        size = 0
         with ExitStack() as stack:
             file = stack.enter_context(files.replacing(path, mode=0o640))
             async for chunk in body:
-                await asyncio.to_thread(file.write, chunk)
+                size += await asyncio.to_thread(file.write, chunk)
             await asyncio.to_thread(stack.pop_all().close)  # to the disk and to its name
+        return size
 
     async def _give(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:
         try:
@@ -302,14 +309,19 @@ class HttpsBus:
         except (BlobError, OSError) as exc:
             logger.warning("cannot give a blob: %s", exc)
             return web.Response(status=500)
-        with file:
-            response = web.StreamResponse()
-            response.content_type = "application/octet-stream"
-            response.content_length = os.fstat(file.fileno()).st_size
-            await response.prepare(request)
-            while chunk := await asyncio.to_thread(file.read, files.CHUNK):
-                async with asyncio.timeout(self._bounds.stall):
-                    await response.write(chunk)
+        size, outcome = 0, "failed"
+        try:
+            with file:
+                response = web.StreamResponse()
+                response.content_type = "application/octet-stream"
+                response.content_length = os.fstat(file.fileno()).st_size
+                await response.prepare(request)
+                while chunk := await asyncio.to_thread(file.read, files.CHUNK):
+                    async with asyncio.timeout(self._bounds.stall):
+                        await response.write(chunk)
+            size, outcome = response.content_length, "done"
+        finally:
+            transfers.add("download", outcome, size)
         return response
 
     async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:

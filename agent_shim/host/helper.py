@@ -190,11 +190,19 @@ async def work(request: Request, *, nice: int = 0) -> Done:
 
 
 class Transfers:
-    """Blobs since the process began: how many by direction (get, put) and outcome (done, failed), and their bytes."""
+    """Blobs since the process began: how many by direction and outcome (done, failed), bytes of those that are done.
+
+    Directions are get and put with the blobstore, upload and download with a client over HTTPS.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.sizes: Counter[str] = Counter()
+
+    def add(self, direction: str, outcome: str, size: int = 0) -> None:
+        """One more."""
+        self.counts[direction, outcome] += 1
+        self.sizes[direction] += size
 
 
 transfers: Final = Transfers()
@@ -202,11 +210,10 @@ transfers: Final = Transfers()
 
 def _count(request: Request, outcome: str) -> None:
     if isinstance(request, Get | Put):
-        direction = "get" if isinstance(request, Get) else "put"
-        transfers.counts[direction, outcome] += 1
-        if outcome == "done":
-            with suppress(OSError):
-                transfers.sizes[direction] += os.stat(request.path).st_size  # noqa: PTH116 - a text
+        size = 0
+        with suppress(OSError):
+            size = os.stat(request.path).st_size if outcome == "done" else 0  # noqa: PTH116 - a text
+        transfers.add("get" if isinstance(request, Get) else "put", outcome, size)
 
 
 async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], None] = lambda _: None) -> bytes:

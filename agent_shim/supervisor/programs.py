@@ -196,7 +196,11 @@ class Bucket:
         self._left = min(self._burst, self._left + (now - self._filled_at) * self._rate) - 1
         self._filled_at = now
         if self._left < 0:
-            await asyncio.sleep(-self._left / self._rate)
+            try:
+                await asyncio.sleep(-self._left / self._rate)
+            except asyncio.CancelledError:
+                self._left += 1  # for who comes next
+                raise
 
 
 def _living(held: Mapping[Identity, Process]) -> list[Identity]:

@@ -275,3 +275,18 @@ async def test_a_request_that_is_delivered_twice_is_one_task(world: World) -> No
     ids = [reply["value"]["agent_task_id"] for reply in replies]
     assert ids[0] == ids[1]
     assert len(set(ids)) == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"), [("update_settings", [{"trusted_certs": ""}]), ("run_script", ["nothing", {}])]
+)
+async def test_a_request_that_comes_by_two_links_at_once_is_one_task(
+    world: World, method: str, arguments: list[Any]
+) -> None:
+    """The second while the first is still being written to disk, as ``update_settings`` is before it is a task."""
+    request = {"method": method, "arguments": arguments, "protocol": 3, "reply_to": f"director.d.a.{uuid.uuid4()}"}
+
+    replies = await asyncio.gather(*(world.raw(request) for _ in range(3)))
+
+    assert len({reply["value"]["agent_task_id"] for reply in replies}) == 1
+    assert len(world.agent.tasks._tasks) == 1

@@ -15,10 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bus import https
 from agent_shim.bus.https import HttpsBus
 from agent_shim.demo.pki import Authority
 from agent_shim.errors import ActionError
+from agent_shim.host import helper
 from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer
+from tests.support.programs import eventually
 
 
 class Agent:
@@ -208,6 +211,31 @@ async def test_many_uploads_at_once(bus: HttpsBus, tmp_path: Path) -> None:
 
     assert {answer.status for answer in answers} == {201}
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == contents
+
+
+async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that came and went whole, and those that did not, for ``/metrics``."""
+    transfers = helper.Transfers()
+    monkeypatch.setattr(https, "transfers", transfers)
+    cli = Cli(hasty.port)
+    await cli.put_blob("one", bytes(300_000))
+    await cli.put_blob("two", bytes(2_000_001))
+    assert (await cli.send("GET", dav_path("one"))).body == bytes(300_000)
+    assert (await cli.send("GET", dav_path("none"))).status == 404
+    (tmp_path / "big").write_bytes(bytes(64 * 1024 * 1024))
+    async with cli.connected() as (reader, writer):
+        writer.write(head("GET", dav_path("big"), 0, basic()))
+        await reader.readexactly(1000)
+        writer.transport.abort()
+    await eventually(lambda: transfers.counts["download", "failed"])
+
+    assert dict(transfers.counts) == {
+        ("upload", "done"): 1,
+        ("upload", "failed"): 1,
+        ("download", "done"): 1,
+        ("download", "failed"): 1,
+    }
+    assert (transfers.sizes["upload"], transfers.sizes["download"]) == (300_000, 300_000)
 
 
 # --- clients that are wrong -------------------------------------------------------------------------------------------

@@ -66,3 +66,16 @@ async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:
         await asyncio.gather(*(bucket.take() for _ in range(10)))
 
     assert time.monotonic() - begun_at >= 0.18
+
+
+async def test_who_gives_up_waiting_takes_no_turn() -> None:
+    """Services that are stopped while they wait for a restart make the others wait no longer."""
+    bucket = Bucket(1, 1 / 3600)
+    await bucket.take()
+    waiting = [asyncio.create_task(bucket.take()) for _ in range(100)]
+    await asyncio.sleep(0)
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
+
+    assert -1 < bucket._left < 1
