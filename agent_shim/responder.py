@@ -132,7 +132,9 @@ class _Connection(asyncio.Protocol):
             self._send(found)
             return
         self._is_taken = True
+        # An answer that does not come, or that a bug has ended, costs its connection.
         self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIME, self.transport.abort)
 
         async def send(later: Awaitable[Response]) -> None:
             self._send(await later)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 
 import pytest
@@ -303,3 +303,20 @@ async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert counts["+Inf"] > 1
     assert counts["+Inf"] - counts["0.25"] == 1
+
+
+async def test_an_answer_that_does_not_come_ends_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responder, "ANSWER_TIME", 0.2)
+
+    async def late(_request: responder.Request) -> responder.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def answer(request: responder.Request) -> responder.Response | Awaitable[responder.Response]:
+        return late(request) if request.target == "/late" else responder.Response(200, b"here")
+
+    async with responder.listening("127.0.0.1:0", answer, "a test") as found:
+        assert found is not None
+        with suppress(ConnectionError):
+            assert await ask(found, b"GET /late HTTP/1.1\r\n\r\n") == b""
+        assert (await get(found, "/"))[2] == b"here"
