@@ -75,21 +75,16 @@ def dashboard(url: str, minutes: float) -> str:
     board = json.loads(BOARD.read_text())
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"])
     drawn = [_panel(url, panel, minutes) for panel in board["panels"]]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="1440" height="{rows * 30 + 8}" '
-        f'font-family="DejaVu Sans, Helvetica, sans-serif" font-size="11" fill="#ccccdc">\n'
-        f'<rect width="100%" height="100%" fill="#111217"/>\n' + "\n".join(drawn) + "\n</svg>\n"
-    )
+    return _picture(1440, rows * 30 + 8, drawn)
 
 
 def _panel(url: str, panel: dict[str, Any], minutes: float) -> str:
     place = panel["gridPos"]
     x, y, width, height = (place[key] * scale for key, scale in (("x", 60), ("y", 30), ("w", 60), ("h", 30)))
     x, y, width, height = x + 4, y + 4, width - 8, height - 8
-    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="#181b1f" stroke="#2b2f36"/>'
-    title = f'<text x="{x + 10}" y="{y + 18}" font-size="13" fill="#e6e6f0">{escape(panel["title"])}</text>'
     draw = _stat if panel["type"] == "stat" else _series
-    return frame + title + draw(url, panel, minutes, (x, y, width, height))
+    box = (x, y, width, height)
+    return _frame(panel["title"], box) + draw(url, panel, minutes, box)
 
 
 Box = tuple[float, float, float, float]
@@ -116,6 +111,40 @@ def _stat(url: str, panel: dict[str, Any], _: float, box: Box) -> str:
 
 Line = tuple[str, list[tuple[float, float]]]
 """A name and its points: moments and values."""
+
+Band = tuple[float, float]
+"""From when to when."""
+
+
+def charts(panels: Sequence[tuple[str, str, Sequence[Line]]], begin: float, end: float, bands: Sequence[Band]) -> str:
+    """Charts below each other: title, unit and lines of each; ``bands`` are shaded in all of them."""
+    width, height = 1100.0, 210.0
+    drawn = []
+    for number, (title, unit, lines) in enumerate(panels):
+        x, y = 4.0, number * (height + 8) + 4
+        most = max((value for _, points in lines for _, value in points), default=0.0)
+        area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, most * 1.15 or 1.0)
+        colours = [LINES[place % len(LINES)] for place in range(len(lines))]
+        drawn.append(_frame(title, (x, y, width, height)))
+        drawn += [area.band(*band) for band in bands]
+        drawn.append(area.axes(unit))
+        drawn += [area.line(points, colour, 0) for (_, points), colour in zip(lines, colours, strict=True) if points]
+        drawn.append(_legend([name for name, _ in lines], colours, (x, y, width, height)))
+    return _picture(width + 8, len(panels) * (height + 8) + 8, drawn)
+
+
+def _picture(width: float, height: float, drawn: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'font-family="DejaVu Sans, Helvetica, sans-serif" font-size="11" fill="#ccccdc">\n'
+        f'<rect width="100%" height="100%" fill="#111217"/>\n' + "\n".join(drawn) + "\n</svg>\n"
+    )
+
+
+def _frame(title: str, box: Box) -> str:
+    x, y, width, height = box
+    frame = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="#181b1f" stroke="#2b2f36"/>'
+    return frame + _text(x + 10, y + 18, title, font_size=13, fill="#e6e6f0")
 
 
 def _lines(url: str, panel: dict[str, Any], begin: float, end: float) -> list[Line]:
@@ -186,6 +215,14 @@ class Area:
             return drawn
         ends = self._at(points[0][0], 0), self._at(points[-1][0], 0)
         return f'<polygon points="{ends[0]} {path} {ends[1]}" fill="{colour}" fill-opacity="{opacity}"/>{drawn}'
+
+    def band(self, begin: float, end: float) -> str:
+        """A time that is not as the others."""
+        left, right = (float(self._at(moment, 0).partition(",")[0]) for moment in (begin, end))
+        height = self._bottom - self._top
+        return (
+            f'<rect x="{left}" y="{self._top}" width="{max(1.0, right - left):.1f}" height="{height}" fill="#3d2b2b"/>'
+        )
 
     def _at(self, moment: float, value: float) -> str:
         across = self._left + (moment - self._begin) / (self._end - self._begin) * (self._right - self._left)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.world import COMMAND
-from chaos import crash, disks, messages, network, resources, supervision
+from chaos import crash, disks, messages, network, resources, soak, supervision
 from chaos.cases import CASES, NOT_INJECTED, Case
 from chaos.stand import CannotInjectError, NotHeldError, stand
 
@@ -119,7 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="only cases below ten seconds")
     parser.add_argument("--into", type=Path, default=None, metavar="FILE", help=f"default: {DOCUMENT.name}")
     parser.add_argument("--list", action="store_true", help="say which there are")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="a mix of all for so long, and a picture of it")
+    parser.add_argument("--picture", type=Path, default=None, metavar="FILE", help=f"default: {soak.PICTURE.name}")
     asked = parser.parse_args(arguments)
+    if asked.soak is not None:
+        soak.apart(sys.argv[1:] if arguments is None else arguments)
+        return soak.main(asked.agent_command, asked.soak, asked.picture or soak.PICTURE)
     chosen = [
         one
         for one in sorted(CASES.values(), key=lambda one: ("CNSDRM".index(one.id[0]), one.id))

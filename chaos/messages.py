@@ -11,7 +11,7 @@ from benchmarks.world import AGENT
 from chaos.cases import case
 from chaos.stand import Stand, expect
 
-_BAD: tuple[bytes, ...] = (
+BAD: tuple[bytes, ...] = (
     b"",
     b"{",
     b"null",
@@ -48,11 +48,26 @@ _GOOD = [
 ]
 
 
+def mutated(chance: random.Random) -> bytes:
+    """A request that would be good but for a few bytes."""
+    raw = bytearray(json.dumps(chance.choice(_GOOD)).encode())
+    for _ in range(chance.randint(1, 8)):
+        place = chance.randrange(len(raw))
+        match chance.randrange(3):
+            case 0:
+                raw[place] = chance.randrange(256)
+            case 1:
+                del raw[place]
+            case _:
+                raw[place:place] = raw[: chance.randrange(20)]
+    return bytes(raw)
+
+
 @case("M-01", "malformed and mutated requests, twice", scale="10 000 of 100 000", is_long=True)
 async def malformed(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(2)
-    for message in _BAD:
+    for message in BAD:
         await _publish(stand, message)
     await stand.answers(2)
     stand.remember()
@@ -67,20 +82,7 @@ async def _mutated(stand: Stand, count: int) -> float:
     """Seconds that the slowest ping took among so many requests that are wrong somewhere."""
     chance, slowest = random.Random(1), 0.0
     for number in range(count):
-        if chance.random() < 0.02:
-            message = chance.choice(_BAD)
-        else:
-            raw = bytearray(json.dumps(chance.choice(_GOOD)).encode())
-            for _ in range(chance.randint(1, 8)):
-                place = chance.randrange(len(raw))
-                match chance.randrange(3):
-                    case 0:
-                        raw[place] = chance.randrange(256)
-                    case 1:
-                        del raw[place]
-                    case _:
-                        raw[place:place] = raw[: chance.randrange(20)]
-            message = bytes(raw)
+        message = chance.choice(BAD) if chance.random() < 0.02 else mutated(chance)
         await _publish(stand, message)
         if number % 500 == 0:
             begun_at = time.monotonic()
