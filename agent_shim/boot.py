@@ -34,7 +34,6 @@ LEFT_TO_THE_CONTAINER: Final = (
     "ephemeral disk",
     "shared memory",
     "log, opt and home directories",
-    "firewall",
 )
 """What the Go agent sets up on a machine and a container runtime has set up already."""
 

@@ -8,13 +8,14 @@ jobs are logrotate's again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from agent_shim import mirror, rotation, settings
 from agent_shim.disks import hints, identity
-from agent_shim.errors import SettingsError
+from agent_shim.errors import HostError, SettingsError
 from agent_shim.fencing import only_one
-from agent_shim.host import files, proc
+from agent_shim.host import files, nftables, proc
 from agent_shim.paths import Paths
 from agent_shim.supervisor.identity import read as read_pidfile
 from agent_shim.supervisor.plan import ProcessSpec, plan
@@ -28,7 +29,7 @@ def hand_back(paths: Paths) -> list[str]:
     """
     with only_one(paths, "hand back"):
         saved = read_saved(paths.supervisor_state)
-        said = [*_jobs(paths, saved), *_disks(paths)]
+        said = [*_jobs(paths, saved), *_disks(paths), *_firewall(paths)]
         rotation.put_into_force(paths.logrotate_rule)
         files.remove_tree(paths.given_up)
         files.remove_tree(paths.former_mbus)
@@ -82,3 +83,12 @@ def _disks(paths: Paths) -> Iterator[str]:
             )
     if paths.store.is_symlink():
         yield f"{paths.store} is a link to the disk, since this container may not mount: the BOSH agent cannot use that"
+
+
+def _firewall(paths: Paths) -> Iterator[str]:
+    """The Go agent has a table of its own; ours would keep jobs from a bus that may have moved since."""
+    if paths.is_system and nftables.is_installed():
+        try:
+            asyncio.run(nftables.remove())
+        except HostError as exc:
+            yield f"the rules of the packet filter stay, if there are any: {exc}"

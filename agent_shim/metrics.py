@@ -135,6 +135,7 @@ class Readings:
     processes: Sequence[ProcessReading] = ()
     tasks_running: int = 0
     tasks_waiting: int = 0
+    firewall_enforced: bool = False
     addresses_missing: int = 0
     """Addresses that the Director counts on and no interface has."""
     certificates: Mapping[str, float] = field(default_factory=dict)
@@ -245,6 +246,8 @@ class Metrics:
         yield _gauge("tasks_waiting", "Long actions that wait for their turn.", _one(readings.tasks_waiting))
         missing = _one(readings.addresses_missing)
         yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
+        enforced = _one(readings.firewall_enforced)
+        yield _gauge("firewall_enforced", "1 while rules of the packet filter keep jobs from the bus.", enforced)
         transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
         yield _counter(
             "blob_transfers",

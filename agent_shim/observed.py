@@ -75,6 +75,7 @@ async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any
         "warnings": _warnings(live),
         "tasks_waiting": agent.tasks.waiting,
         "vitals": await agent.vitals.sample(),
+        "firewall": {"enforced": not live.firewall.obstacle, "why": live.firewall.obstacle},
         "bpm": (await agent.supervisor.bpm.isolation())._asdict(),
         "processes": [monit_answers.describe(service) for service in agent.supervisor.services()],
     }
@@ -129,6 +130,7 @@ def readings(live: Running) -> metrics.Readings:
         processes=[_process_reading(service) for service in agent.supervisor.services()],
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
+        firewall_enforced=not live.firewall.obstacle,
         addresses_missing=len(live.drift.missing),
         certificates=live.expiry.ends,
         disk=metrics.DiskReading(

@@ -42,7 +42,8 @@ from agent_shim.drift import Drift, expected
 from agent_shim.errors import ActionError, BusError, HostError
 from agent_shim.expiry import Expiry
 from agent_shim.fencing import Fence
-from agent_shim.host import files, proc
+from agent_shim.firewall import Firewall
+from agent_shim.host import files, network, proc
 from agent_shim.logs import Logs
 from agent_shim.metrics import Metrics
 from agent_shim.mirror import Mirror
@@ -122,6 +123,9 @@ class Running:
             from agent_shim import standalone
 
             self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
+        self.firewall = Firewall(
+            lambda: self.bus.mbus, lambda: self.bus.is_connected, _no_firewall(paths, is_wanted=shim.firewall)
+        )
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
         self._alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
 
@@ -194,6 +198,7 @@ class Running:
             "copy of the state": agent.mirror.watch,
             "leases": lambda: self._fence.keep(self._fenced_off),
             "addresses": self.drift.watch,
+            "firewall": self.firewall.watch,
             "certificates": self.expiry.watch,
             "loop lag": self._metrics.watch_lag,
         }
@@ -273,6 +278,7 @@ class Running:
 
     def _connected(self) -> None:
         self.heartbeat.beat_now()
+        self.firewall.look_again()
         self._alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
@@ -383,6 +389,15 @@ def assemble(
 def is_https(mbus: settings.Mbus) -> bool:
     """Whether the bosh CLI calls, instead of a Director over NATS."""
     return mbus.scheme == "https"
+
+
+def _no_firewall(paths: Paths, *, is_wanted: bool) -> str:
+    """Why rules of the packet filter are none of our business here, "" where they are."""
+    if not is_wanted:
+        return "it is switched off in agent.json"
+    if not boot.owns_system(paths):
+        return boot.NOT_ROOT
+    return "the network is that of the machine, with others on it" if network.is_of_machine() else ""
 
 
 async def or_stop(work: Awaitable[Any], stop: asyncio.Event) -> bool:

@@ -94,6 +94,8 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Seconds that the orderly stop of all jobs may take: the pod's terminationGracePeriodSeconds."""
     spec: str = ""
     """A directory with rendered jobs and packages to be deployed without a Director."""
+    firewall: bool = True
+    """Keep jobs from the bus by rules of the packet filter, where the agent may set them."""
     job_logs: bool = False
     """Pass on what jobs write into their log files to standard output."""
     bpm: BpmOptions = BpmOptions()

@@ -51,6 +51,8 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
     ]
     if "bpm" in status:
         rows.append(("isolation", isolation(status["bpm"])))
+    if firewall := status.get("firewall"):
+        rows.append(("firewall", f"jobs can reach the bus: {firewall['why']}" if firewall["why"] else "keeps jobs off"))
     if status["phase"] != "running":
         rows.insert(1, ("phase", paint(status["phase"], "limited")))
     if status["task"]:

@@ -124,6 +124,8 @@ _STAT: Final = (
 )
 _DEEP: Final = b'{"env":' + b"[" * 3000
 """A finding: deeper than the decoder goes."""
+_HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
+"""A finding: as much as a float does not hold."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (
@@ -186,7 +188,7 @@ TARGETS: Final[dict[str, Target]] = {
     "bpm": Target(
         lambda data: bpm.parse(data.decode(errors="replace"), origin="fuzz"),
         (ShimError,),
-        (_BPM, b"a: &a [*a]", b"x: &x {<<: *x}"),
+        (_BPM, b"a: &a [*a]", b"x: &x {<<: *x}", _HUGE),
         (b"&a", b"*a", b"!!int", b"<<", b"- ", b"{", b"]", b"|", b"~", b"0x", b"1e99"),
     ),
     "mountinfo": Target(mounts.parse, (), (_MOUNTS,), (b"\\040", b" - ", b"\\777")),

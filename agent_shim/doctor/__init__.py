@@ -26,8 +26,21 @@ from urllib.parse import urlsplit
 from agent_shim import asking, drift, x509
 from agent_shim.doctor import judgement
 from agent_shim.doctor.finding import LIMITED, Finding, Report
-from agent_shim.errors import ConfigError, NoAgentError
-from agent_shim.host import cages, capabilities, cgroups, clock, jail, jailer, machine, mounts, network, proc, trials
+from agent_shim.errors import ConfigError, HostError, NoAgentError
+from agent_shim.host import (
+    cages,
+    capabilities,
+    cgroups,
+    clock,
+    jail,
+    jailer,
+    machine,
+    mounts,
+    network,
+    nftables,
+    proc,
+    trials,
+)
 from agent_shim.paths import Paths
 from agent_shim.settings import AgentConfig, Effective, UpdateSettings, parse, parse_config, parse_update
 
@@ -300,6 +313,20 @@ def _network(patient: Patient) -> Iterator[Finding]:
     }
     if (finding := judgement.bus(reached)) is not None:
         yield finding
+        yield judgement.firewall(_no_firewall(patient))
+
+
+def _no_firewall(patient: Patient) -> str:
+    """What a running agent says, else what the kernel would say to one."""
+    if "firewall" in patient.status:
+        return str(patient.status["firewall"]["why"])
+    if not patient.is_root:
+        return "only root may filter packets"
+    try:
+        asyncio.run(nftables.look())
+    except HostError as exc:
+        return str(exc)
+    return ""
 
 
 def _is_address(host: str) -> bool:

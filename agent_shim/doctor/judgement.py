@@ -425,6 +425,19 @@ def bus(reached: Mapping[str, str]) -> Finding | None:
     return Finding("bus", GOOD, f"{', '.join(place for place in reached if place not in failed)} can be reached")
 
 
+def firewall(obstacle: str) -> Finding:
+    """``obstacle`` is why rules of the packet filter do not keep jobs from the bus, or could not."""
+    if not obstacle:
+        return Finding("firewall", GOOD, "keeps jobs from the bus")
+    return Finding(
+        "firewall",
+        LIMITED,
+        f"jobs can reach the bus: {obstacle}",
+        "a job that has got hold of a certificate of the bus can use it",
+        f"{_SECURITY}.capabilities.add: [NET_ADMIN], an image with nftables, a network of its own",
+    )
+
+
 def watches(refused: int, instances: int, each: int) -> Finding:
     """inotify: what opening it ended with, and the node's limits for a user."""
     limits = f"{instances} instances and {each} watches a user"

@@ -18,6 +18,8 @@ from agent_shim.host import process
 _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFNETMASK: Final = 0x891B
 _GLOBAL_SCOPE: Final = 0x00
+_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""include/linux/proc_ns.h"""
 _LISTEN: Final = "0A"
 _LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{socket.htonl(1):08X}"})
 """As the kernel writes them: words in the order of the machine."""
@@ -120,6 +122,12 @@ def has_address(text: str) -> bool:
     except OSError as exc:
         return exc.errno != errno.EADDRNOTAVAIL
     return True
+
+
+def is_of_machine() -> bool:
+    """True in a container without a network of its own: it sees devices of the machine, but not its processes."""
+    is_contained = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
+    return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())
 
 
 async def forget_neighbours(addresses: list[str]) -> None:

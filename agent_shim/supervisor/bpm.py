@@ -148,9 +148,10 @@ def _bytes(entry: _Map, key: str) -> int | None:
     if not entry.has(key):
         return None
     match = _QUANTITY.fullmatch(text.strip().upper())
-    if match is None:
+    quantity = float(match[1]) * 1024 ** "BKMGTPE".index(match[2][0]) if match else math.inf
+    if quantity > _UNSIGNED:
         raise entry.error(key, "a number and a unit, like 256M or 1G")
-    return int(float(match[1]) * 1024 ** "BKMGTPE".index(match[2][0]))
+    return int(quantity)
 
 
 def _unsafe(entry: _Map) -> Unsafe:

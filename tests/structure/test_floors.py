@@ -21,7 +21,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
     3: frozenset({"agent", "tasks"}),
     2: frozenset(
         {"supervisor", "bundles", "scripts", "compiler", "blobstore", "disks", "dns", "logs", "vitals", "users"}
-        | {"certificates", "drift", "expiry", "fencing", "joblogs", "mirror", "rotation"}
+        | {"certificates", "drift", "expiry", "fencing", "firewall", "joblogs", "mirror", "rotation"}
         | {"settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),

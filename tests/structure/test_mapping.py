@@ -21,6 +21,7 @@ ELSEWHERE: Mapping[str, str] = {
     "doctor.finding": "unit/test_doctor.py",
     "doctor.judgement": "unit/test_doctor.py",
     "host.jailer": "root/test_bpm.py",
+    "host.nftables": "root/test_firewall.py",
     "host.trials": "root/test_doctor.py",
     "host.rotating": "integration/test_rotation.py",
     "host.volumes": "root/test_disks_volumes.py",

@@ -41,6 +41,7 @@ mount --bind {scratch}/etc /etc
 mount -t tmpfs -o mode=0755 tmpfs /var/vcap
 {volumes}
 for place in /home /tmp /var/tmp /var/log /var/mail; do mount -t tmpfs -o mode=1777 tmpfs $place; done
+{network}
 for place in /run {closed}; do mount -t tmpfs -o mode=0755 tmpfs $place; done
 {back}
 mkdir -m 700 /home/vcap
@@ -78,7 +79,7 @@ class Machine:
 
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Run a program inside."""
-        return subprocess.Popen(["nsenter", "-t", str(self.pid), "-m", "-p", "--", *argv], **options)
+        return subprocess.Popen(["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "--", *argv], **options)
 
     def run(self, command: str) -> str:
         """Run a shell command inside; its output, and a test failure if it fails."""
@@ -96,10 +97,14 @@ class Machine:
 
 
 @contextmanager
-def machine(scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({})) -> Iterator[Machine]:
+def machine(
+    scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({}), *, has_network: bool = False
+) -> Iterator[Machine]:
     """A machine for the length of the block; everything that runs in it is killed at the end.
 
     ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there.
+    With ``has_network`` it has one of its own, with a loopback and nothing else; without, it can filter no packets of
+    the machine that runs the tests.
     """
     etc = scratch / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
@@ -113,11 +118,15 @@ def machine(scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({})) -
         aside=aside,
         back=back,
         volumes="\n".join(mounts),
+        network="ip link set lo up"
+        if has_network
+        else "! test -e /usr/sbin/nft || mount --bind /dev/null /usr/sbin/nft",
         python=shlex.quote(sys.executable),
         ready=writing,
     )
+    namespaces = ["--mount", "--pid", *(["--net"] if has_network else [])]
     keeper = subprocess.Popen(
-        ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", setup],
+        ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child", "sh", "-c", setup],
         env={**os.environ, "INIT": _INIT},
         pass_fds=[writing],
     )

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ from tests.support.machine import Machine, machine
 AGENT: Final = "pod-agent"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 BLOBS: Final = Path("/var/vcap/blobs")
+PORT: Final = "cable0"
+"""No name of this machine's, whose /sys is seen inside."""
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
@@ -34,6 +37,20 @@ def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
     for child in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
         os.kill(int(child), number)
     entered.wait()
+
+
+def _cable(pid: int, gateway: str) -> None:
+    """Join the network of a process to ours, in which we are ``gateway``; it goes with that network."""
+    ours, theirs = f"t{pid}", str(ip_address(gateway) + 1)
+    inside = ["nsenter", "-t", str(pid), "-n"]
+    for command in (
+        ["ip", "link", "add", ours, "type", "veth", "peer", "name", PORT, "netns", str(pid)],
+        ["ip", "address", "add", f"{gateway}/30", "dev", ours],
+        ["ip", "link", "set", ours, "up"],
+        [*inside, "ip", "address", "add", f"{theirs}/30", "dev", PORT],
+        [*inside, "ip", "link", "set", PORT, "up"],
+    ):
+        subprocess.run(command, check=True)
 
 
 class Pod:
@@ -53,6 +70,10 @@ class Pod:
         self.keeps_root = False
         self.prefix: Sequence[str] = ()
         self.http = "off"
+        self.shim: dict[str, Any] = {}
+        self.gateway = ""
+        """Set, containers have a network of their own, in which this is the machine that runs the tests."""
+        self.url = server.url
         self.seen: dict[str, Path] = {}
         self.agent_id = AGENT
         self._stack = ExitStack()
@@ -107,11 +128,13 @@ class Pod:
             volumes = {"/var/vcap": self.scratch / "root"} | volumes
         place = self.scratch / f"container-{self._number}"
         place.mkdir()
-        self._machine = self._stack.enter_context(machine(place, volumes))
+        self._machine = self._stack.enter_context(machine(place, volumes, has_network=bool(self.gateway)))
+        if self.gateway:
+            _cable(self._machine.pid, self.gateway)
         if self.cpi.start:
             self.machine.run(self.cpi.start)
         sources = [{"Type": "File", "SettingsPath": path} for path in self.cpi.sources]
-        settings = {"Infrastructure": {"Settings": {"Sources": sources}}, "AgentShim": {"http": self.http}}
+        settings = {"Infrastructure": {"Settings": {"Sources": sources}}, "AgentShim": {"http": self.http, **self.shim}}
         self.machine.write("/var/vcap/bosh/agent.json", settings)
         if not self.cpi.is_late:
             self.deliver()
@@ -121,7 +144,7 @@ class Pod:
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
-        bosh = {"mbus": {"urls": [self.server.url], "cert": cert}, "blobstores": [blobstore]}
+        bosh = {"mbus": {"urls": [self.url], "cert": cert}, "blobstores": [blobstore]}
         own = dict(self.cpi.members)
         disks = own.pop("disks", {}) | {"persistent": {cid: self.cpi.hint(cid) for cid in self.disks}}
         document = {

@@ -117,6 +117,7 @@ def test_every_limit_says_what_follows_and_what_to_change() -> None:
         judgement.name_servers(("10.0.0.2",), 0, {"bus.example": "Name or service not known"}),
         judgement.addresses("", {}),
         judgement.addresses("10.0.0.3", {"10.0.0.9": "network default of the settings"}),
+        judgement.firewall("there is no program nft"),
         judgement.watches(errno.EMFILE, 128, 8192),
         judgement.kernel("4.4", {"pidfd": "ends are noticed late"}),
         judgement.first_process("sleep", is_init=False),

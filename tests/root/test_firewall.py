@@ -1,0 +1,192 @@
+"""Jobs are kept from the bus by rules of the packet filter, and nobody else is. Each agent has a network of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director
+from agent_shim.demo.pki import Authority
+from tests.support.pod import AGENT, Pod
+from tests.support.proxy import Proxy
+
+pytestmark = pytest.mark.root
+
+VCAP = "setpriv --reuid=vcap --regid=vcap --clear-groups"
+DAEMON = 1
+"""The number of a user who is neither root nor vcap."""
+
+PASSING_ON = """
+import asyncio, sys
+async def pump(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.transport.abort()
+async def accepted(reader, writer):
+    try:
+        far_reader, far_writer = await asyncio.open_connection(sys.argv[1], int(sys.argv[2]))
+    except OSError:
+        return writer.transport.abort()
+    await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer), return_exceptions=True)
+async def main():
+    await asyncio.start_server(accepted, "127.0.0.1", 15001)
+    await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+REDIRECTED = """
+table ip mesh {{
+  chain out {{
+    type nat hook output priority -100;
+    ip daddr {host} tcp dport {port} meta skuid 0 redirect to :15001
+  }}
+}}
+"""
+
+
+class Netted(Pod):
+    """A pod whose bus is at ``gateway``, behind ``proxy``."""
+
+    proxy: Proxy
+
+    def may_connect(self, prefix: str = "") -> bool:
+        """Whether a user gets through to the bus."""
+        at = urlsplit(self.url)
+        code = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 5)"
+        done = self.machine.popen([*prefix.split(), sys.executable, "-c", code], stderr=subprocess.PIPE)
+        _, err = done.communicate(timeout=30)
+        assert done.returncode == 0 or b"ConnectionRefusedError" in err, err
+        return done.returncode == 0
+
+    async def firewall(self, **wanted: Any) -> dict[str, Any]:
+        """What the agent says of it, once it is as ``wanted``."""
+        async with asyncio.timeout(30):
+            while True:
+                said: dict[str, Any] = json.loads(
+                    self.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
+                )["firewall"]
+                if said.items() >= wanted.items():
+                    return said
+                await asyncio.sleep(0.05)
+
+    def tables(self) -> str:
+        return self.machine.run("nft list tables")
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
+    number = os.getpid() % 16384 * 4
+    gateway = f"198.18.{number // 256}.{number % 256 + 1}"
+    authority, director = Authority(), Director(poll=0)
+    pair = authority.server(hosts=("127.0.0.1", gateway))
+    async with NatsServer(tmp_path / "bus", authority, pair=pair) as server, Proxy(server.port, gateway) as proxy:
+        await server.add_agent(AGENT)
+        async with director.on(server.peer()):
+            one = Netted(tmp_path, server, director)
+            one.gateway, one.proxy = gateway, proxy
+            one.url = f"nats://{gateway}:{proxy.port}"
+            try:
+                yield one
+            finally:
+                one.kill()
+
+
+async def test_a_job_cannot_connect_to_the_bus_and_root_can(pod: Netted) -> None:
+    """The agent is connected all the time."""
+    pod.start_container()
+    assert pod.may_connect(VCAP)
+
+    await pod.start_agent()
+
+    await pod.firewall(enforced=True)
+    assert not pod.may_connect(VCAP)
+    assert pod.may_connect()
+    assert await pod.director.value(AGENT, "ping") == "pong"
+    done = pod.machine.popen([sys.executable, "-m", "agent_shim.cli", "doctor", "--json"], stdout=subprocess.PIPE)
+    found = json.loads(done.communicate(timeout=60)[0])["findings"]
+    assert next(one for one in found if one["topic"] == "firewall")["verdict"] == "good"
+
+
+async def test_what_a_job_has_removed_comes_back_and_outlives_the_agent(pod: Netted) -> None:
+    """The next link is an occasion to look; without one it takes a minute at most."""
+    await pod.start()
+    await pod.firewall(enforced=True)
+    pod.machine.run("nft delete table inet agent_shim")
+    assert pod.may_connect(VCAP)
+
+    pod.proxy.cut()
+    async with asyncio.timeout(30):
+        while pod.tables() == "":
+            await asyncio.sleep(0.05)
+
+    assert not pod.may_connect(VCAP)
+    pod.end_agent()
+    assert not pod.may_connect(VCAP)
+    await pod.start_agent()
+
+
+async def test_handback_takes_the_rules_away_and_leaves_those_of_others(pod: Netted) -> None:
+    """The BOSH agent has a table of its own."""
+    await pod.start()
+    await pod.firewall(enforced=True)
+    pod.machine.run("nft add table inet bosh_agent")
+    pod.end_agent()
+
+    pod.machine.run(f"{sys.executable} -m agent_shim.cli handback")
+
+    assert pod.tables() == "table inet bosh_agent\n"
+    assert pod.may_connect(VCAP)
+
+
+async def test_switched_off_there_are_no_rules(pod: Netted) -> None:
+    """The option is there for those who have rules of their own."""
+    pod.shim = {"firewall": False}
+    await pod.start()
+
+    assert await pod.firewall() == {"enforced": False, "why": "it is switched off in agent.json"}
+    assert pod.tables() == ""
+
+
+async def test_without_the_right_to_filter_it_says_so_and_goes_on(pod: Netted) -> None:
+    """As in most pods."""
+    pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
+    await pod.start()
+
+    said = await pod.firewall(enforced=False)
+    while said["why"].startswith("the addresses"):
+        said = await pod.firewall(enforced=False)
+
+    assert "Operation not permitted" in said["why"]
+    assert await pod.director.value(AGENT, "ping") == "pong"
+
+
+async def test_an_agent_that_reaches_the_bus_through_another_users_proxy_is_not_cut_off(pod: Netted) -> None:
+    """Sidecars of service meshes redirect what others send and send it as themselves."""
+    pod.start_container()
+    at = urlsplit(pod.url)
+    other = ["setpriv", f"--reuid={DAEMON}", f"--regid={DAEMON}", "--clear-groups"]
+    sidecar = pod.machine.popen([*other, sys.executable, "-c", PASSING_ON, str(at.hostname), str(at.port)])
+    loaded = pod.machine.popen(["nft", "-f", "-"], stdin=subprocess.PIPE)
+    loaded.communicate(REDIRECTED.format(host=at.hostname, port=at.port).encode())
+    assert loaded.returncode == 0
+    async with asyncio.timeout(30):
+        while not pod.may_connect():
+            await asyncio.sleep(0.05)
+
+    await pod.start_agent()
+
+    said = await pod.firewall(why="the bus is reached by way of a process of another user, which rules would cut off")
+    assert not said["enforced"]
+    assert pod.tables() == "table ip mesh\n"
+    assert await pod.director.value(AGENT, "ping", timeout=30) == "pong"
+    pod.kill()
+    sidecar.wait()
