@@ -3,6 +3,8 @@
 ``python -m agent_shim.worker PARENT`` reads one request from standard input, does it, and writes one answer to
 standard output (shapes and client half: ``host.helper``). What can fail is told in the answer; anything else ends it
 with a traceback. It tidies up when it is terminated, which also happens when its parent goes.
+
+Every action that needs one waits for its imports: each kind of request has its own.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from agent_shim import bundles
-from agent_shim.blobstore.blobs import Blobs
 from agent_shim.errors import HostError, ShimError
-from agent_shim.host import archive, copytree, files, helper, packing, rotating
+from agent_shim.host import files, helper
 from agent_shim.host.helper import Done, Get, Install, Mirror, Outcome, Pack, Put, Request, Rotate, Target
 from agent_shim.paths import Paths
+
+if TYPE_CHECKING:
+    from agent_shim.blobstore.blobs import Blobs
 
 
 def main() -> int:
@@ -80,6 +83,8 @@ def _refused(request: Request, exc: OSError) -> str:
 
 
 async def _get(request: Get) -> Done:
+    from agent_shim.blobstore.blobs import Blobs
+
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
             os.lseek(file.fileno(), 0, os.SEEK_SET)  # the kernel's position, not that of the buffer before it
@@ -88,11 +93,15 @@ async def _get(request: Get) -> Done:
 
 
 async def _put(request: Put) -> Done:
+    from agent_shim.blobstore.blobs import Blobs
+
     async with Blobs(request.store, Paths(Path(request.base))) as blobs:
         return Done(blob_id=await blobs.put(Path(request.path), request.signed_url, request.headers))
 
 
 async def _pack(request: Pack) -> Done:
+    from agent_shim.host import packing
+
     with files.replacing(Path(request.path), mode=request.mode) as out:
         digest = await asyncio.to_thread(
             packing.pack,
@@ -107,6 +116,8 @@ async def _pack(request: Pack) -> Done:
 
 
 def _mirror(request: Mirror) -> Done:
+    from agent_shim.host import copytree
+
     # There is nothing to tidy up: whenever it is killed, the next one goes on where it was.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     progress = Path(request.progress)
@@ -119,6 +130,8 @@ def _mirror(request: Mirror) -> Done:
 
 
 def _rotate(request: Rotate) -> Done:
+    from agent_shim.host import rotating
+
     # Each step leaves files whole: it may be killed between any two.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
@@ -156,6 +169,8 @@ class _Piece:
 
 async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
     """All targets; those from one blob share its transfer. A failed one does not keep the others from succeeding."""
+    from agent_shim.blobstore.blobs import Blobs
+
     paths = Paths(Path(request.base))
     pieces = [_Piece(target, files.sibling(Path(target.path))) for target in request.targets]
     temps += [piece.temp for piece in pieces]
@@ -183,6 +198,9 @@ async def _fetch_and_unpack(blobs: Blobs, pieces: Sequence[_Piece], gate: asynci
 
 
 def _unpack(file: BinaryIO, piece: _Piece, owner: str | None) -> None:
+    from agent_shim import bundles
+    from agent_shim.host import archive
+
     target = piece.target
     try:
         if target.kind == "source":

@@ -17,13 +17,15 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
-import aiohttp
-from yarl import URL
-
+from agent_shim import imports
 from agent_shim.blobstore import Timing
 from agent_shim.digest import Hasher
 from agent_shim.errors import BlobError, NoRoomError
 from agent_shim.host.files import CHUNK
+
+with imports.without_authorities():  # aiohttp makes contexts at import; each client here has its own
+    import aiohttp
+from yarl import URL
 
 MOST_REDIRECTS: Final = 10
 

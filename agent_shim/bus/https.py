@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from aiohttp import web
-
-from agent_shim import wire
+from agent_shim import imports, wire
 from agent_shim.bus import Handle, Stats, tls
 from agent_shim.errors import ActionError, BlobError, BusError
 from agent_shim.host import files
 from agent_shim.host.helper import checked_blob_id, transfers
 from agent_shim.settings import Mbus
+
+with imports.without_authorities():  # aiohttp makes contexts for a client at import
+    from aiohttp import web
 
 logger = logging.getLogger(__name__)
 

@@ -14,37 +14,21 @@ import asyncio
 import logging
 import random
 import ssl
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
+from agent_shim import imports
 from agent_shim.bus import Handle, Stats, tls
 from agent_shim.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.settings import Mbus
 
-
-@contextmanager
-def _without(*absent: str, empty: str) -> Iterator[None]:
-    """Imports as if some modules were not installed and one had nothing in it."""
-    stand_ins: dict[str, Any] = dict.fromkeys(absent) | {empty: ModuleType(empty)}
-    own = {name: module for name, module in stand_ins.items() if name not in sys.modules}
-    sys.modules.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            del sys.modules[name]
-
-
 # aiohttp is there for websockets, importlib.metadata for a version number, nats.js for JetStream: 15 MB for nothing.
-with _without("aiohttp", "importlib.metadata", empty="nats.js"):
+with imports.without("aiohttp", "importlib.metadata", empty="nats.js"):
     from nats import errors as nats_errors
     from nats.aio.client import Client
     from nats.aio.transport import TcpTransport
