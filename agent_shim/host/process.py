@@ -93,6 +93,11 @@ class Process:
             self.seen_ticks = now
         return is_alive
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its end has been noticed; asks nobody."""
+        return self._over.is_set()
+
     async def wait(self) -> int | None:
         """Its exit code, 128+N when signal N killed it, None when nobody can tell (adopted, older kernels)."""
         await self._over.wait()

@@ -451,6 +451,11 @@ class Bpm:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process of bpm.yml was ever started here."""
+        return (self._paths.sys / "run/bpm").is_dir()
+
     def kill_hogs(self) -> list[Hog]:
         """Every process that used more memory than bpm.yml allows, killed with its tree; blocks for some milliseconds.
 

@@ -115,6 +115,8 @@ class Traces(msgspec.Struct):
 
     def see_kin(self, processes: Mapping[int, proc.Stat], below: Mapping[int, list[int]]) -> None:
         """Remember what descends from the process; ``below`` is what ``proc.children`` gives of ``processes``."""
+        if not self.kin and (self.known is None or self.known[0] not in below):
+            return
         kin = {each for each in self.kin if each[0] in processes and processes[each[0]].identity == each}
         if self.known is not None and self.known[0] in processes and processes[self.known[0]].identity == self.known:
             kin |= {processes[pid].identity for pid in proc.descent(below, [self.known[0]])} - {self.known}

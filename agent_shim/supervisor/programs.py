@@ -134,9 +134,9 @@ class Programs:
 
     def trim(self) -> None:
         """Cut files that have grown to their end: a start program that became the daemon may print for ever."""
-        for path in self._output.glob("*.log"):
-            if path.stat().st_size > MAX_OUTPUT:
-                with path.open("r+b", buffering=0) as stream:
+        for entry in os.scandir(self._output):
+            if entry.name.endswith(".log") and entry.stat(follow_symlinks=False).st_size > MAX_OUTPUT:
+                with Path(entry.path).open("r+b", buffering=0) as stream:
                     stream.seek(-MAX_OUTPUT // 2, os.SEEK_END)
                     end = stream.read(MAX_OUTPUT // 2)
                     # Writers append, so what they print meanwhile follows, or is lost.
@@ -201,6 +201,18 @@ class Bucket:
             except asyncio.CancelledError:
                 self._left += 1  # for who comes next
                 raise
+
+
+class Turns:
+    """Lets ``size`` pass in each turn of the event loop: what is done at once for many does not hold it for long."""
+
+    def __init__(self, size: int) -> None:
+        self._gate = asyncio.Semaphore(size)
+
+    async def take(self) -> None:
+        """Return when it is this caller's turn."""
+        async with self._gate:
+            await asyncio.sleep(0)
 
 
 def _living(held: Mapping[Identity, Process]) -> list[Identity]:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
+
 from agent_shim.host import cgroups, clock, proc
-from agent_shim.supervisor.faults import ORDER
+from agent_shim.supervisor.faults import ORDER, Complaint
 from agent_shim.supervisor.identity import Identity
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP
 
 MIN_SAMPLE: Final = 1.0
 """Seconds between two readings of processor time; closer ones would say little."""
+PROCESSORS: Final = os.cpu_count() or 1
 MEMORY_KEEP: Final = 10.0
 """Seconds for which the limit of the container's memory is known: few change it while it runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessInfo:
+class ProcessInfo(msgspec.Struct, frozen=True):
     """What ``get_state`` tells of a process (jobsupervisor/job_supervisor_interface.go).
 
     ``mem_*`` is the resident memory of the process and all that descend from it, ``cpu_total`` their share in percent
@@ -36,8 +37,7 @@ class ProcessInfo:
     cpu_total: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceInfo:
+class ServiceInfo(msgspec.Struct, frozen=True):
     """What an operator is shown of a service; ``state`` is ours, ``process.state`` the Director's word."""
 
     process: ProcessInfo
@@ -66,7 +66,7 @@ class ServiceInfo:
     cpu_seconds: float = 0.0
     """Of the process, all that descend from it, and those of them that have ended and were waited for."""
     threads: int = 0
-    exits: Mapping[str, int] = field(default_factory=dict)
+    exits: Mapping[str, int] = {}
     """How often it ended by itself, by kind (``presence.KINDS``)."""
     oom_kills: int = 0
 
@@ -133,7 +133,7 @@ class Readings:
                     sum(stat.threads for stat in tree),
                 )
                 info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
-            complaints = service.complaints.values() if service.state in UP else ()
+            complaints = list(service.complaints.values()) if service.state in UP else []
             found.append(
                 ServiceInfo(
                     process=info,
@@ -145,7 +145,7 @@ class Readings:
                     restarts=service.record.restarts,
                     last_exit=service.record.last_exit,
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
-                    faults=tuple(kind.failed for kind in ORDER if any(each.kind is kind for each in complaints)),
+                    faults=_in_order(complaints) if complaints else (),
                     mode=service.spec.mode,
                     unheeded=service.spec.unheeded,
                     exits=service.record.exits,
@@ -165,11 +165,17 @@ class Readings:
             return last.share
         else:
             seconds, used = now - last.taken_at, ticks - last.ticks
-        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE) / (os.cpu_count() or 1)
+        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE) / PROCESSORS
         # Descendants that have ended take their time with them.
         share = min(100.0, max(0.0, share))
         self._samples[name] = _Sample(identity, now, ticks, share)
         return share
+
+
+def _in_order(complaints: Iterable[Complaint]) -> tuple[str, ...]:
+    """What is wrong, in the order of monit."""
+    kinds = {each.kind for each in complaints}
+    return tuple(kind.failed for kind in ORDER if kind in kinds)
 
 
 class _ContainerMemory:

@@ -12,10 +12,10 @@ import asyncio
 import logging
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -27,10 +27,13 @@ from agent_shim.supervisor.faults import Complaint
 from agent_shim.supervisor.identity import Identity, Traces
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
 from agent_shim.supervisor.presence import LateError, Presence, Timing, kind_of
-from agent_shim.supervisor.programs import Bucket, Programs
+from agent_shim.supervisor.programs import Bucket, Programs, Turns
 from agent_shim.supervisor.state import ACTIVE, UP, State, Trigger, after, reported
 
 logger = logging.getLogger(__name__)
+
+MOST_RESTARTS: Final = 64
+"""That are remembered, for the limits of restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class Shared:
     """Something that is saved has changed."""
     was_oom: Callable[[], bool]
     """Whether the kernel has killed something for want of memory that nobody has laid claim to yet."""
+    ends: Turns
+    """Taken before an end is noted: of many at once the first is started again before the last is noted."""
     may_start: asyncio.Event
     """Cleared while no program may be started: what shall run waits, as starting."""
 
@@ -104,7 +109,8 @@ class Service:
         self._has_lived = False
         self._stop_by = float("inf")
         self._patience = 0.0
-        self._restarted_at: deque[float] = deque(maxlen=64)
+        self._restarted_at: list[float] = []
+        """The last of them."""
         self._is_counted = False
         """A restart goes on that the limits of restarts count."""
         self.take_spec(spec)
@@ -131,8 +137,9 @@ class Service:
 
     @property
     def reported(self) -> str:
-        """In the words of the Director."""
-        return reported(self.state, fails_a_check=bool(self.complaints))
+        """In the words of the Director; an end counts before its turn has come to be noted."""
+        process = self._presence.process
+        return reported(self.state, fails_a_check=bool(self.complaints) or (process is not None and process.is_over))
 
     @property
     def is_underway(self) -> bool:
@@ -354,6 +361,7 @@ class Service:
     async def _watch(self) -> None:
         """Wait for the end of the process; another one that took its place is followed."""
         how = await self._presence.gone(self.spec)
+        await self._shared.ends.take()
         if self._look():
             self.tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
             await self.react(self.spec.change)
@@ -370,6 +378,7 @@ class Service:
             self.tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
             self._move(Trigger.SETTLED)
         else:
+            await self._shared.ends.take()
             if not self._look():
                 self._lost(how)
 
@@ -436,7 +445,7 @@ class Service:
     def _count_restart(self) -> None:
         """One that nobody asked for begins."""
         self.record.restarts += 1
-        self._restarted_at.append(time.monotonic())
+        self._restarted_at = [*self._restarted_at[-MOST_RESTARTS + 1 :], time.monotonic()]
         self._is_counted = True
 
     async def _heed_limits(self) -> None:

@@ -26,7 +26,7 @@ from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.identity import Traces
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.presence import LateError, Timing
-from agent_shim.supervisor.programs import Bucket
+from agent_shim.supervisor.programs import Bucket, Turns
 from agent_shim.supervisor.service import Event, Record, Service, Shared
 from agent_shim.supervisor.state import State
 
@@ -86,6 +86,10 @@ class Played:
     @property
     def is_alive(self) -> bool:
         return not self.over.is_set()
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
 
     def send(self, sig: int) -> bool:
         raise AssertionError(f"signal {sig}: the stop program is there for that")
@@ -336,6 +340,7 @@ class Walk:
             tell=self.events.append,
             changed=lambda: None,
             was_oom=lambda: False,
+            ends=Turns(8),
             may_start=may_start,
         )
         self.service = Service(SPEC, self._shared)
