@@ -61,6 +61,8 @@ class World:
     http: str = "127.0.0.1:0"
     bosh: dict[str, Any] = field(default_factory=dict)
     """More members of ``env.bosh``."""
+    is_apart: bool = False
+    """The only child of the command is the agent, as process 1: no pidfile has a number of this machine."""
 
     @property
     def base(self) -> Path:
@@ -69,7 +71,9 @@ class World:
     @property
     def pid(self) -> int:
         assert self.agent is not None
-        return self.agent.pid
+        if not self.is_apart:
+            return self.agent.pid
+        return int(Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0])
 
     async def start_agent(self) -> float:
         """Start the agent; seconds from exec to its first pong."""
@@ -121,7 +125,7 @@ class World:
     async def stop_agent(self) -> None:
         """End the agent in order, if it runs."""
         if self.agent is not None:
-            self.agent.send(signal.SIGTERM)
+            self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
             await self.agent.wait()
             self.agent = None
 
@@ -187,10 +191,12 @@ class World:
 
     def pids(self) -> dict[str, int]:
         """The pids that the pidfiles of the jobs name now."""
-        found = {}
+        found: dict[str, int] = {}
+        if self.is_apart:
+            return found
         for path in (self.base / "data/sys/run").glob("*/*.pid"):
             text = path.read_text().strip()
-            if text.isdigit():
+            if text.isdigit() and int(text) > 1:
                 found[path.stem] = int(text)
         return found
 

@@ -26,14 +26,14 @@ class Case:
 CASES: Final[dict[str, Case]] = {}
 
 NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
-    "C-04": ("SIGKILL of a supervisor that is a process of its own", "the supervisor is part of the agent: see C-01"),
-    "C-05": (
-        "SIGTERM to process 1 with 20 jobs",
-        "no case yet; tests/integration/test_orderly.py and tests/image hold it",
+    "C-09": (
+        "an exception in any task of the agent",
+        "no case yet: it takes a failpoint in every task",
     ),
-    "C-07": ("the container is restarted in place", "no case yet; tests/root/test_coming_back.py holds it"),
-    "C-09": ("an exception in any task of the agent", "no case yet: it takes a failpoint in every task"),
-    "N-06": ("1000 agents and a server that restarts", "no case yet"),
+    "N-06": (
+        "1000 agents and a server that restarts",
+        "no case yet",
+    ),
     "N-07": (
         "certificates that expire while connected, clocks ahead",
         "no case yet; tests/integration hold parts of it",
@@ -42,25 +42,38 @@ NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
         "every -ERR, a server that talks nonsense",
         "no case yet; tests/integration/test_bus_nats_wire.py holds it",
     ),
-    "N-12": ("names that cannot be resolved, or late", "no case yet"),
-    "S-05": (
-        "numbers of processes used again between look and signal",
-        "no case yet; a root test of 10 000 rounds holds it",
+    "N-12": (
+        "names that cannot be resolved, or late",
+        "no case yet",
     ),
-    "S-06": ("50 000 orphans that exit", "no case yet: the agent is not process 1 on the stand"),
-    "S-10": ("logs of jobs that nobody reads, a full disk", "no case yet: jobs write files themselves"),
-    "S-11": ("commands that race each other", "no case yet; the walks over the state table hold it"),
-    "S-15": ("clocks that jump", "the clock of this machine is not ours to set; property tests hold the arithmetic"),
-    "D-03": ("errors of reading and writing, a read-only remount", "no case yet: no device mapper here"),
-    "D-04": ("a disk that hangs", "no case yet: no device mapper here"),
-    "D-08": ("rotation of 5 000 logs, one of 50 GB", "no case yet"),
-    "D-09": ("disks that are busy, missing, half migrated", "no case yet; tests/root/test_disks_*.py hold it"),
-    "D-10": ("/etc/hosts is a mount or read-only", "no case yet; tests of sync_dns hold it"),
+    "D-03": (
+        "errors of reading and writing, a read-only remount",
+        "no case yet: no device mapper here",
+    ),
+    "D-04": (
+        "a disk that hangs",
+        "no case yet: no device mapper here",
+    ),
+    "D-08": (
+        "rotation of 5 000 logs, one of 50 GB",
+        "no case yet",
+    ),
+    "D-09": (
+        "disks that are busy, missing, half migrated",
+        "no case yet; tests/root/test_disks_*.py hold it",
+    ),
+    "D-10": (
+        "/etc/hosts is a mount or read-only",
+        "no case yet; tests of sync_dns hold it",
+    ),
     "R-03": (
         "a job beyond its memory, a container beyond its own",
         "no case yet; the tests of bpm hold the first half",
     ),
-    "R-06": ("no threads, ports or random bytes", "no case yet"),
+    "R-06": (
+        "no threads, ports or random bytes",
+        "no case yet",
+    ),
 }
 """Cases of the scorecard that are not played, by number: the fault, and why."""
 

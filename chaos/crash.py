@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +16,8 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.release import archive
 from benchmarks.world import AGENT, World
 from chaos.cases import case
-from chaos.stand import Stand, commands, expect, until
+from chaos.stand import Stand, asked, commands, expect, until
+from chaos.supervision import checked, deployed, reaches
 
 MB = 1 << 20
 
@@ -101,6 +103,56 @@ async def killed_in_writes(stand: Stand) -> str:
     return "40 kills: every file old or new, every boot ok"
 
 
+@case("C-04", "SIGKILL of the supervisor, which is the agent; a job dies while there is none", is_long=True)
+async def supervisor_killed(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(20)
+    victim, pid = next(iter(stand.live().items()))
+    stand.remember()
+    stand.involved = {victim}
+    stand.between = lambda: os.kill(pid, signal.SIGKILL)
+    await stand.kill_agent()
+    back = await stand.answers(5)
+    stand.between = lambda: None
+    again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
+    told = {one["name"]: one for one in (await asked(stand, "services", action="show"))["services"]}
+    expect(told[victim].get("last_exit") in (None, "", "unknown"), f"an invented exit: {told[victim]}")
+    return f"back after {back:.2f} s, the job {again:.2f} s later; how it ended is not made up; 19 of 20 untouched"
+
+
+@case("C-05", "SIGTERM to process 1 with 20 jobs, one deaf and one that needs 8 s", is_long=True)
+async def container_ended(stand: Stand) -> str:
+    stand.contain()
+    await stand.boot()
+    jobs = {f"job{n}": _obedient(f"job{n}") for n in range(18)}
+    jobs["deaf"] = checked("deaf", "echo $$ > {run}/deaf.pid; trap '' TERM; while :; do sleep 0.1; done")
+    jobs["slow"] = _obedient("slow", "sleep 8;")
+    await deployed(stand, jobs)
+    for name in jobs:
+        await reaches(stand, name, "running", 20)
+    stand.remember()
+    stand.involved = None
+    stand.expected_ends += 1
+    begun_at = time.monotonic()
+    os.kill(stand.pid, signal.SIGTERM)
+    await until(lambda: len(stand.ends) == 1, 29, "the end of process 1")
+    took = time.monotonic() - begun_at
+    ended = (stand.world.base / "data/ended").read_text().split()
+    expect(len(set(ended)) == 19, f"only {len(set(ended))} of 19 jobs could end by themselves")
+    expect(stand.ends == [1], f"ended with {stand.ends[0]}, though one had to be killed")
+    await stand.answers(10)
+    for name in jobs:
+        await reaches(stand, name, "running", 10)
+    return f"over after {took:.1f} s with 1, as one had to be killed; 19 ended by themselves; all back in the next one"
+
+
+def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
+    """A job that says so when it ends because it was asked to."""
+    trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
+    monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
+    return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
+
+
 @case("C-06", "SIGTERM while a package is compiled by children that ignore it")
 async def ended_in_compile(stand: Stand) -> str:
     await stand.boot()
@@ -121,6 +173,38 @@ async def ended_in_compile(stand: Stand) -> str:
     left = list((stand.world.base / "data/compile").glob("*"))
     expect(not left, f"left behind: {left}")
     return f"the agent ended after {took:.2f} s, nothing of the compilation is left"
+
+
+@case("C-07", "the container is killed and starts in place: its root is new, its data is kept")
+async def restarted_in_place(stand: Stand) -> str:
+    stand.contain()
+    await stand.boot()
+    await stand.deploy(5)
+    stand.remember()
+    stand.involved = None
+    base = stand.world.base
+
+    def reset() -> None:
+        for place in base.iterdir():
+            if place.is_dir() and not place.is_symlink() and place.name != "data":
+                shutil.rmtree(place)
+            elif not place.is_dir() or place.is_symlink():
+                place.unlink()
+        for number in range(5):
+            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # the next agent
+        (base / "data/sys/run/stale").touch()
+
+    stand.between = reset
+    await stand.kill_agent()
+    begun_at = time.monotonic()
+    await stand.answers(10)
+    await stand.world.until_running()
+    took = time.monotonic() - begun_at
+    expect(took <= 10, f"the jobs run after {took:.1f} s")
+    wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
+    expect(not wrong, f"not started exactly once more: {wrong}")
+    expect(not (base / "data/sys/run/stale").exists(), "the run directory of before is still there")
+    return f"all jobs run {took:.1f} s after it was killed, none of 5 pidfiles that named process 1 was believed"
 
 
 @case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)

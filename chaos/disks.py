@@ -8,14 +8,12 @@ import os
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from agent_shim.demo.director import RpcRemoteError
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import CannotInjectError, Stand, expect
+from chaos.stand import Stand, expect, small
 
 
 async def refused(stand: Stand, method: str, *arguments: Any) -> str:
@@ -48,20 +46,6 @@ async def bad_blobs(stand: Stand) -> str:
     await stand.world.run("apply", spec)
     stand.involved = None
     return f"{len(errors)} kinds refused, the right one is taken afterwards"
-
-
-@contextmanager
-def small(stand: Stand, options: str) -> Iterator[None]:
-    """The agent's data on a tmpfs with these options."""
-    place = stand.world.base / "data"
-    place.mkdir(parents=True)
-    if os.geteuid() != 0:
-        raise CannotInjectError("needs root for a small tmpfs")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 async def _until_it_fits(stand: Stand, fault: str) -> str:

@@ -13,17 +13,20 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim import asking
 from agent_shim.demo.director import HealthMonitor, RpcTimeoutError
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.host import proc, process
+from agent_shim.paths import Paths
 from benchmarks.world import AGENT, World, world
 from tests.support.proxy import Proxy
 
@@ -99,6 +102,8 @@ class Stand:
     ends: list[int | None] = field(default_factory=list)
     is_dead: bool = False
     """Set by a case that ends the agent for good."""
+    between: Callable[[], object] = lambda: None
+    """What its init does before it starts the agent again."""
     _init: asyncio.Task[None] | None = None
     _before: Size | None = None
     _starts: dict[str, list[int]] = field(default_factory=dict)
@@ -109,6 +114,17 @@ class Stand:
     @property
     def pid(self) -> int:
         return self.world.pid
+
+    def contain(self) -> None:
+        """Before ``boot``: the agent is process 1 of a container, that is, of namespaces of its own."""
+        if os.geteuid() != 0:
+            raise CannotInjectError("needs root for namespaces")
+        self.world.is_apart = True
+        self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
+
+    def prefix(self, command: str) -> None:
+        """Before ``boot``: the agent is run by this command."""
+        self.world.command = f"{command} {self.world.command}"
 
     async def boot(self) -> float:
         """Start the agent under an init that starts it again; seconds to its first answer."""
@@ -308,6 +324,7 @@ class Stand:
             assert agent is not None
             self.ends.append(await agent.wait())
             await asyncio.sleep(RESTART_PAUSE)
+            self.between()
             self.world.exec_agent()
 
     async def end(self) -> None:
@@ -318,6 +335,12 @@ class Stand:
                 await self._init
 
 
+async def asked(stand: Stand, command: str, **members: Any) -> Any:
+    """What the agent answers to an operator, on its socket."""
+    socket = Paths(stand.world.base).control_socket
+    return await asyncio.to_thread(asking.ask, socket, {"command": command, **members}, timeout=60)
+
+
 def commands(line: str) -> int:
     """How many living processes have this command line."""
     words = line.replace(" ", "\0").encode() + b"\0"
@@ -326,6 +349,20 @@ def commands(line: str) -> int:
         with contextlib.suppress(OSError):
             found += stat.is_alive and Path(f"/proc/{stat.pid}/cmdline").read_bytes() == words
     return found
+
+
+@contextmanager
+def small(stand: Stand, options: str) -> Iterator[None]:
+    """The agent's data on a tmpfs with these options."""
+    place = stand.world.base / "data"
+    place.mkdir(parents=True)
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a small tmpfs")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def _lives(pid: int) -> bool:

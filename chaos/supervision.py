@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.demo.director import RpcTimeoutError
 from agent_shim.demo.release import archive
-from benchmarks.world import NETWORKS
+from agent_shim.host import proc
+from benchmarks.__main__ import cpu_seconds
+from benchmarks.world import AGENT, NETWORKS
 from chaos.cases import case
-from chaos.stand import Stand, commands, expect, until
+from chaos.stand import CONNECTED, CannotInjectError, Stand, asked, commands, expect, small, until
 
 SLEEPER: Final = "exec sleep 100000"
 
@@ -180,6 +188,63 @@ async def lying_pidfiles(stand: Stand) -> str:
     return f"{len(names)} kinds: none believed, all jobs started, nobody else signalled"
 
 
+@case("S-05", "numbers of processes used again between look and signal", scale="300 rounds of 10 000", is_long=True)
+async def numbers_again(stand: Stand) -> str:
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a pid namespace")
+    await stand.boot()
+    stand.remember()
+    program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), "300", "5"]
+    # The shell is process 1: orphans that nobody has taken in are its own.
+    inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
+    apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
+    done = await asyncio.to_thread(subprocess.run, apart, capture_output=True, text=True, timeout=600, check=False)
+    expect(done.returncode == 0, done.stderr[-500:])
+    told = json.loads(done.stdout)
+    expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
+    expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
+    return f"{told['taken']} numbers taken by strangers, none of them signalled"
+
+
+_STORM = """
+import os
+for _ in range({children}):
+    if os.fork() == 0:
+        for _ in range({each}):
+            if os.fork() == 0:
+                os._exit(0)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@case("S-06", "50 000 orphans exit in 10 bursts below an agent that is process 1", is_long=True)
+async def orphans(stand: Stand) -> str:
+    stand.contain()
+    await stand.boot()
+    await stand.deploy(2)
+    errand = stand.world.base / "jobs/job0/bin/run"
+    errand.write_text("#!/bin/sh\nexit 7\n")
+    errand.chmod(0o755)
+    stand.remember()
+    inside = ["nsenter", "-t", str(stand.pid), "-p", "--", sys.executable, "-c", _STORM.format(children=50, each=100)]
+    longest, wrong, before, begun_at = 0.0, 0, cpu_seconds(stand.pid), time.monotonic()
+    for _ in range(10):
+        storm = await asyncio.create_subprocess_exec(*inside)
+        result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=30)
+        wrong += result["exit_code"] != 7
+        expect(await storm.wait() == 0, "the storm has failed")
+        longest = max(longest, await until(lambda: not _dead_children(stand.pid), 5, "all are reaped"))
+    used = (cpu_seconds(stand.pid) - before) / (time.monotonic() - begun_at)
+    expect(not wrong, f"{wrong} of 10 errands were told another exit code than theirs")
+    expect(longest <= 1, f"reaped {longest:.2f} s after a burst")
+    return f"all reaped {longest:.2f} s after each burst at most, {used:.0%} of a processor; 10 exit codes of 10 right"
+
+
+def _dead_children(pid: int) -> int:
+    return sum(stat.parent == pid and not stat.is_alive for stat in proc.table().values())
+
+
 @case("S-07", "a job ignores TERM, forks on TERM, and leaves children in sessions of their own")
 async def deaf(stand: Stand) -> str:
     await stand.boot()
@@ -236,6 +301,75 @@ async def bad_starts(stand: Stand) -> str:
     kept = max((path.stat().st_blocks * 512 for path in stand.world.base.rglob("*") if path.is_file()), default=0)
     expect(kept <= 2 << 20, f"{kept >> 20} MiB of output are kept")
     return f"{kept >> 10} KiB of 200 MB of output kept; the others are on time"
+
+
+@case("S-10", "jobs that write without end, nobody reads what the agent says, the disk is full", is_long=True)
+async def talkative(stand: Stand) -> str:
+    with small(stand, "size=48m"):
+        await stand.boot()
+        loop = "echo $$ > {run}/loud.pid; n=0; while :; do n=$((n+1)); echo $n > {run}/count; "
+        loop += "head -c 1000000 /dev/zero; head -c 1000000 /dev/zero >> {base}/data/sys/log/loud.log; done 2>/dev/null"
+        await deployed(stand, {"loud": checked("loud", loop), "good": simple("good")})
+        for name in ("loud", "good"):
+            await reaches(stand, name, "running", 10)
+        stand.remember()
+        before = stand.live()
+        data = stand.world.base / "data"
+
+        def left() -> int:
+            told = os.statvfs(data)
+            return told.f_bavail * told.f_frsize
+
+        await until(lambda: left() < 1 << 20, 60, "the disk is full")
+        os.kill(stand.pid, signal.SIGSTOP)
+        await asyncio.sleep(5)
+        os.kill(stand.pid, signal.SIGCONT)
+        await stand.answers(5)
+        beat = await stand.heartbeat(31)
+        expect(stand.live() == before, "a job was restarted")
+        expect("disk" in stand.monitor.of("heartbeat", AGENT)[-1].body["vitals"], "no disk in the vitals")
+        subprocess.run(["mount", "-o", "remount,size=400m", str(data)], check=True)
+        os.kill(before["good"], signal.SIGKILL)
+        stand.involved = {"good"}
+        again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
+        await stand.world.run("stop")
+        return f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s"
+
+
+COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
+
+
+@case("S-11", "each two commands at once, from running and from stopped", is_long=True)
+async def racing(stand: Stand) -> str:
+    await stand.boot()
+    ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
+    await deployed(stand, {"racer": checked("racer", ctl)})
+    await reaches(stand, "racer", "running", 10)
+    stand.remember()
+    stand.involved = None
+
+    def ask(action: str) -> Any:
+        return asked(stand, "services", action=action, names=["racer"], wait=True)
+
+    longest, races = 0.0, 0
+    for before in ("start", "stop"):
+        for first, second in itertools.product(COMMANDS, repeat=2):
+            await ask(before)
+            begun_at = time.monotonic()
+            async with asyncio.timeout(30):
+                await asyncio.gather(ask(first), ask(second))
+            longest = max(longest, time.monotonic() - begun_at)
+            races += 1
+            count = commands("sleep 100011")
+            expect(count <= 1, f"{first} and {second} after {before}: {count} instances")
+            [seen] = (await asked(stand, "services", action="show"))["services"]
+            if seen["phase"] in ("running", "stopped"):
+                expect(count == (seen["phase"] == "running"), f"{first} and {second}: {count} and {seen['phase']}")
+    await ask("stop")
+    expect(commands("sleep 100011") == 0, "it runs though it was stopped last")
+    await ask("start")
+    expect(commands("sleep 100011") == 1, "it does not run though it was started last")
+    return f"{races} races, each over after {longest:.2f} s at most, never two instances"
 
 
 @case("S-12", "a cycle of dependencies, one that is missing, a name twice, 500 checks")
@@ -320,3 +454,44 @@ async def hanging_checks(stand: Stand) -> str:
         for server in servers:
             server.close()
     return f"a job that died meanwhile ran again after {took * 1000:.0f} ms"
+
+
+DAY: Final = 24 * 3600
+
+
+@case("S-15", "the clock jumps: a day ahead, a day back, to 1970", scale="no suspension, no leap second", is_long=True)
+async def clock_jumps(stand: Stand) -> str:
+    library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
+    if library is None:
+        raise CannotInjectError("needs the Debian package faketime")
+    jump = stand.world.scratch / "jump"
+    jump.write_text("+0\n")
+    fake = f"LD_PRELOAD={library} FAKETIME_TIMESTAMP_FILE={jump} FAKETIME_NO_CACHE=1 FAKETIME_DONT_FAKE_MONOTONIC=1"
+    stand.prefix(f"env {fake} FAKETIME_DISABLE_SHM=1")
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    gaps, shown = [], []
+    for seconds in (DAY, -DAY, -int(time.time()) + 60):
+        jump.write_text(f"{seconds:+d}\n")
+        gaps.append(await stand.heartbeat(31.5))
+        state = await stand.call("get_state", "full")
+        shown += [one["uptime"]["secs"] for one in state["processes"]]
+        expect(state["job_state"] == "running", f"the jobs are {state['job_state']}")
+        expect(min(shown) >= 0 and max(shown) < DAY, f"uptimes of {min(shown)} to {max(shown)} s")
+    # In 1970 no certificate is valid yet.
+    stand.proxy.cut()
+    links = stand.proxy.connections
+    await until(lambda: stand.proxy.connections > links + 1, 20, "it tries again")
+    expect(not await _is_back(stand), "a certificate of the future was taken")
+    jump.write_text("+0\n")
+    back = await stand.answers(CONNECTED)
+    rest = f"refused in 1970, back {back:.1f} s after that"
+    return f"uptimes of {min(shown)} to {max(shown)} s, heartbeats within {max(gaps):.0f} s; {rest}"
+
+
+async def _is_back(stand: Stand) -> bool:
+    with contextlib.suppress(RpcTimeoutError):
+        await stand.call("ping", timeout=1)
+        return True
+    return False
