@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from agent_shim import boot, comeback, control, joblogs, log, metrics, observed,
 from agent_shim.dispatch import ACTIONS
 from agent_shim.errors import ConfigError
 from agent_shim.fencing import Fence, only_one
-from agent_shim.host import notify, process, reaper
+from agent_shim.host import apart, notify, process, reaper
 from agent_shim.mirror import Mirror
 from agent_shim.paths import Paths
 from agent_shim.running import GIVEN_UP, Running, or_stop
@@ -35,7 +34,7 @@ from agent_shim.supervisor import bpm_answers
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 6
-"""For what blocks, in all, on however many processors: each thread that was ever needed stays."""
+"""For what blocks, on however many processors."""
 RIVAL_LOOK: Final = 1.0
 """Seconds between looks whether an agent that uses our volumes has ended."""
 
@@ -104,7 +103,7 @@ class Daemon:
         process.default_signals()
         process.leave_no_core()
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="blocking"))
+        loop.set_default_executor(apart.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):

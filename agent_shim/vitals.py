@@ -145,6 +145,9 @@ class Vitals:
             logger.warning("vitals without %s: it does not answer", path)
             return None
         self._asked.pop(path, None)
+        if (exc := asked.exception()) is not None:
+            logger.warning("vitals without %s: %s", path, exc)
+            return None
         return asked.result()
 
 

@@ -46,10 +46,6 @@ NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
         "names that cannot be resolved, or late",
         "no case yet",
     ),
-    "D-03": (
-        "errors of reading and writing, a read-only remount",
-        "no case yet: no device mapper here",
-    ),
     "D-04": (
         "a disk that hangs",
         "no case yet: no device mapper here",
@@ -62,17 +58,9 @@ NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
         "disks that are busy, missing, half migrated",
         "no case yet; tests/root/test_disks_*.py hold it",
     ),
-    "D-10": (
-        "/etc/hosts is a mount or read-only",
-        "no case yet; tests of sync_dns hold it",
-    ),
     "R-03": (
         "a job beyond its memory, a container beyond its own",
         "no case yet; the tests of bpm hold the first half",
-    ),
-    "R-06": (
-        "no threads, ports or random bytes",
-        "no case yet",
     ),
 }
 """Cases of the scorecard that are not played, by number: the fault, and why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import subprocess
 import tarfile
@@ -13,7 +14,7 @@ from typing import Any
 from agent_shim.demo.director import RpcRemoteError
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import Stand, expect, small
+from chaos.stand import CannotInjectError, Stand, expect, injecting, small
 
 
 async def refused(stand: Stand, method: str, *arguments: Any) -> str:
@@ -24,6 +25,37 @@ async def refused(stand: Stand, method: str, *arguments: Any) -> str:
         return str(exc)
     expect(False, f"{method} was not refused")
     return ""
+
+
+@case("D-03", "errors of reading, writing and syncing; then the data is read-only", is_long=True)
+async def broken_disk(stand: Stand) -> str:
+    with small(stand, "size=200m"):
+        await stand.boot()
+        await stand.deploy(2)
+        stand.remember()
+        stand.involved = None
+        data = stand.world.base / "data"
+        errors = []
+        for number, faults in enumerate((("fsync:error=EIO", "fdatasync:error=EIO"), ("write:error=EIO:when=40+3",))):
+            spec = stand.world.spec(2, 2, 1 << 20, version=f"v{number}")
+            async with injecting(stand, *faults):
+                errors.append(await refused(stand, "apply", spec))
+                await stand.call("ping", timeout=2)
+            await stand.world.run("apply", spec)
+        spec = stand.world.spec(2, 2, 1 << 20, version="ro")
+        subprocess.run(["mount", "-o", "remount,ro", str(data)], check=True)
+        try:
+            errors.append(await refused(stand, "apply", spec))
+            beat = await stand.heartbeat(31)
+            await stand.call("get_state", "full")
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(data)], check=True)
+        await stand.world.run("apply", spec)
+        for method in ("stop", "start"):
+            await stand.world.run(method)
+        await stand.world.until_running()
+        told = " / ".join(error.rpartition(": ")[2] for error in errors)
+        return f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete when repeated"
 
 
 @case("D-05", "blobs that are cut, changed or missing")
@@ -160,3 +192,30 @@ async def moving_logs(stand: Stand) -> str:
     expect(count > 100, f"only {count} members of logs of which most are always there")
     expect("fifo.log" not in names, "a FIFO is packed")
     return f"{count} members in {took:.1f} s"
+
+
+@case("D-10", "the hosts file is a mount, then a read-only one")
+async def mounted_hosts(stand: Stand) -> str:
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a mount")
+    await stand.boot()
+    stand.remember()
+    hosts, own = stand.world.base / "etc/hosts", stand.world.scratch / "hosts"
+    own.write_text("127.0.0.1 localhost\n")
+    hosts.parent.mkdir(exist_ok=True)
+    hosts.touch()
+    subprocess.run(["mount", "--bind", str(own), str(hosts)], check=True)
+    try:
+        for version, options in ((1, "remount,bind,rw"), (2, "remount,bind,ro")):
+            subprocess.run(["mount", "-o", options, str(hosts)], check=True)
+            records = {"version": version, "records": [[f"10.0.0.{version}", f"neighbour{version}"]]}
+            blob = stand.world.blob(f"dns{version}", json.dumps(records).encode())
+            answer = await stand.call("sync_dns", blob["blobstore_id"], blob["sha1"], version)
+            expect(answer == "synced", str(answer))
+            kept = json.loads((stand.world.base / "instance/dns/records.json").read_bytes())
+            expect(kept == records, f"records of version {version} are not there")
+    finally:
+        subprocess.run(["umount", str(hosts)], check=True)
+    text = own.read_text()
+    expect("10.0.0.1 neighbour1" in text and "neighbour2" not in text, "the mounted file is not as expected")
+    return "written in place; the read-only one stays, and bosh-dns has the new records all the same"

@@ -15,7 +15,7 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from benchmarks.__main__ import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import CannotInjectError, Stand, expect, until
+from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, injecting, until
 
 
 @case("R-01", "the agent has no descriptors left", is_long=True)
@@ -122,3 +122,31 @@ async def little_memory(stand: Stand) -> str:
         failed = int((group / "memory.failcnt").read_text())
         resident = stand.size().memory
     return f"{resident >> 20} MiB resident; the group took {most >> 20} MiB with files, {failed} times at its limit"
+
+
+@case("R-06", "no further threads, no ports to connect from, no random bytes", is_long=True)
+async def exhausted(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    with cgroup("pids") as group:
+        for thread in Path(f"/proc/{stand.pid}/task").iterdir():
+            (group / "tasks").write_text(thread.name)
+        (group / "pids.max").write_text((group / "pids.current").read_text())
+        answers = await asyncio.gather(*(stand.call("get_state", "full", timeout=10) for _ in range(50)))
+        expect(all(one["job_state"] == "running" for one in answers), "a wrong state")
+        beat = await stand.heartbeat(31)
+        (group / "pids.max").write_text("max")
+    links = stand.proxy.connections
+    async with injecting(stand, "connect:error=EADDRNOTAVAIL"):
+        stand.proxy.cut()
+        await asyncio.sleep(8)
+        expect(stand.proxy.connections == links, "the fault did not show")
+    back = await stand.answers(CONNECTED)
+    async with injecting(stand, "getrandom:error=EAGAIN"):
+        for _ in range(5):
+            with suppress(RpcRemoteError, RpcTimeoutError):
+                await stand.world.director.run(AGENT, "run_script", "nothing", {}, timeout=2, limit=5)
+        await stand.call("ping", timeout=5)
+    await stand.world.run("run_script", "nothing", {})
+    return f"50 states at once and a heartbeat within {beat:.0f} s without a further thread; back {back:.1f} s later"

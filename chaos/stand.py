@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,8 +38,6 @@ CONNECTED: Final = 12.0
 """Seconds within which an agent is back on a bus that is there again."""
 
 LOG_GROWTH: Final = 1 << 20
-THREADS: Final = 8
-"""As many are no leak, however few there were before: a pool of bounded size fills when it is needed."""
 MEMORY: Final = 5 << 20
 RESTART_PAUSE: Final = 0.2
 
@@ -81,7 +80,7 @@ class Size:
         found = []
         if self.descriptors > before.descriptors + 5:
             found.append(f"I4: {self.descriptors} descriptors after {before.descriptors}")
-        if self.threads > max(before.threads + 2, THREADS):
+        if self.threads > before.threads + 2:
             found.append(f"I4: {self.threads} threads after {before.threads}")
         if self.memory > before.memory + MEMORY:
             found.append(f"I4: {self.memory >> 20} MiB after {before.memory >> 20} MiB")
@@ -349,6 +348,27 @@ def commands(line: str) -> int:
         with contextlib.suppress(OSError):
             found += stat.is_alive and Path(f"/proc/{stat.pid}/cmdline").read_bytes() == words
     return found
+
+
+@asynccontextmanager
+async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
+    """System calls of the agent and its children fail for the length of the block: ``fsync:error=EIO``."""
+    if shutil.which("strace") is None or os.geteuid() != 0:
+        raise CannotInjectError("needs root and the Debian package strace")
+    calls = ",".join(fault.partition(":")[0] for fault in faults)
+    injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
+    # It is said who was attached to: from then on the fault is there.
+    argv = ["strace", "-f", "-p", str(stand.pid), "-o", "/dev/null", "-e", f"trace={calls}", *injected]
+    tracer = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
+    try:
+        assert tracer.stderr is not None
+        async with asyncio.timeout(10):
+            if b"attached" not in (said := await tracer.stderr.readline()):
+                raise CannotInjectError(f"strace: {said.decode().strip()}")
+        yield
+    finally:
+        tracer.terminate()  # it lets go of all that it traces
+        await tracer.wait()
 
 
 @contextmanager

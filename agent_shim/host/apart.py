@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +19,7 @@ T = TypeVar("T")
 
 
 def apart(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """What ``work`` returns or raises; nothing waits for it when we end."""
+    """What ``work`` returns or raises; nothing waits for it when we end. ``OSError`` where no thread can be made."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -32,5 +34,20 @@ def apart(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop is gone
             loop.call_soon_threadsafe(lambda: None if answer.done() else settle())
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as exc:
+        answer.set_exception(OSError(errno.EAGAIN, f"{exc}"))
     return answer
+
+
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Threads for ``asyncio.to_thread``, all of them there at once: later on the machine may grant no more."""
+    made = ThreadPoolExecutor(threads, thread_name_prefix="blocking")
+    together = threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            made.submit(together.wait)
+    except RuntimeError:
+        together.abort()  # those that there are must do
+    return made

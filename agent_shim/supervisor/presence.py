@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -118,8 +119,12 @@ class Presence:
         return f"{spec.path} is missing"
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
-        """Whether the path of a check that is no process is there now; one that cannot be looked at is not."""
-        self._is_there = spec.path is None or await apart(partial(_exists, spec.path), f"look for {spec.name}")
+        """Whether the path of a check that is no process is there now; one that cannot be looked at is not.
+
+        Where not even a thread can be had for the look, what was seen last holds.
+        """
+        with contextlib.suppress(OSError):
+            self._is_there = spec.path is None or await apart(partial(_exists, spec.path), f"look for {spec.name}")
         return self._is_there
 
     async def arrival(self, spec: ProcessSpec, traces: Traces) -> None:
