@@ -136,6 +136,8 @@ class Readings:
     tasks_running: int = 0
     tasks_waiting: int = 0
     firewall_enforced: bool = False
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often which endless work of the agent has failed and was begun again."""
     addresses_missing: int = 0
     """Addresses that the Director counts on and no interface has."""
     certificates: Mapping[str, float] = field(default_factory=dict)
@@ -244,6 +246,8 @@ class Metrics:
         yield from _of_processes(readings.processes)
         yield _gauge("tasks_running", "Long actions that run now.", _one(readings.tasks_running))
         yield _gauge("tasks_waiting", "Long actions that wait for their turn.", _one(readings.tasks_waiting))
+        text = "Times that a part of the agent has failed by a bug and was begun again."
+        yield _counter("part_failures", text, _by_label(readings.failures), "part")
         missing = _one(readings.addresses_missing)
         yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
         enforced = _one(readings.firewall_enforced)

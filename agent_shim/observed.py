@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent_shim import __version__, metrics
+from agent_shim import __version__, lasting, metrics
 from agent_shim.agent import Agent
 from agent_shim.host import helper, proc
 from agent_shim.running import Running, is_https
@@ -130,6 +130,7 @@ def readings(live: Running) -> metrics.Readings:
         processes=[_process_reading(service) for service in agent.supervisor.services()],
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
+        failures=lasting.failures,
         firewall_enforced=not live.firewall.obstacle,
         addresses_missing=len(live.drift.missing),
         certificates=live.expiry.ends,

@@ -1,7 +1,8 @@
 """The agent once it knows who it is: services and edges wired, named root tasks, and how it goes away.
 
-A root task that ends, for whatever reason, ends the daemon with a traceback: everything that can go wrong outside is
-handled inside them, so its end is a bug, and the supervisor of the container starts the agent anew. Jobs go on.
+Everything that can go wrong outside is handled inside root tasks, so the end of one is a bug. It is begun again, and
+the others go on; when the bus, the lane of tasks or the heartbeat keeps failing, or the supervisor loses a service, the
+daemon ends with a traceback, and the init of the container starts the agent anew. Jobs go on in any case.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from agent_shim.expiry import Expiry
 from agent_shim.fencing import Fence
 from agent_shim.firewall import Firewall
 from agent_shim.host import files, network, proc
+from agent_shim.lasting import for_ever
 from agent_shim.logs import Logs
 from agent_shim.metrics import Metrics
 from agent_shim.mirror import Mirror
@@ -55,7 +57,7 @@ from agent_shim.spec_store import SpecStore
 from agent_shim.sshd import Sshd
 from agent_shim.supervisor import monit_answers
 from agent_shim.supervisor.supervisor import Event, Supervisor
-from agent_shim.tasks import Tasks, is_asked_to_end
+from agent_shim.tasks import Tasks
 from agent_shim.users import Users
 from agent_shim.vitals import Vitals
 
@@ -72,6 +74,8 @@ FENCED_GRACE: Final = 10.0
 """Seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
+VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
+"""Root tasks without which the agent is none: a fresh process is tried when one of them keeps failing."""
 LAST_WORDS: Final = 1.0
 """Seconds in which the replies to held polls may leave before the bus is left."""
 
@@ -191,7 +195,6 @@ class Running:
             "bus": self.bus.run,
             "heartbeat": self.heartbeat.run,
             "alerts": self._alerts.run,
-            "supervisor": agent.supervisor.run,
             "tasks": lambda: agent.tasks.run(dispatcher.failure),
             "settings": lambda: agent.settings.watch(self._settings_changed),
             "coming back": self.comeback.run,
@@ -208,7 +211,11 @@ class Running:
             roots["standalone"] = self.standalone.run
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(_for_ever(name, run), name=name) for name, run in roots.items()]
+                running: list[asyncio.Task[Any]] = [group.create_task(agent.supervisor.run(), name="supervisor")]
+                running += [
+                    group.create_task(for_ever(name, run, is_vital=name in VITAL), name=name)
+                    for name, run in roots.items()
+                ]
                 await or_stop(self._given_up.wait(), self._stop)
                 agent.tasks.release_polls()
                 await self.bus.settle(LAST_WORDS)
@@ -428,12 +435,3 @@ def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
             opened.truncate()
     except OSError as exc:
         logger.debug("no termination log: %s", exc)
-
-
-async def _for_ever(name: str, run: Callable[[], Awaitable[None]]) -> None:
-    try:
-        await run()
-    except asyncio.CancelledError:
-        if is_asked_to_end():
-            raise
-    raise RuntimeError(f"root task {name} has ended, which it must not")

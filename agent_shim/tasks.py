@@ -22,6 +22,7 @@ import msgspec
 
 from agent_shim.errors import ActionError, HostError, TaskNotFoundError
 from agent_shim.host import files
+from agent_shim.lasting import is_asked_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +188,14 @@ class Tasks:
 
     async def run(self, failure: Callable[[str, BaseException], str]) -> None:
         """Run the tasks one at a time in the order they came, for ever; ``failure`` turns an exception into a text."""
-        while True:
-            await self._run_next(failure)
+        try:
+            while True:
+                await self._run_next(failure)
+        except Exception:
+            if self.running is not None:  # whoever polls it must not wait for ever
+                self._finish(self.running, "failed", "an internal error of the agent (its log has the traceback)")
+                self.running = None
+            raise
 
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
         task, work = await self._queue.get()
@@ -260,12 +267,6 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink()
-
-
-def is_asked_to_end() -> bool:
-    """Whether a cancellation that was caught is meant for the asyncio task that caught it, and not from within."""
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes]]:

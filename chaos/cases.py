@@ -26,10 +26,6 @@ class Case:
 CASES: Final[dict[str, Case]] = {}
 
 NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
-    "C-09": (
-        "an exception in any task of the agent",
-        "no case yet: it takes a failpoint in every task",
-    ),
     "N-06": (
         "1000 agents and a server that restarts",
         "no case yet",

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Final
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.release import archive
 from benchmarks.world import AGENT, World
 from chaos.cases import case
-from chaos.stand import Stand, asked, commands, expect, until
+from chaos.stand import CannotInjectError, Stand, asked, commands, expect, until
 from chaos.supervision import checked, deployed, reaches
 
 MB = 1 << 20
@@ -230,6 +231,55 @@ async def replaced(stand: Stand) -> str:
         # As with the Go agent: what ran for the old process is lost, and the Director is told so.
         expect("could not be found" in str(exc), str(exc))
     return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is told as lost, as by the Go agent"
+
+
+PARTS: Final = (
+    "bus", "heartbeat", "alerts", "tasks", "settings", "coming back", "copy of the state", "leases", "addresses",
+    "certificates", "loop lag", "logs of jobs", "memory of bpm processes", "rules", "what descends from processes",
+)  # fmt: skip
+
+
+@case(
+    "C-09",
+    f"an error nobody foresaw in each of {len(PARTS)} parts of the agent, then again and again",
+    is_long=True,
+)
+async def planted(stand: Stand) -> str:
+    if "-m agent_shim.cli" not in stand.world.command:
+        raise CannotInjectError("needs an agent written in Python")
+    part = stand.world.scratch / "part"
+    failpoints = Path(__file__).with_name("failpoints.py")
+    stand.world.command = stand.world.command.replace("-m agent_shim.cli", f"{failpoints} {part}")
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+
+    async def fail(name: str) -> None:
+        label = f'agent_shim_part_failures_total{{part="{name}"}}'
+        before = stand.metric(label)
+        part.write_text(name)
+        os.kill(stand.pid, signal.SIGRTMIN)
+        await until(lambda: stand.ends or stand.metric(label) > before, 10, f"the failure of {name}")
+
+    for name in PARTS:
+        await fail(name)
+        await stand.answers(5)
+    expect(not stand.ends, f"the agent ended with {stand.ends}")
+    beat = await stand.heartbeat(31)
+    stand.expected_ends += 2
+    for pause in (0.5, 1, 2, 4, 8):
+        await fail("tasks")
+        await asyncio.sleep(pause)
+    await until(lambda: stand.ends, 5, "the end of the agent whose lane keeps failing")
+    first = await stand.answers(5)
+    part.write_text("supervisor")
+    os.kill(stand.pid, signal.SIGRTMIN)
+    await until(lambda: len(stand.ends) == 2, 10, "the end of the agent whose supervisor has failed")
+    back = max(first, await stand.answers(5))
+    await stand.world.until_running()
+    return (
+        f"a heartbeat within {beat:.0f} s; a lane that keeps failing ends the agent, which is back after {back:.1f} s"
+    )
 
 
 @case("C-10", "a second agent is started on the same tree")

@@ -18,6 +18,7 @@ import msgspec
 
 from agent_shim.errors import ActionError, HostError
 from agent_shim.host import files, proc
+from agent_shim.lasting import for_ever
 from agent_shim.paths import Paths
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm_run import Bpm, Hog
@@ -120,23 +121,24 @@ class Supervisor:
         await self.close()
 
     async def run(self) -> None:
-        """Endless work beside the services; a service that a bug has ended ends it too, with the same error.
+        """Endless work beside the services; a service that a bug has ended ends it, with the same error.
 
-        The daemon then ends, and the next agent takes the processes over.
+        The daemon then ends, and the next agent takes the processes over: it finds out what is true of the service.
         """
         beside = [
-            asyncio.create_task(self._watch_memory(), name="memory of bpm processes"),
-            asyncio.create_task(self._checks.run(), name="rules"),
-            asyncio.create_task(self._see_kin(), name="what descends from processes"),
+            asyncio.create_task(for_ever(name, run), name=name)
+            for name, run in {
+                "memory of bpm processes": self._watch_memory,
+                "rules": self._checks.run,
+                "what descends from processes": self._see_kin,
+            }.items()
         ]
-        for task in beside:
-            task.add_done_callback(self._life_ended)
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TRIM_PERIOD):
                         await self._has_bug.wait()
-                for life in (*beside, *self._lives.values()):
+                for life in self._lives.values():
                     if life.done() and not life.cancelled():
                         life.result()
                 with contextlib.suppress(OSError):

@@ -47,6 +47,7 @@ BROAD: Mapping[str, str] = {
     "bus.nats": "whatever the client library raises, the bus is tried again",
     "host.apart": "whatever the work raises is raised where it is waited for",
     "dispatch": "a bug in an action becomes an exception reply, not the end of the agent",
+    "lasting": "a part of the agent that fails disturbs no other",
     "tasks": "the lane outlives whatever a task raises",
 }
 """Who may catch anything; the line itself must carry a comment as well."""

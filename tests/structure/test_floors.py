@@ -25,7 +25,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
         | {"settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),
-    0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "imports", "log", "x509"}),
+    0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "imports", "lasting", "log", "x509"}),
 }
 """What lives on which floor; a package stands for all its modules."""
 

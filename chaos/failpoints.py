@@ -1,0 +1,43 @@
+"""failpoints.py FILE ARGUMENT...: the agent, in which any asyncio task can be made to fail.
+
+On SIGRTMIN the one fails whose name is in FILE: what it waits for at that moment raises an error nobody has foreseen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from agent_shim import cli
+from agent_shim.daemon import Daemon
+
+
+def fail(name: str) -> None:
+    """Let the task of this name fail."""
+    for task in asyncio.all_tasks():
+        if task.get_name() == name:
+            waits_for: Any = task
+            while isinstance(waits_for, asyncio.Task):
+                waits_for = getattr(waits_for, "_fut_waiter", None)
+            if waits_for is not None and not waits_for.done():
+                waits_for.set_exception(ArithmeticError("planted"))
+
+
+def main() -> int:
+    """As the agent, until the signal."""
+    file = Path(sys.argv.pop(1))
+    serve = Daemon.serve
+
+    async def serve_with_failpoints(daemon: Daemon) -> int:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(file.read_text()))
+        return await serve(daemon)
+
+    Daemon.serve = serve_with_failpoints  # type: ignore[method-assign,assignment]
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
