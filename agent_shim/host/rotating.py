@@ -17,8 +17,8 @@ from agent_shim.errors import HostError
 from agent_shim.host import files
 
 LEVEL: Final = 2
-MAX_REST: Final = 32 << 20
-"""Bytes that are fetched between the copy and the cut; who writes faster than that is read loses the rest."""
+MAX_REST: Final = 1 << 30
+"""Bytes that are fetched between the copy and the cut; who writes faster than that is packed loses the rest."""
 GZIP: Final = 31
 """For zlib: a gzip head, and the largest window."""
 
@@ -93,12 +93,14 @@ def _pack(source: int, target: int, size: int) -> int:
     # On disk before it is gone from there.
     _write(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
-    rest = bytearray()
-    while len(rest) < MAX_REST and (chunk := os.read(source, files.CHUNK)):
-        rest += chunk
+    rest = 0
+    # The sync may have taken seconds. Cut is when a look finds nothing more, not after so many bytes.
+    while rest < MAX_REST and (chunk := os.read(source, files.CHUNK)):
+        rest += len(chunk)
+        _write(target, packer.compress(chunk))
     os.ftruncate(source, 0)
-    _write(target, packer.compress(bytes(rest)) + packer.flush())
-    return moved + len(rest)
+    _write(target, packer.flush())
+    return moved + rest
 
 
 def _first_data(source: int) -> int:

@@ -106,6 +106,27 @@ for number in range(4000):
     assert len(lines) > 4000 - 20 * (len(numbers) + 1)
 
 
+def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much that is."""
+    log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
+    log.write_bytes(b"first\n")
+
+    def slow(descriptor: int) -> None:
+        with log.open("ab") as file:
+            file.write(burst)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    root = os.open(logs, os.O_RDONLY)
+    try:
+        moved = rotating.rotate(root, "web/web.log", 7)
+    finally:
+        os.close(root)
+
+    assert moved == len(b"first\n") + len(burst)
+    assert archived(log) == b"first\n" + burst
+    assert log.stat().st_size == 0
+
+
 async def test_hole_of_a_writer_that_does_not_append_is_no_content(logs: Path) -> None:
     """It goes on where it was: what lies before that is not copied, and does not count."""
     log = logs / "web/web.log"
