@@ -83,15 +83,14 @@ class Rotation:
 
     async def rotate(self) -> None:
         """Rotate what is too large now, then remove the oldest archives above the limit."""
-        logs, archives = await asyncio.to_thread(look, self._root)
         limit = self._size()
-        due = [each.path for each in logs if each.size > limit]
+        due, archives = await asyncio.to_thread(look, self._root, limit)
         if due:
             logger.info("rotating %s", ", ".join(due))
             done = await helper.work(helper.Rotate(str(self._root), due, self._limits.keep), nice=10)
             for outcome in filter(lambda outcome: outcome.error, done.outcomes):
                 logger.error("%s", outcome.error)
-            _, archives = await asyncio.to_thread(look, self._root)
+            _, archives = await asyncio.to_thread(look, self._root, limit)
         for path in surplus(archives, self._limits.total):
             logger.info("removing %s: archives of logs take more than %d bytes", path, self._limits.total)
             await asyncio.to_thread(remove, self._root, path)
@@ -129,13 +128,14 @@ def put_into_force(rule: Path) -> None:
         raise files.failed(f"put {rule} into force", exc) from exc
 
 
-def look(root: Path) -> tuple[list[Found], list[Found]]:
-    """The logs and the archives below ``root``; links are neither followed nor named. Blocks."""
-    logs: list[Found] = []
+def look(root: Path, limit: int) -> tuple[list[str], list[Found]]:
+    """The logs below ``root`` of more than ``limit`` bytes, and all archives; no link is followed or named. Blocks."""
+    logs: list[str] = []
     archives: list[Found] = []
     for found in _walk(root, "", DEPTH):
         if found.path.endswith(".log"):
-            logs.append(found)
+            if found.size > limit:
+                logs.append(found.path)
         elif ARCHIVE.fullmatch(found.path):
             archives.append(found)
     return logs, archives
@@ -143,21 +143,22 @@ def look(root: Path) -> tuple[list[Found], list[Found]]:
 
 def _walk(root: Path, below: str, depth: int) -> Iterator[Found]:
     try:
-        entries = list(os.scandir(root / below))
+        entries = os.scandir(root / below)
     except OSError:
         return  # gone, or none of ours
-    for entry in entries:
-        path = f"{below}/{entry.name}" if below else entry.name
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                if depth > 1:
-                    yield from _walk(root, path, depth - 1)
+    with entries:
+        for entry in entries:
+            path = f"{below}/{entry.name}" if below else entry.name
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    if depth > 1:
+                        yield from _walk(root, path, depth - 1)
+                    continue
+                status = entry.stat(follow_symlinks=False)
+            except OSError:
                 continue
-            status = entry.stat(follow_symlinks=False)
-        except OSError:
-            continue
-        if stat.S_ISREG(status.st_mode):
-            yield Found(path, min(status.st_size, status.st_blocks * BLOCK), status.st_mtime)
+            if stat.S_ISREG(status.st_mode):
+                yield Found(path, min(status.st_size, status.st_blocks * BLOCK), status.st_mtime)
 
 
 def surplus(archives: list[Found], total: int) -> list[str]:
