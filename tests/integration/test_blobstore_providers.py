@@ -7,7 +7,6 @@ import hashlib
 import json
 import resource
 import stat
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -249,12 +248,10 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
     getting = asyncio.create_task(content(made(paths, "x")))
     while not (tmp_path / "pid").exists():
         await asyncio.sleep(0.01)
-    begun_at = time.monotonic()
     getting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await getting
 
-    assert time.monotonic() - begun_at < 5
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
     assert list(paths.tmp.iterdir()) == []
 

@@ -137,7 +137,7 @@ async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytes
 
         assert output(world).split()[-2:] == ["TERM", "QUIT"]
         assert not is_alive(pid)
-        assert 0.6 <= time.monotonic() - begun_at < 5
+        assert time.monotonic() - begun_at >= 0.6
 
 
 async def test_process_that_dies_is_restarted(world: World) -> None:

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from agent_shim.supervisor import probes
 from agent_shim.supervisor.monit_values import Connection, Ping, Protocol
+from tests.support.serving import Talk, serving
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HTTP = Protocol("http", "/health")
 
 
@@ -22,28 +22,13 @@ HTTP = Protocol("http", "/health")
 async def listener(talk: Talk) -> AsyncIterator[int]:
     """Somebody who talks on a port of loopback."""
 
-    talks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        talks.add(task)
+    async def talk_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
-            try:
-                await talk(reader, writer)
-                await writer.drain()
-            finally:
-                writer.close()
-                await writer.wait_closed()
+            await talk(reader, writer)
+            await writer.drain()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in talks:
-            task.cancel()
-        await asyncio.gather(*talks, return_exceptions=True)
+    async with serving(talk_and_leave) as port:
+        yield port
 
 
 def saying(*parts: bytes, after: bytes = b"") -> Talk:
@@ -164,6 +149,7 @@ async def test_silence_takes_the_time_of_the_rule_and_no_longer() -> None:
     assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
     assert not patient.done()
     patient.cancel()
+    await asyncio.wait([patient])
 
 
 async def test_dialogue_is_sent_and_expected() -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import gzip
 import hashlib
 import os
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 
 FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
+SURE = dataclasses.replace(FAST, stall=30)
+"""Where a busy machine is not to be taken for a peer that stalls."""
 BLOB = os.urandom(200_000)
 SECRET = "sig=s3cr3t"
 
@@ -119,11 +120,10 @@ async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> Non
 async def test_a_failed_get_says_which_host_and_why(server: Server, transfer: Transfer, how: str, text: str) -> None:
     """In bounded time, however the server fails, and without the secrets of the URL."""
     server.plan = [how]
-    begun_at = time.monotonic()
-    said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
+    async with asyncio.timeout(30):
+        said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
 
     assert said == text.replace("HOST", server.host)
-    assert time.monotonic() - begun_at < 5
 
 
 async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: Path) -> None:
@@ -241,15 +241,15 @@ async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, mo
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
     async with http_server(tmp_path, system.server()) as server:
         server.blobs["/b"] = BLOB
-        async with Transfer("", FAST, tmp_path) as of_system, Transfer(authority.ca, FAST, tmp_path) as of_settings:
+        async with Transfer("", SURE, tmp_path) as of_system, Transfer(authority.ca, SURE, tmp_path) as of_settings:
             assert await got(of_system, f"{server.url}/b") == BLOB
             assert "its certificate is not trusted" in await failure(of_settings, f"{server.url}/b")
     async with http_server(tmp_path, authority.server()) as server:
         server.blobs["/b"] = BLOB
-        async with Transfer(authority.ca, FAST, tmp_path) as trusting:
+        async with Transfer(authority.ca, SURE, tmp_path) as trusting:
             assert await got(trusting, f"{server.url}/b") == BLOB
         for ca in ("", Authority("another").ca):
-            async with Transfer(ca, FAST, tmp_path) as doubting:
+            async with Transfer(ca, SURE, tmp_path) as doubting:
                 said = await failure(doubting, f"{server.url}/b?{SECRET}")
                 assert said.startswith(f"Excuting GET request: {server.host}: its certificate is not trusted: ")
                 assert "s3cr3t" not in said
@@ -260,7 +260,7 @@ async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wr
     """The text says what is wrong with it."""
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
-    async with http_server(tmp_path, pair) as server, Transfer(authority.ca, FAST, tmp_path) as transfer:
+    async with http_server(tmp_path, pair) as server, Transfer(authority.ca, SURE, tmp_path) as transfer:
         said = await failure(transfer, f"{server.url}/b")
 
     assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
@@ -284,7 +284,7 @@ async def test_proxies_of_the_environment_are_used(
     async with (
         http_proxy() as proxy,
         http_server(tmp_path, authority.server()) as secure,
-        Transfer(authority.ca, FAST, tmp_path) as trusting,
+        Transfer(authority.ca, SURE, tmp_path) as trusting,
     ):
         for name in ("HTTP_PROXY", "https_proxy"):
             monkeypatch.setenv(name, f"http://me:word@127.0.0.1:{proxy.port}")

@@ -18,6 +18,7 @@ from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR, Authority, Pair
 from agent_shim.settings import Mbus
+from tests.support.serving import serving
 
 FAST = Timing(
     connect=10.0,
@@ -160,26 +161,13 @@ class FakeServer:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeServer]:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        self._playing: set[asyncio.Task[None]] = set()
-        try:
+        async with serving(self._play) as self.port:
             yield self
-        finally:
-            server.close()
-            for playing in self._playing:
-                playing.cancel()
-            await asyncio.gather(*self._playing, return_exceptions=True)
         assert self.failures == []
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         script = self._scripts[min(self.connections, len(self._scripts) - 1)]
         self.connections += 1
-        playing = asyncio.create_task(self._play(script, reader, writer), name="script")
-        self._playing.add(playing)
-        await asyncio.wait({playing})
-
-    async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             writer.write(self._info)
             if b"tls_required" in self._info:

@@ -9,14 +9,14 @@ import asyncio
 import base64
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from agent_shim.demo.pki import Pair
+from tests.support.serving import serving
 
 HALF = "half"
 """Says how long the body is, sends half of it and closes."""
@@ -171,7 +171,7 @@ async def http_server(where: Path | None = None, pair: Pair | None = None) -> As
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(where / "server.pem")
         server.scheme = "https"
-    async with _listening(server.serve, context) as server.port:
+    async with serving(server.serve, context=context) as server.port:
         yield server
 
 
@@ -222,29 +222,5 @@ async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def http_proxy() -> AsyncIterator[Proxy]:
     """A proxy for the length of the block."""
     proxy = Proxy()
-    async with _listening(proxy.serve, None) as proxy.port:
+    async with serving(proxy.serve) as proxy.port:
         yield proxy
-
-
-_Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
-
-
-@asynccontextmanager
-async def _listening(serve: _Serve, context: ssl.SSLContext | None) -> AsyncIterator[int]:
-    """Whatever still runs when the block ends is ended, so that a test leaves nothing behind."""
-    talks: set[asyncio.Task[None]] = set()
-
-    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(serve(reader, writer))
-        talks.add(task)
-        task.add_done_callback(talks.discard)
-
-    server = await asyncio.start_server(begin, "127.0.0.1", 0, ssl=context)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in talks:
-            task.cancel()
-        await asyncio.gather(*talks, return_exceptions=True)
-        await server.wait_closed()

@@ -1,0 +1,48 @@
+"""A server of a test that leaves nothing behind, not even a connection that was made in its last moment."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """A port of this machine on which ``talk`` is had with each who connects, and cut off when the block ends."""
+    talks: set[asyncio.Task[None]] = set()
+
+    async def have(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await talk(reader, writer)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        writer.close()
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(have(reader, writer), name="talk of a server")
+        talks.add(task)
+        task.add_done_callback(talks.discard)
+
+    server = await asyncio.start_server(begin, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        try:
+            await _what_is_due()  # asyncio loses a socket that it has accepted and that meets a closed server
+        finally:
+            server.close()
+        for task in talks:
+            task.cancel()
+        await asyncio.gather(*talks, return_exceptions=True)
+        await _what_is_due()  # sockets are closed a turn after their transports are aborted
+
+
+async def _what_is_due() -> None:
+    """Let the loop do what it has been told to do next, and what follows from that."""
+    for _ in range(10):
+        await asyncio.sleep(0)
