@@ -56,13 +56,24 @@ def _members(record: logging.LogRecord) -> dict[str, Any]:
     return {name: redacted(value) if isinstance(value, str) else value for name, value in members.items()}
 
 
+_CONTROLS: Final = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
+"""What ends a line or speaks to a terminal: texts of others would pass for lines of ours with it."""
+_INSIDE: Final = {code: escape for code, escape in _CONTROLS.items() if code != ord("\n")}
+
+
 class _Text(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
+        return super().formatMessage(record).translate(_CONTROLS)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "  | " + super().formatException(ei).translate(_INSIDE).replace("\n", "\n  | ")
+
     def format(self, record: logging.LogRecord) -> str:
         members = "".join(f" {name}={_encode(value)}" for name, value in _members(record).items())
-        return redacted(super().format(record)) + members
+        return redacted(super().format(record)) + members.translate(_CONTROLS)
 
 
 class _Json(logging.Formatter):
@@ -77,7 +88,8 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = redacted(self.formatException(record.exc_info))
-        return _encode(line)
+        text = _encode(line)
+        return text if text.isascii() else text.translate(_CONTROLS)
 
 
 class _File(logging.Handler):

@@ -9,6 +9,7 @@ give files away (no CAP_CHOWN) keeps them, which is said once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import grp
 import logging
@@ -18,6 +19,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 CHUNK: Final = 64 * 1024
 """Bytes moved at a time. From 128 KiB on the allocator asks the kernel for each buffer anew: three times slower."""
 
+_MOST_LINKS: Final = 40
+"""On the way to a directory, as for the kernel."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
@@ -198,24 +202,109 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+# --- files of others ------------------------------------------------------------------------------------------------
+
+
+def open_plain(path: Path) -> int:
+    """Open for reading what is a plain file, through links too; raises ``OSError`` for anything else.
+
+    That is not opened even then: a pipe would be waited for, and devices do things when they are opened.
+    """
+    held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(held).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(held)
+
+
+def open_log(path: Path, mode: int) -> int:
+    """Open for appending what programs print, where somebody else may have put what he likes; raises ``OSError``.
+
+    No link is followed, no pipe waited for, and nothing written into a file that has another name somewhere else.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, mode)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise OSError(errno.EINVAL, "it is no plain file with one name", str(path))
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 # --- directories and links ------------------------------------------------------------------------------------------
 
 
 def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
     """Make a directory, with parents (0755) if need be, and see that its mode and owner are these.
 
-    A link at ``path`` itself is refused: where vcap may write, it could lead anywhere.
+    A link at ``path`` itself is refused, and above it one that neither root nor this user has made: where vcap may
+    write, it could lead anywhere.
     """
     try:
-        with suppress(FileExistsError):
-            path.mkdir(mode=mode & 0o700, parents=True)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = _make_way(path, mode & 0o700)
         try:
             _settle(fd, mode, owner)
         finally:
             os.close(fd)
     except OSError as exc:
         raise failed(f"make the directory {path}", exc) from exc
+
+
+def _make_way(path: Path, mode: int) -> int:
+    """Open a directory step by step, making what is not there."""
+    rest, links = deque(path.relative_to(path.anchor).parts), 0
+    here = os.open(path.anchor or ".", (os.O_PATH if rest else os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while rest:
+            name = rest.popleft()
+            try:
+                below = _enter(here, name, None if rest else mode)
+            except NotADirectoryError:
+                links += 1
+                target = _link_to_follow(here, name) if rest and links <= _MOST_LINKS else None
+                if target is None:
+                    raise
+                rest.extendleft(reversed(target.relative_to(target.anchor).parts))
+                below = os.open(target.anchor or ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
+            os.close(here)
+            here = below
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _enter(here: int, name: str, mode: int | None) -> int:
+    """Open the directory ``name``, made if need be; the last one has a ``mode``, and its attributes can be set."""
+    with suppress(FileExistsError):
+        try:
+            os.stat(name, dir_fd=here, follow_symlinks=False)
+        except FileNotFoundError:
+            os.mkdir(name, 0o777 if mode is None else mode, dir_fd=here)
+    kind = os.O_PATH if mode is None else os.O_RDONLY
+    return os.open(name, kind | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+
+
+def _link_to_follow(here: int, name: str) -> Path | None:
+    """Where a link leads that may be followed; None for what is none."""
+    status = os.stat(name, dir_fd=here, follow_symlinks=False)
+    if not stat.S_ISLNK(status.st_mode):
+        return None
+    trusted = {0, os.geteuid()} | ({_overflow_user()} if capabilities.is_user_namespace() else set())
+    if status.st_uid not in trusted:
+        raise OSError(errno.ELOOP, f"on the way there is a link, {name}, of user {status.st_uid}")
+    return Path(os.readlink(name, dir_fd=here))
+
+
+def _overflow_user() -> int:
+    """Who everybody is that a user namespace has no number for: nobody in it, jobs least of all."""
+    return int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
 def swap_link(target: Path, link: Path) -> None:

@@ -399,9 +399,7 @@ def _exit_info(pidfd: int | None) -> int | None:
 
 def _output(opened: contextlib.ExitStack, target: int | Path | None) -> int:
     if isinstance(target, Path):
-        # Root follows no link that somebody else may have put there.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        target = os.open(target, flags, 0o640)
+        target = files.open_log(target, 0o640)
         opened.callback(os.close, target)
     return subprocess.DEVNULL if target is None else target
 

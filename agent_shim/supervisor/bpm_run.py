@@ -398,7 +398,9 @@ class Bpm:
         """Directories and log files with bpm's modes; raises ``HostError``."""
         paths = self._paths
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
-        files.make_dir(self._pidfile(job, wanted.name).parent, 0o700, own)
+        directory = self._pidfile(job, wanted.name).parent
+        files.make_dir(directory.parent, 0o755, own)  # everybody may write above it
+        files.make_dir(directory, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job / "tmp"]
         if wanted.ephemeral_disk:
             private.insert(0, paths.data / job)
@@ -552,7 +554,7 @@ def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
 
 def _make_log(path: Path, owner: str | None) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = files.open_log(path, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
             os.fchown(descriptor, *files.owner_ids(owner))

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from agent_shim.host import clock, proc
+from agent_shim.host import clock, files, proc
 
 MARK: Final = "AGENT_SHIM_SERVICE"
 """The one variable that start and stop programs get beyond what monit gives them."""
@@ -46,7 +46,7 @@ class Pidfile(NamedTuple):
 def read(path: Path) -> Pidfile | None:
     """Read a pidfile as monit does: a regular file that begins with a number above 0; None otherwise."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = files.open_plain(path)
     except OSError:
         return None
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from agent_shim.host import clock, mounts
+from agent_shim.host import clock, files, mounts
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.counting import exceeds, percent
 from agent_shim.supervisor.monit_values import Change, Changed, Checksum, Limit, Match, Owner, Permission, Rule
@@ -122,7 +122,7 @@ def _changed(path: Path, status: os.stat_result, what: Change, algorithm: str, m
 
 def _digest(path: Path, algorithm: str) -> str:
     found = hashlib.new(algorithm, usedforsecurity=False)
-    with path.open("rb", buffering=0) as stream:
+    with open(files.open_plain(path), "rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
             found.update(chunk)
     return found.hexdigest()
@@ -145,7 +145,7 @@ def _new_lines(path: Path, status: os.stat_result, memory: Memory) -> list[str]:
     if status.st_ino != memory.inode or status.st_size < memory.read_to:
         memory.read_to, memory.inode = 0, status.st_ino
     start = max(memory.read_to, status.st_size - MAX_NEW)
-    with path.open("rb", buffering=0) as stream:
+    with open(files.open_plain(path), "rb", buffering=0) as stream:
         stream.seek(start)
         text = stream.read(MAX_NEW)
     whole, end, rest = text.rpartition(b"\n")

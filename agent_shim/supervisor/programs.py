@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from agent_shim.host import clock, proc, process
+from agent_shim.host import clock, files, proc, process
 from agent_shim.host.process import Process
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.identity import Identity, Traces
@@ -148,8 +148,7 @@ class Programs:
         """The output file; None where it cannot be had: a full disk is no reason not to start a job."""
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            output = os.open(self._file(name), flags, 0o640)
+            output = files.open_log(self._file(name), 0o640)
         except OSError as exc:
             logger.warning("what the programs of %s print is lost: %s", name, exc)
             return None

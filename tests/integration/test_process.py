@@ -144,6 +144,23 @@ async def test_output_follows_no_link(env: dict[str, str], tmp_path: Path) -> No
     assert not (tmp_path / "elsewhere").exists()
 
 
+async def test_output_waits_for_no_pipe_and_goes_into_no_file_of_another_name(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    """With somebody at the other end of the pipe as well."""
+    os.mkfifo(tmp_path / "lonely")
+    os.mkfifo(tmp_path / "read")
+    reader = os.open(tmp_path / "read", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "victim").touch()
+    (tmp_path / "second").hardlink_to(tmp_path / "victim")
+
+    for name, why in (("lonely", "No such device"), ("read", "no plain file"), ("second", "no plain file")):
+        with pytest.raises(HostError, match=rf"cannot run /bin/sh with .*/{name}: .*{why}"):
+            process.spawn(shell("echo x"), env=env, stdout=tmp_path / name)
+    assert (tmp_path / "victim").read_bytes() == b""
+    os.close(reader)
+
+
 async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> None:
     """Working directory, umask, empty input, own group or session, priority and limits are as asked."""
     script = "pwd; umask; cat | wc -c; ulimit -n; ps -o pgid=,sid=,ni= -p $$"

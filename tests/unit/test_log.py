@@ -81,6 +81,29 @@ def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, mon
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a line somewhere, and both ways to begin an escape sequence; in a traceback as well."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    log.setup(level="info", form=form)
+
+    hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        logging.getLogger("part").exception("unknown method %s", hostile, extra={"members": {"method": hostile}})
+    logging.getLogger().handlers[0].close()
+
+    text = stream.getvalue()
+    assert not set("\x1b\x9b\r\x85\u2028") & set(text)
+    assert [line for line in text.splitlines() if line.startswith("2026-01-01")] == []
+    if form == "json":
+        assert json.loads(text)["method"] == hostile
+    else:
+        assert all(line.startswith("  | ") for line in text.splitlines()[1:])
+
+
 def said(text: str) -> None:
     logging.getLogger("part").info("%s", text)
 

@@ -56,12 +56,19 @@ def test_pidfile_begins_with_a_number(tmp_path: Path, text: str, pid: int | None
 
 
 def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
-    """Nothing there, a directory, a fifo that would block: no pidfile."""
+    """Nothing there, a directory, a fifo that would block or that has a number in it: no pidfile."""
     os.mkfifo(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "full")
+    (tmp_path / "link").symlink_to("full")
+    pipe = os.open(tmp_path / "full", os.O_RDWR)
+    os.write(pipe, b"50\n50\n")
 
     assert read(tmp_path / "none") is None
     assert read(tmp_path) is None
     assert read(tmp_path / "fifo") is None
+    assert read(tmp_path / "full") is None
+    assert read(tmp_path / "link") is None
+    os.close(pipe)
 
 
 def test_pidfile_written_again_is_fresh(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""What a job may try against the agent beside it: each attack fails, and fails at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from agent_shim.demo.director import RpcRemoteError
+from agent_shim.errors import HostError
+from agent_shim.host import files
+from agent_shim.paths import Paths
+from tests.support import jobs
+from tests.support.pod import AGENT, Pod
+from tests.support.pod import pod as made
+
+pytestmark = pytest.mark.root
+
+VCAP: Final = 1000
+AS_VCAP: Final = "setpriv --reuid=vcap --regid=vcap --clear-groups"
+CANARY: Final = "canary-4b1d"
+
+ASK = """
+import socket
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({socket!r})
+    try:
+        asked.sendall(b'{{"command": "status"}}\\n')
+        print("answered" if asked.recv(1000) else "hung up")
+    except (ConnectionResetError, BrokenPipeError):
+        print("hung up")
+"""
+LIAR = """
+check process liar
+  with pidfile /var/vcap/sys/run/liar/liar.pid
+  start program "/var/vcap/jobs/liar/bin/ctl start" with timeout 1 seconds
+  stop program "/var/vcap/jobs/liar/bin/ctl stop"
+  group vcap
+"""
+NAMES_ANOTHER = """#!/bin/sh
+cat /var/vcap/data/victim >/var/vcap/sys/run/liar/liar.pid
+"""
+BPM: Final = {
+    "monit": """
+check process caged
+  with pidfile /var/vcap/sys/run/bpm/caged/caged.pid
+  start program "/var/vcap/jobs/bpm/bin/bpm start caged"
+  stop program "/var/vcap/jobs/bpm/bin/bpm stop caged"
+  group vcap
+""",
+    "config/bpm.yml": "processes:\n- name: caged\n  executable: /bin/sleep\n  args: [1000]\n",
+}
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+def number_of(pod: Pod, pattern: str) -> int:
+    """The number, inside, of a process."""
+    return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
+
+
+@pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
+async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) -> None:
+    """It does not count as running either."""
+    await pod.start()
+    files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": {"monit": LIAR, "bin/ctl": NAMES_ANOTHER}}
+    only_web = {"web": files_of["web"]}
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", only_web))
+    await pod.run("start")
+    await pod.until("running")
+    agent, web = number_of(pod, "agent_shim.cli run"), int((pod.vcap / "data/sys/run/web/web.pid").read_text())
+    number = {"the agent": agent, "process 1": 1, "another job": web}[victim]
+    (pod.vcap / "data/victim").write_text(f"{number}\n")
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", files_of, version="2"))
+    await pod.run("start")
+
+    await pod.until("failing")
+    states = {each["name"]: each["state"] for each in (await pod.run("get_state"))["processes"]}
+    assert states["liar"] != "running"
+    pod.machine.run(f"{sys.executable} -m agent_shim.cli stop liar --wait")
+
+    assert number_of(pod, "agent_shim.cli run") == agent
+    assert int((pod.vcap / "data/sys/run/web/web.pid").read_text()) == web
+    pod.machine.run(f"kill -0 {web} 1")
+
+
+@pytest.mark.parametrize("planted", ["pipe", "link", "second name"])
+async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod, planted: str) -> None:
+    """A pipe that nobody reads would hold whoever opens it."""
+    await pod.start()
+    script = {"bin/post-start": "#!/bin/sh\necho written by root\n"}
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": {**jobs.sleeper(Paths(), "web"), **script}}))
+    victim, log = "/var/vcap/data/victim", "/var/vcap/sys/log/web/post-start.stdout.log"
+    pod.machine.run(f"touch {victim}")
+    how = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second name": "ln {victim} {log}"}[planted]
+    pod.machine.run(how.format(victim=victim, log=log))
+
+    with pytest.raises(RpcRemoteError, match=r"post-start"):
+        await pod.run("run_script", "post-start", {})
+
+    assert await pod.director.value(AGENT, "ping") == "pong"
+    assert pod.machine.run(f"cat {victim}") == ""
+    assert "post-start.stdout.log" in pod.log
+
+
+async def test_a_link_to_where_bpm_keeps_its_pidfiles_leads_nowhere(pod: Pod) -> None:
+    """Everybody may write above it."""
+    await pod.start()
+    pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
+    pod.machine.run(f"{AS_VCAP} ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm")
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": BPM}))
+    await pod.run("start")
+
+    await pod.until("failing")
+
+    assert pod.machine.run("ls /var/vcap/data/elsewhere") == ""
+    status = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
+    assert "sys/run/bpm" in json.loads(status)["processes"][0]["reason"]
+
+
+def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path: Path) -> None:
+    """A link of root is followed: images and operators make them."""
+    for name in ("victim", "victim/there", "way"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "way/ours").symlink_to(tmp_path / "victim")
+    (tmp_path / "way/theirs").symlink_to("../victim")
+    os.lchown(tmp_path / "way/theirs", VCAP, VCAP)
+
+    for name in ("new", "there", "deep/er"):
+        with pytest.raises(HostError, match=r"there is a link, theirs, of user 1000"):
+            files.make_dir(tmp_path / "way/theirs" / name, 0o700, f"{VCAP}")
+    files.make_dir(tmp_path / "way/ours/new", 0o711)
+
+    assert sorted(path.name for path in (tmp_path / "victim").iterdir()) == ["new", "there"]
+    assert (tmp_path / "victim/there").stat().st_uid == 0
+
+
+async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> None:
+    """Not even where somebody has opened it to all."""
+    await pod.start()
+    socket = "/var/vcap/sys/run/agent_shim/control.sock"
+    pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")
+    code = ASK.format(socket=socket)
+    place = "/var/vcap/data/ask.py"
+    (pod.vcap / "data/ask.py").write_text(code)
+    pod.machine.run(f"chmod 755 /var/vcap /var/vcap/data; chmod 644 {place}")
+
+    assert pod.machine.run(f"{sys.executable} {place}") == "answered\n"
+    assert pod.machine.run(f"{AS_VCAP} {sys.executable} {place}") == "hung up\n"
+
+
+async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:
+    """In no file, command line or environment that it may read."""
+    pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
+    await pod.start()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.run("start")
+    await pod.until("running")
+    places = "/var/vcap /etc /tmp /var/tmp /home /run /var/log /proc/[0-9]*/environ /proc/[0-9]*/cmdline"
+    search = (
+        f"grep -rlsF -D skip -e canary-4b1 -e 'BEGIN RSA PRIVATE' -e 'BEGIN PRIVATE' -e 'BEGIN EC PRIVATE' {places}"
+    )
+
+    seen_by_root = pod.machine.run(f"{search} || true")
+    seen_by_job = pod.machine.run(f"{AS_VCAP} {search} || true").split()
+
+    assert "settings.json" in seen_by_root
+    assert [path for path in seen_by_job if path.startswith(("/var/vcap", "/tmp"))] == []
