@@ -66,13 +66,14 @@ COPY systemd /mnt/systemd
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply / \
     && rm -rf /mnt/stemcell_overlay /mnt/systemd
 
-# The version that stands in /var/vcap/bosh/etc and in the stemcell's manifest, if it is not to be that of the base.
+# The version that stands in /var/vcap/bosh/etc and in the stemcell's manifest, if it is not to be that of the base; the
+# label is for tools that look at images, and has that of this project then.
 ARG STEMCELL_VERSION=
 RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/vcap/bosh/etc/stemcell_version; fi
 LABEL org.opencontainers.image.title="agent_shim" \
     org.opencontainers.image.description="A BOSH stemcell for containers and pods" \
     org.opencontainers.image.licenses="Apache-2.0" \
-    io.bosh.stemcell.version="${STEMCELL_VERSION}" \
+    io.bosh.stemcell.version="${STEMCELL_VERSION:-0.1.0}" \
     io.bosh.stemcell.api_version="3"
 
 # CPIs put their own command in place of CMD; an entry point would stand before it.

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.demo.broker import NatsServer
-from agent_shim.demo.director import Director, HealthMonitor
-from agent_shim.demo.pki import HEALTH_MONITOR, Authority
 from tests.image import pods
 from tests.image.pods import Podman
-from tests.image.site import AGENT, Site
-from tests.support.proxy import Proxy
+from tests.image.site import Site
+from tests.support.environment import environment
 
 
 @pytest.fixture(scope="session")
@@ -36,14 +33,5 @@ def network(podman: Podman) -> Iterator[pods.Network]:
 
 @pytest.fixture
 async def site(podman: Podman, image: str, network: pods.Network, tmp_path: Path) -> AsyncIterator[Site]:
-    authority = Authority()
-    pair = authority.server(hosts=("127.0.0.1", network.gateway))
-    async with NatsServer(tmp_path / "bus", authority, pair=pair) as server:
-        await server.add_agent(AGENT)
-        director, monitor = Director(poll=0.1), HealthMonitor()
-        async with (
-            Proxy(server.port, network.gateway) as proxy,
-            monitor.on(server.peer(HEALTH_MONITOR)),
-            director.on(server.peer()),
-        ):
-            yield Site(podman, image, network, proxy, server, director, monitor, tmp_path)
+    async with environment(network.gateway, tmp_path) as made:
+        yield Site(**vars(made), podman=podman, image=image, network=network)

@@ -22,6 +22,7 @@ from tests.structure.source import ROOT
 
 PACKAGES = "mmdebstrap podman buildah runc netavark aardvark-dns catatonit iptables uidmap"
 IMAGE = "localhost/agent-shim/test"
+EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
 SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
@@ -90,6 +91,13 @@ def build(podman: Podman, base: str) -> str:
     if before and before != podman("image", "inspect", "--format", "{{.Id}}", IMAGE).strip():
         podman.run("rmi", before)
     return IMAGE
+
+
+def example(podman: Podman, image: str) -> str:
+    """Our image with a job in it, under the name that the manifests of deploy/kubernetes have for it."""
+    where = ROOT / "deploy/kubernetes/example"
+    podman("build", "--quiet", f"--build-arg=IMAGE={image}", "--tag", EXAMPLE, str(where))
+    return EXAMPLE
 
 
 @dataclass(frozen=True)

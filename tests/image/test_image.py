@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from agent_shim import __version__
 from tests.image import pods
 from tests.image.pods import Podman
-from tests.image.site import AGENT, SETTINGS, Site, get
+from tests.image.site import SETTINGS, Site, get
+from tests.support.environment import AGENT
 
 pytestmark = pytest.mark.image
 
@@ -51,6 +53,7 @@ def test_configuration_of_the_image(podman: Podman, image: str) -> None:
     assert not config.get("Volumes")
     assert not config.get("ExposedPorts")
     assert not config.get("User")
+    assert config["Labels"]["io.bosh.stemcell.version"] == __version__
 
 
 @pytest.mark.parametrize(

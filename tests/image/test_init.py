@@ -11,8 +11,9 @@ import pytest
 from agent_shim.paths import Paths
 from tests.image import pods
 from tests.image.pods import Container, Podman
-from tests.image.site import AGENT, SETTINGS, Site
+from tests.image.site import SETTINGS, Site
 from tests.support import jobs
+from tests.support.environment import AGENT
 
 pytestmark = pytest.mark.image
 

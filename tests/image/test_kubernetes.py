@@ -21,13 +21,13 @@ import pytest
 import yaml
 
 from tests.image import pods
-from tests.image.pods import Container, Podman
-from tests.image.site import AGENT, BLOBS, Site, project
-from tests.image.test_manifests import DEPLOY, manifests
+from tests.image.pods import EXAMPLE, Container, Podman
+from tests.image.site import Site, project
+from tests.image.test_manifests import manifests
+from tests.support.environment import AGENT, BLOBS
 
 pytestmark = pytest.mark.image
 
-EXAMPLE: Final = "localhost/agent-shim/example"
 DOCTOR: Final = ("agent-shim", "doctor", "--json", "-C", "/etc/agent_shim/agent.json")
 LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50")
 
@@ -59,8 +59,7 @@ TOPICS: Final = frozenset(
 
 @pytest.fixture(scope="module")
 def example(podman: Podman, image: str) -> str:
-    podman("build", "--quiet", f"--build-arg=IMAGE={image}", "--tag", EXAMPLE, str(DEPLOY / "example"))
-    return EXAMPLE
+    return pods.example(podman, image)
 
 
 def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:

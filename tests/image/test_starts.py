@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.image.pods import Container
-from tests.image.site import AGENT, AGENT_JSON, FULL, SETTINGS, Site, project
+from tests.image.site import AGENT_JSON, FULL, SETTINGS, Site, project
+from tests.support.environment import AGENT
 
 pytestmark = pytest.mark.image
 

@@ -61,6 +61,13 @@ async def test_unit(site: Site, container: Container) -> None:
     assert await container.exec("systemd-analyze", "verify", "--man=no", f"/etc/systemd/system/{UNIT}") == ""
 
 
+async def test_an_ssh_server_of_systemd_has_host_keys(container: Container) -> None:
+    """The image brings none, and the package's unit does not start without."""
+    await container.until(0, "systemctl", "is-active", "--quiet", "ssh")
+
+    assert await container.status_of("test", "-s", "/etc/ssh/ssh_host_ed25519_key") == 0
+
+
 async def test_watchdog(container: Container) -> None:
     """It is fed; an agent that hangs is killed and started anew."""
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)

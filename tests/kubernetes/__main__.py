@@ -1,0 +1,98 @@
+"""``./dev test-kubernetes``: build what is missing, then run the tests in namespaces of their own, as a node.
+
+All that the node is made of, etcd, the API server, containerd, the kubelet and the containers, runs in one network,
+mount and pid namespace beside pytest, and ends with it. This machine sees none of its mounts, addresses and ports.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agent_shim.errors import ShimError
+from tests.image import pods
+from tests.kubernetes import build
+from tests.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
+
+# The kubelet sets these for the whole machine: it writes into files of its own instead. Logs and the like have fixed
+# places, and containers with other propagation than "private" want a shared tree.
+ENTER = """
+set -eu
+mount --make-rshared /
+mount -t tmpfs -o mode=0755 tmpfs /run
+for place in /var/log /var/lib/cni; do
+    mkdir -p $place "$SHIM_TEST_NODE$place"
+    mount --bind "$SHIM_TEST_NODE$place" $place
+done
+for name in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops \
+    kernel/keys/root_maxkeys kernel/keys/root_maxbytes; do
+    mkdir -p "$SHIM_TEST_NODE/proc/${name%/*}"
+    cat /proc/sys/$name >"$SHIM_TEST_NODE/proc/$name"
+    mount --bind "$SHIM_TEST_NODE/proc/$name" /proc/sys/$name
+done
+! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified
+ip link set lo up
+exec catatonit -- "$@"
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run pytest with these arguments; its exit code, or 1 with a word on what is missing."""
+    if os.geteuid() != 0:
+        print("cannot start a node: it takes root", file=sys.stderr)
+        return 1
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agent_shim"
+    try:
+        programs = build.cached(cache)
+    except ShimError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="agent-shim-node-", ignore_cleanup_errors=True) as scratch:
+        node = Path(scratch)
+        (node / PROGRAMS).symlink_to(programs)
+        _save_images(node)
+        options = ["-qm", "kubernetes", "-o", "cache_dir=.pytest_cache/kubernetes", "-o", "faulthandler_timeout=600"]
+        test = [sys.executable, "-m", "pytest", *options, "tests/kubernetes", *arguments]
+        alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        with _cgroup(node.name):
+            done = subprocess.run([*alone, "sh", "-c", ENTER, "sh", *test], env={**os.environ, NODE: scratch})
+    return done.returncode
+
+
+def _save_images(node: Path) -> None:
+    """What the pods are made of, into one archive: there is no registry."""
+    podman = pods.podman(node)
+    base = node / "base"
+    base.mkdir()
+    example = pods.example(podman, pods.build(podman, pods.base_image(podman, base)))
+    root = node / "pause"
+    root.mkdir()
+    shutil.copy(shutil.which("catatonit") or "catatonit", root / "pause")
+    packed = subprocess.run(["tar", "-C", str(root), "-c", "pause"], capture_output=True, check=True).stdout
+    podman("import", "--quiet", "--change", 'ENTRYPOINT ["/pause", "-P"]', "-", PAUSE, stdin=packed)
+    podman("save", "--quiet", "--multi-image-archive", "--output", str(node / IMAGES), pods.IMAGE, example, PAUSE)
+
+
+@contextmanager
+def _cgroup(name: str) -> Iterator[None]:
+    """A group for all pods in every hierarchy, which goes with what is left in it."""
+    roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
+    groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
+    for group in groups:
+        group.mkdir()
+    try:
+        yield
+    finally:
+        for group in groups:
+            for directory, _, _ in os.walk(group, topdown=False):
+                Path(directory).rmdir()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""What tests on real pods share: the node, and for each test a namespace and an environment."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.kubernetes import node as nodes
+from tests.kubernetes.node import Node
+from tests.kubernetes.objects import Namespace
+from tests.support.environment import Environment, environment
+
+NODE = pytest.StashKey[Node]()
+
+
+@pytest.fixture(scope="session")
+def node(request: pytest.FixtureRequest) -> Node:
+    """The node, once it can run pods. It ends with its namespaces, after the last test."""
+    made = Node(nodes.here())
+    request.config.stash[NODE] = made
+    made.start()
+    return made
+
+
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How long it took until the node was there."""
+    if NODE in config.stash:
+        steps = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in config.stash[NODE].times.items())
+        terminalreporter.write_line(f"node: {steps}")
+
+
+@pytest.fixture
+async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
+    """A namespace of the test's own, whose pods are gone after it."""
+    made = Namespace(node, f"test-{secrets.token_hex(4)}", tmp_path)
+    await made.kubectl("create", "namespace", made.name)
+    try:
+        yield made
+    finally:
+        await made.clear()
+
+
+@pytest.fixture
+async def bosh(node: Node, tmp_path: Path) -> AsyncIterator[Environment]:
+    """An environment with a Director, at the address of the node."""
+    async with environment(nodes.ADDRESS, tmp_path) as made:
+        yield made

@@ -1,0 +1,213 @@
+"""A cluster of one node, started in the namespaces that ``tests.kubernetes`` has made; it ends with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.image import pods
+
+NODE: Final = "SHIM_TEST_NODE"
+"""The variable with the directory of the node. In it are, from the beginning:"""
+PROGRAMS: Final = "programs"
+IMAGES: Final = "images.tar"
+
+PAUSE: Final = "localhost/agent-shim/pause:latest"
+CGROUPS: Final = Path("/sys/fs/cgroup")
+ADDRESS: Final = "192.0.2.2"
+"""Of the node; pods reach what listens there."""
+PODS: Final = "192.0.2.128/25"
+NAME: Final = "node"
+API: Final = "https://127.0.0.1:6443"
+ETCD: Final = "http://127.0.0.1:2379"
+CONTAINERD: Final = "/run/containerd/containerd.sock"
+PATIENCE: Final = 120.0
+"""Seconds that a part may take to be ready on a busy machine."""
+
+CONTAINERD_CONFIG: Final = """
+version = 2
+root = "{where}/containerd"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{pause}"
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{where}/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+"""
+
+
+class Node:
+    """The cluster as ``kubectl`` and the runtime see it; ``where`` holds its state and the logs of its parts."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.times: dict[str, float] = {}
+        """Seconds from the start until each step was done."""
+        self._parts: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Until a pod can be made; a failed test with the log of the part that is in the way."""
+        began = time.monotonic()
+        for step in (self._connect, self._start_control_plane, self._start_runtime, self._start_kubelet):
+            step()
+            self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run it to the end, whatever it is."""
+        command = ["kubectl", f"--kubeconfig={self.where}/kubeconfig", *arguments]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True)
+
+    def ctr(self, *arguments: str) -> str:
+        """What containerd's own client says, which must be good."""
+        done = subprocess.run(["ctr", "--namespace=k8s.io", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
+        return done.stdout
+
+    def _connect(self) -> None:
+        """An address of the node, which pods have their way to by the bridge that they hang on."""
+        for command in (f"link add {NAME} type bridge", f"address add {ADDRESS}/25 dev {NAME}", f"link set {NAME} up"):
+            subprocess.run(["ip", *command.split()], check=True)
+        (self.where / "resolv.conf").write_text("nameserver 192.0.2.53\n")
+        addresses = {"type": "host-local", "ranges": [[{"subnet": PODS}]], "routes": [{"dst": "0.0.0.0/0"}]}
+        bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": addresses}
+        self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge]})
+
+    def _start_control_plane(self) -> None:
+        etcd = {"listen-client-urls": ETCD, "advertise-client-urls": ETCD, "listen-peer-urls": "http://127.0.0.1:2380"}
+        # Nothing of it is kept: whether the disk has it already does not matter.
+        self._spawn(["etcd", "--data-dir", str(self.where / "etcd"), "--unsafe-no-fsync", *_options(etcd)])
+        self._write_credentials()
+        key = self.where / "service-accounts.pem"
+        api = {
+            "etcd-servers": ETCD,
+            "bind-address": "127.0.0.1",
+            "secure-port": "6443",
+            "advertise-address": ADDRESS,
+            "cert-dir": self.where / "api",
+            "token-auth-file": self.where / "tokens.csv",
+            "authorization-mode": "AlwaysAllow",
+            "service-account-issuer": API,
+            "service-account-key-file": key,
+            "service-account-signing-key-file": key,
+            "service-cluster-ip-range": "198.51.100.0/24",
+            "disable-admission-plugins": "ServiceAccount",
+            "allow-privileged": "true",
+            "kubelet-preferred-address-types": "InternalIP",
+        }
+        self._spawn([self._program("kube-apiserver"), *_options(api)])
+        self._until("the API server", "kube-apiserver", lambda: self.kubectl("get", "--raw", "/readyz").stdout == "ok")
+        client = {"kubeconfig": self.where / "kubeconfig", "leader-elect": "false"}
+        manager = {**client, "cert-dir": self.where / "manager", "pvclaimbinder-sync-period": "1s", "port": "0"}
+        self._spawn([self._program("kube-controller-manager"), *_options(manager)])
+        self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
+
+    def _start_runtime(self) -> None:
+        config = self.where / "containerd.toml"
+        config.write_text(CONTAINERD_CONFIG.format(where=self.where, pause=PAUSE))
+        self._spawn(["containerd", "--config", str(config)])
+        asked = ["ctr", "version"]
+        self._until("containerd", "containerd", lambda: subprocess.run(asked, capture_output=True).returncode == 0)
+        self.ctr("images", "import", str(self.where / IMAGES))
+        self.ctr("images", "tag", f"{pods.IMAGE}:latest", "localhost/agent-shim:latest")
+
+    def _start_kubelet(self) -> None:
+        config = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": f"/{self.where.name}",
+            "failSwapOn": False,
+            "makeIPTablesUtilChains": False,
+            "enableControllerAttachDetach": False,
+            # Not every machine lets it raise these.
+            "oomScoreAdj": 0,
+            "maxOpenFiles": 16384,
+            "clusterDNS": ["192.0.2.53"],
+            "clusterDomain": "cluster.local",
+            "resolvConf": str(self.where / "resolv.conf"),
+            # What the machine has on its disk is no business of these pods.
+            "imageGCHighThresholdPercent": 100,
+            "evictionHard": {"memory.available": "50Mi"},
+            "syncFrequency": "2s",
+            "nodeStatusUpdateFrequency": "2s",
+        }
+        options = {
+            "config": self._write("kubelet.json", config),
+            "kubeconfig": self.where / "kubeconfig",
+            "container-runtime": "remote",
+            "container-runtime-endpoint": f"unix://{CONTAINERD}",
+            "root-dir": self.where / "kubelet",
+            "cert-dir": self.where / "kubelet/pki",
+            "volume-plugin-dir": self.where / "plugins",
+            "hostname-override": NAME,
+            "node-ip": ADDRESS,
+        }
+        self._spawn([self._program("kubelet"), *_options(options)])
+        ready = ("get", "node", NAME, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')
+        self._until("the node", "kubelet", lambda: self.kubectl(*ready).stdout == "True")
+
+    def _write_credentials(self) -> None:
+        token = secrets.token_hex()
+        self._write("tokens.csv", f'{token},admin,admin,"system:masters"\n')
+        cluster = {"server": API, "insecure-skip-tls-verify": True}
+        names = {"cluster": "here", "user": "admin"}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "here", "cluster": cluster}],
+            "users": [{"name": "admin", "user": {"token": token}}],
+            "contexts": [{"name": "here", "context": names}],
+            "current-context": "here",
+        }
+        self._write("kubeconfig", config)
+        key = self.where / "service-accounts.pem"
+        subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
+
+    def _write(self, name: str, content: Any) -> Path:
+        path = self.where / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    def _program(self, name: str) -> str:
+        return str(self.where / PROGRAMS / name)
+
+    def _spawn(self, command: Sequence[str]) -> None:
+        with self._log(Path(command[0]).name).open("wb") as log:
+            self._parts.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+
+    def _log(self, part: str) -> Path:
+        return self.where / f"{part}.log"
+
+    def _until(self, what: str, part: str, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not is_so():
+            ended = [process.args for process in self._parts if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                end = "\n".join(self._log(part).read_text(errors="replace").splitlines()[-30:])
+                pytest.fail(f"{what} does not get ready; ended: {ended}; the end of its log:\n{end}", pytrace=False)
+            time.sleep(0.2)
+
+
+def _options(values: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def here() -> Path:
+    """The directory of the node whose namespaces this is; else a failed test."""
+    if NODE not in os.environ:
+        pytest.fail("there is no node here: these tests are run by ./dev test-kubernetes", pytrace=False)
+    return Path(os.environ[NODE])

@@ -1,0 +1,217 @@
+"""What a test makes in a cluster and looks at: a namespace, volumes, pods."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.image.test_manifests import manifests
+from tests.kubernetes import node as nodes
+from tests.kubernetes.node import Node
+
+LIMIT: Final = 120.0
+"""Seconds that anything may take that a test waits for."""
+END: Final = "/tmp/end"
+
+Document = dict[str, Any]
+
+
+def overlay(name: str) -> list[Document]:
+    """The documents of an overlay of deploy/kubernetes."""
+    return list(yaml.safe_load_all(manifests(name)))
+
+
+def pod_spec(documents: Iterable[Document]) -> Document:
+    """The one spec of pods in them, to be changed."""
+    (spec,) = [_template(document)["spec"] for document in documents if document["kind"] in ("Pod", "StatefulSet")]
+    found: Document = spec
+    return found
+
+
+def end_on_request(documents: Iterable[Document]) -> None:
+    """Give the container a liveness probe that ``Pod.end`` lets fail."""
+    command = ["test", "!", "-e", END]
+    pod_spec(documents)["containers"][0]["livenessProbe"] = {"exec": {"command": command}, "failureThreshold": 1}
+
+
+def _template(document: Document) -> Document:
+    found: Document = document if document["kind"] == "Pod" else document["spec"]["template"]
+    return found
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """``scratch`` holds the volumes."""
+
+    node: Node
+    name: str
+    scratch: Path
+
+    async def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """The output of a command about this namespace, which must be good."""
+        done = await asyncio.to_thread(self.node.kubectl, f"--namespace={self.name}", *arguments, stdin=stdin)
+        if done.returncode != 0:
+            pytest.fail(f"kubectl {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    async def apply(self, documents: Iterable[Document]) -> None:
+        """Make it so, with a volume for each claim."""
+        documents = list(documents)
+        text = yaml.safe_dump_all([*self._volumes(documents), *documents])
+        await self.kubectl("apply", "--filename=-", stdin=text)
+
+    def volume(self, claim: str) -> Path:
+        """The directory that is bound to a claim."""
+        return self.scratch / "volumes" / claim
+
+    def pod(self, name: str) -> Pod:
+        """The pod of that name, which need not be there yet."""
+        return Pod(self, name)
+
+    async def clear(self) -> None:
+        """End all that is left, at once."""
+        print(await self.kubectl("get", "events,pods"))
+        pods = json.loads(await self.kubectl("get", "pods", "-o", "json"))["items"]
+        await self.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
+        for one in pods:
+            print(await self.pod(one["metadata"]["name"]).logs())
+        await self.kubectl("delete", "pods", "--all", "--force", "--grace-period=0")
+        await self.kubectl("delete", "namespace", self.name, "--wait=false")
+
+    def _volumes(self, documents: Iterable[Document]) -> Iterator[Document]:
+        for name, spec in _claims(documents):
+            path = self.volume(name)
+            path.mkdir(parents=True, exist_ok=True)
+            here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [nodes.NAME]}
+            yield {
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
+                "metadata": {"name": f"{self.name}-{name}"},
+                "spec": {
+                    "accessModes": spec["accessModes"],
+                    "capacity": {"storage": spec["resources"]["requests"]["storage"]},
+                    "claimRef": {"namespace": self.name, "name": name},
+                    "local": {"path": str(path)},
+                    "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+                },
+            }
+
+
+def _claims(documents: Iterable[Document]) -> Iterator[tuple[str, Document]]:
+    for document in documents:
+        if document["kind"] == "PersistentVolumeClaim":
+            yield document["metadata"]["name"], document["spec"]
+        elif document["kind"] == "StatefulSet":
+            for claim in document["spec"].get("volumeClaimTemplates", []):
+                yield f"{claim['metadata']['name']}-{document['metadata']['name']}-0", claim["spec"]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of one container."""
+
+    namespace: Namespace
+    name: str
+
+    async def look(self) -> Document:
+        """The object, as the cluster has it."""
+        found: Document = json.loads(await self.namespace.kubectl("get", "pod", self.name, "-o", "json"))
+        return found
+
+    async def container(self) -> Document:
+        """The status of its container."""
+        found: Document = (await self.look())["status"]["containerStatuses"][0]
+        return found
+
+    async def until_ready(self, wanted: bool = True) -> None:
+        """Until the kubelet says that it is ready, or is not."""
+        await self.until(lambda pod: _is_ready(pod) is wanted, "ready" if wanted else "not ready")
+
+    async def until(self, is_so: Any, what: str) -> Document:
+        """Until the object is so; what it was then."""
+        pod: Document = {}
+        try:
+            async with asyncio.timeout(LIMIT):
+                while not (pod and is_so(pod)):
+                    await asyncio.sleep(0.2)
+                    done = await asyncio.to_thread(
+                        self.namespace.node.kubectl, "-n", self.namespace.name, "get", "pod", self.name, "-o", "json"
+                    )
+                    pod = json.loads(done.stdout) if done.returncode == 0 else {}
+        except TimeoutError:
+            pytest.fail(f"{self.name} is not {what} within {LIMIT:g} s: {json.dumps(pod.get('status'), indent=1)}")
+        return pod
+
+    async def exec(self, *command: str) -> str:
+        """The output of a command inside, which must be good."""
+        return await self.namespace.kubectl("exec", self.name, "--", *command)
+
+    async def logs(self) -> str:
+        """What the container has said; nothing when there is none."""
+        done = await asyncio.to_thread(self.namespace.node.kubectl, "-n", self.namespace.name, "logs", self.name)
+        return done.stdout
+
+    async def get(self, path: str, port: int = 9190) -> tuple[int, str]:
+        """Status and body of a page of the pod; asks again until somebody listens."""
+        url = f"http://{(await self.look())['status']['podIP']}:{port}{path}"
+
+        def ask() -> tuple[int, str]:
+            try:
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    return answer.status, answer.read().decode()
+            except urllib.error.HTTPError as exc:
+                with exc:
+                    return exc.code, exc.read().decode()
+
+        async with asyncio.timeout(LIMIT):
+            while True:
+                try:
+                    return await asyncio.to_thread(ask)
+                except (urllib.error.URLError, ConnectionError):
+                    await asyncio.sleep(0.1)
+
+    async def kill(self) -> None:
+        """End process 1 as a crash would, and wait until the kubelet has started another."""
+        before = await self.container()
+        number = before["containerID"].removeprefix("containerd://")
+        tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
+        (pid,) = [int(line.split()[1]) for line in tasks.splitlines() if line.startswith(number)]
+        os.kill(pid, signal.SIGKILL)
+        await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
+
+    async def delete(self) -> None:
+        """Delete it as a user does, with its grace, and wait until it is gone."""
+        await self.namespace.kubectl("delete", "pod", self.name)
+
+    async def end(self) -> tuple[int, str]:
+        """Let the liveness probe of ``end_on_request`` fail; exit code and termination message of the container.
+
+        Hook, grace and signals are those of a pod that is deleted. But what is deleted may be gone before the kubelet
+        has told how its container ended, and this one is restarted.
+        """
+        before = (await self.container())["restartCount"]
+        await self.exec("touch", END)
+        pod = await self.until(lambda pod: _restarts(pod) > before, "restarted")
+        how = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]
+        return how["exitCode"], how.get("message", "")
+
+
+def _is_ready(pod: Document) -> bool:
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", []))
+
+
+def _restarts(pod: Document) -> int:
+    """How often its container was started anew and ran."""
+    statuses = pod["status"].get("containerStatuses", [])
+    return sum(int(one["restartCount"]) for one in statuses if "running" in one["state"])

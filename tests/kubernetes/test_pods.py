@@ -1,0 +1,222 @@
+"""Pods of deploy/kubernetes, run by a real kubelet: probes, hooks, grace, restarts, Secrets and volumes are its own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from agent_shim.paths import Paths
+from tests.kubernetes.objects import Document, Namespace, Pod, end_on_request, overlay, pod_spec
+from tests.support import jobs
+from tests.support.environment import AGENT, BLOBS, Environment
+
+pytestmark = pytest.mark.kubernetes
+
+DISK: Final = "disk-1"
+DISKS: Final = {"system": "", "persistent": {DISK: f"/warden-cpi-dev/{DISK}"}}
+IN_ORDER: Final = (0, "agent-shim: all jobs stopped in order\n")
+AGENT_PID: Final = ("pgrep", "--full", "bin/bosh-agent")
+JOB_PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
+HELLO_PID: Final = ("pgrep", "--full", "http.server")
+
+
+def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
+    """What a CPI makes for a Director: with these settings and perhaps a disk; it sees our blobstore."""
+    bosh.blobs.mkdir(exist_ok=True)
+    documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
+    spec = pod_spec(documents)
+    container = spec["containers"][0]
+    if not disk:
+        spec["volumes"] = [one for one in spec["volumes"] if one["name"] != DISK]
+        container["volumeMounts"] = [one for one in container["volumeMounts"] if one["name"] != DISK]
+    spec["volumes"].append({"name": "blobs", "hostPath": {"path": str(bosh.blobs)}})
+    container["volumeMounts"].append({"name": "blobs", "mountPath": BLOBS, "readOnly": True})
+    (secret,) = (one for one in documents if one["kind"] == "Secret")
+    del secret["data"]
+    secret["stringData"] = {"config.json": settings}
+    return documents
+
+
+def set_grace(documents: list[Document], seconds: int) -> None:
+    """Another grace than the minute of the manifests; the hook ends a second before it."""
+    spec = pod_spec(documents)
+    spec["terminationGracePeriodSeconds"] = seconds
+    spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
+
+
+@pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
+async def test_a_job_answers_without_a_director(namespace: Namespace, name: str) -> None:
+    """Ready is when the job answers; deleted it drains."""
+    await namespace.apply(overlay(name))
+    pod = namespace.pod("hello" if name == "example" else "hello-0")
+    await pod.until_ready()
+
+    assert await pod.get("/", 8080) == (200, "hello from hello\n")
+    assert await pod.get("/readyz") == (200, "jobs are running\n")
+    assert "agent_shim_build_info" in (await pod.get("/metrics"))[1]
+    await namespace.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
+    await pod.delete()
+    store = namespace.volume("hello-store" if name == "example" else "store-hello-0")
+    assert (store / "hello/starts.txt").read_text() == "prepared\ndrained\n"
+
+
+async def test_readiness_follows_the_job(namespace: Namespace) -> None:
+    """A pod whose job is stopped gets no more requests, and gets them again when it is back; nothing is restarted."""
+    await namespace.apply(overlay("base"))
+    pod = namespace.pod("hello-0")
+    await pod.until_ready()
+    await pod.exec("agent-shim", "stop", "hello", "--wait")
+    await pod.until_ready(False)
+    await pod.exec("agent-shim", "start", "hello", "--wait")
+    await pod.until_ready()
+
+    assert (await pod.container())["restartCount"] == 0
+
+
+async def test_readiness_follows_the_bus(namespace: Namespace, bosh: Environment) -> None:
+    """The pod of a CPI lives before it is let in, and is ready as soon as a Director can ask."""
+    await bosh.server.remove_agent(AGENT)
+    await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
+    pod = namespace.pod("vm-1")
+    await pod.until(lambda one: one["status"].get("podIP") and "containerStatuses" in one["status"], "started")
+
+    assert (await pod.get("/healthz"))[0] == 200
+    assert (await pod.get("/readyz?level=agent"))[0] == 503
+    assert (await pod.container())["ready"] is False
+    await bosh.server.add_agent(AGENT)
+    await pod.until_ready()
+    await bosh.until_pong()
+
+
+async def test_a_restarted_agent_keeps_the_jobs(namespace: Namespace) -> None:
+    """``sv restart`` is one of the agent alone: the container goes on, and the job with its number."""
+    await namespace.apply(overlay("base"))
+    pod = namespace.pod("hello-0")
+    await pod.until_ready()
+    agent, job = await pod.exec(*AGENT_PID), await pod.exec(*HELLO_PID)
+    await pod.exec("sv", "restart", "agent")
+    while await pod.exec("sh", "-c", f"{' '.join(AGENT_PID)} || true") in (agent, ""):
+        await asyncio.sleep(0.1)
+    await pod.until_ready()
+
+    assert await pod.exec(*HELLO_PID) == job
+    assert (await pod.container())["restartCount"] == 0
+
+
+async def test_a_hung_agent_is_a_reason_to_restart_the_container(namespace: Namespace) -> None:
+    """The kubelet gives up on an agent that does not answer; the next one has the job again."""
+    documents = overlay("base")
+    set_grace(documents, 10)
+    probe = pod_spec(documents)["containers"][0]["livenessProbe"]
+    probe.update(periodSeconds=1, timeoutSeconds=1, failureThreshold=3)
+    await namespace.apply(documents)
+    pod = namespace.pod("hello-0")
+    await pod.until_ready()
+    await pod.exec("pkill", "-STOP", "--full", "bin/bosh-agent")
+    await pod.until(lambda one: one["status"]["containerStatuses"][0]["restartCount"] == 1, "restarted")
+    await pod.until_ready()
+
+    assert await pod.get("/", 8080) == (200, "hello from hello\n")
+
+
+async def test_a_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
+    """The root file system is a new one, the Director says nothing, and all is as before."""
+    await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
+    pod = namespace.pod("vm-1")
+    await pod.until_ready()
+    await bosh.until_pong()
+    await bosh.director.run(AGENT, "mount_disk", DISK)
+    await bosh.deploy()
+    await pod.exec("touch", "/etc/of-this-life", "/var/vcap/store/kept")
+    await pod.kill()
+    await bosh.until_state("running")
+
+    assert await bosh.director.run(AGENT, "list_disk") == [DISK]
+    assert await pod.exec("sh", "-c", "ls /etc/of-this-life /var/vcap/store/kept 2>/dev/null || true") == (
+        "/var/vcap/store/kept\n"
+    )
+    assert (namespace.volume(DISK) / "kept").exists()
+    await pod.until_ready()
+
+
+async def test_a_disk_comes_with_a_new_pod(namespace: Namespace, bosh: Environment) -> None:
+    """A CPI attaches by deleting the pod without grace and making one with the volume; the Director does the rest."""
+    await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
+    await bosh.deploy()
+    await bosh.director.run(AGENT, "stop")
+    await namespace.kubectl("delete", "pod", "vm-1", "--force", "--grace-period=0")
+    await namespace.kubectl("wait", "--for=delete", "pod/vm-1", "--timeout=60s")
+    await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
+    await bosh.until_pong()
+    await bosh.director.run(AGENT, "add_persistent_disk", DISK, f"/warden-cpi-dev/{DISK}")
+    await bosh.director.run(AGENT, "mount_disk", DISK)
+    await bosh.deploy()
+    pod = namespace.pod("vm-1")
+    await pod.exec("touch", "/var/vcap/store/kept")
+
+    assert await bosh.director.run(AGENT, "list_disk") == [DISK]
+    assert (namespace.volume(DISK) / "kept").exists()
+
+
+async def test_credentials_come_with_the_secret(namespace: Namespace, bosh: Environment) -> None:
+    """The kubelet swaps the files of a changed Secret: the agent goes on with the new ones, the old let in no more."""
+    await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
+    await bosh.deploy()
+    pod = namespace.pod("vm-1")
+    before = await pod.exec(*AGENT_PID), await pod.exec(*JOB_PID)
+    documents = pod_of_cpi(bosh, bosh.settings(bootstrap=False), disk=False)
+    await namespace.apply(one for one in documents if one["kind"] == "Secret")
+    await bosh.server.add_agent(AGENT, bootstrap=False)
+    await bosh.until_pong()
+
+    assert (await pod.exec(*AGENT_PID), await pod.exec(*JOB_PID)) == before
+    assert (await pod.container())["restartCount"] == 0
+
+
+def draining(name: str, others: tuple[str, ...]) -> dict[str, str]:
+    """A job whose drain takes eight seconds and then looks which of the others are still there."""
+    trace = "/var/vcap/store/trace"
+    run = Paths().run
+    drain = f"""#!/bin/sh
+echo {name} begins >>{trace}
+sleep 8
+for other in {" ".join(others)}; do kill -0 $(cat {run}/$other/$other.pid) && echo {name} sees $other >>{trace}; done
+echo {name} ends >>{trace}
+echo 0
+"""
+    return jobs.sleeper(Paths(), name) | {"bin/drain": drain}
+
+
+async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -> tuple[Pod, Path]:
+    """A pod with three such jobs, and the file where they write to."""
+    names = ("one", "two", "three")
+    documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))
+    set_grace(documents, grace)
+    end_on_request(documents)
+    await namespace.apply(documents)
+    await bosh.until_pong()
+    await bosh.director.run(AGENT, "mount_disk", DISK)
+    await bosh.deploy({name: draining(name, names) for name in names})
+    return namespace.pod("vm-1"), namespace.volume(DISK) / "trace"
+
+
+async def test_drains_within_the_grace_are_waited_for(namespace: Namespace, bosh: Environment) -> None:
+    """Three drains of eight seconds and thirty in all: each finds all jobs up at its end, and the end is in order."""
+    pod, trace = await deploy_draining(namespace, bosh, 30)
+
+    assert await pod.end() == IN_ORDER
+    lines = trace.read_text().splitlines()
+    assert len([line for line in lines if " sees " in line]) == 9
+    assert len([line for line in lines if line.endswith(" ends")]) == 3
+
+
+async def test_drains_beyond_the_grace_are_cut_short(namespace: Namespace, bosh: Environment) -> None:
+    """Five seconds: the jobs are ended in time, so that the code is ours and the reason is told."""
+    pod, trace = await deploy_draining(namespace, bosh, 5)
+
+    assert await pod.end() == (1, "agent-shim: not clean: drain scripts were cut short\n")
+    lines = trace.read_text().splitlines()
+    assert sorted(lines) == ["one begins", "three begins", "two begins"]

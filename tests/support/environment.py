@@ -1,0 +1,102 @@
+"""A BOSH environment for containers: a bus with its peers, a blobstore, and what a CPI would tell an agent of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, HealthMonitor, RpcTimeoutError
+from agent_shim.demo.pki import HEALTH_MONITOR, Authority
+from agent_shim.paths import Paths
+from tests.support import jobs
+from tests.support.proxy import Proxy
+
+AGENT: Final = "agent-of-the-image"
+BLOBS: Final = "/blobs"
+"""Where the containers see the directory of the blobstore."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What containers say goes to ``address``, and from there over ``proxy`` to ``server``."""
+
+    address: str
+    proxy: Proxy
+    server: NatsServer
+    director: Director
+    monitor: HealthMonitor
+    scratch: Path
+
+    @property
+    def blobs(self) -> Path:
+        return self.scratch / "blobs"
+
+    def settings(self, *, bootstrap: bool = True, **members: Any) -> str:
+        """What a CPI would write; ``bootstrap``: with the credentials that are for the first contact alone."""
+        mbus = self.server.mbus(AGENT, bootstrap=bootstrap)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
+        document = {
+            "agent_id": AGENT,
+            "vm": {"name": "c-1", "id": "c-1"},
+            "networks": {name: {**one, "dns": ["192.0.2.53"]} for name, one in jobs.NETWORKS.items()},
+            "disks": {"system": "", "persistent": {}},
+            "env": {"bosh": {"mbus": {"urls": self._urls(), "cert": cert}, "blobstores": [store]}},
+        }
+        return json.dumps(document | members)
+
+    async def replace_credentials(self) -> None:
+        """What follows the first contact: credentials to stay; those of the settings are not let in any more."""
+        mbus = self.server.mbus(AGENT)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        await self.director.run(AGENT, "update_settings", {"mbus": {"urls": self._urls(), "cert": cert}})
+        await self.server.add_agent(AGENT, bootstrap=False)
+
+    def _urls(self) -> list[str]:
+        return [f"nats://{self.address}:{self.proxy.port}"]
+
+    async def until_pong(self) -> None:
+        """Ask until the agent answers."""
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(RpcTimeoutError):
+                    assert await self.director.value(AGENT, "ping", timeout=0.5) == "pong"
+                    return
+
+    async def deploy(self, release: Mapping[str, Mapping[str, str | bytes]] | None = None) -> None:
+        """Deploy jobs (else one that sleeps) as the Director does, until they run."""
+        spec = jobs.spec(self.blobs, release or {"sleeper": jobs.sleeper(Paths(), "sleeper")})
+        await self.until_pong()
+        await self.director.run(AGENT, "apply", spec)
+        await self.director.run(AGENT, "start")
+        await self.until_state("running")
+
+    async def until_state(self, wanted: str) -> None:
+        """Until the jobs are so; the first request after a restart must not be one that nobody hears."""
+        await self.until_pong()
+        async with asyncio.timeout(60):
+            while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def environment(address: str, scratch: Path) -> AsyncIterator[Environment]:
+    """One for the length of the block, with a bus that lets ``AGENT`` in; ``address`` need not be there yet."""
+    authority = Authority()
+    pair = authority.server(hosts=("127.0.0.1", address))
+    async with NatsServer(scratch / "bus", authority, pair=pair) as server:
+        await server.add_agent(AGENT)
+        director, monitor = Director(poll=0.1), HealthMonitor()
+        async with (
+            Proxy(server.port, address) as proxy,
+            monitor.on(server.peer(HEALTH_MONITOR)),
+            director.on(server.peer()),
+        ):
+            yield Environment(address, proxy, server, director, monitor, scratch)
