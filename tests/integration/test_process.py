@@ -349,6 +349,17 @@ async def test_stranger_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
         await eventually(lambda: proc.stat(orphan) is None)
 
 
+async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
+    """Who started at another moment is another one."""
+    child = process.spawn(["/bin/sleep", "600"], env=env)
+
+    assert not process.send((child.pid, child.start_ticks + 1), signal.SIGKILL)
+    assert not process.send((child.pid, child.start_ticks - 1), signal.SIGKILL)
+    assert child.is_alive
+    assert process.send((child.pid, child.start_ticks), signal.SIGKILL)
+    assert await child.wait() == 128 + signal.SIGKILL
+
+
 async def test_released_process_goes_on(env: dict[str, str], tmp_path: Path) -> None:
     """Letting go is not ending."""
     child = process.spawn(["/bin/sleep", "600"], env=env)

@@ -76,6 +76,15 @@ def test_everything_of_the_manifest_is_there(debian: Path) -> None:
         assert str((debian / row["path"][1:]).readlink()) == row["target"]
 
 
+def test_jobs_that_ask_for_the_way_to_monit_are_told_that_it_is_open(debian: Path) -> None:
+    """Those of pxc and others go on to older ways, which are not there, when the program is missing or fails."""
+    applied(debian)
+
+    done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_manifest_and_rootfs_hold_the_same() -> None:
     """No file lies in rootfs unused, none is listed twice."""
     listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]
