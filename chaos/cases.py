@@ -38,10 +38,6 @@ NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
         "every -ERR, a server that talks nonsense",
         "no case yet; tests/integration/test_bus_nats_wire.py holds it",
     ),
-    "N-12": (
-        "names that cannot be resolved, or late",
-        "no case yet",
-    ),
     "D-04": (
         "a disk that hangs",
         "no case yet: no device mapper here",

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import socket
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, cast
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.pki import SERVER
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import CONNECTED, Stand, expect, until
+from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, until
+from tests.support.proxy import Proxy
 
 
 @case("N-01", "the server is killed and comes back after 1 and 10 s", scale="1 and 10 s of 1 to 600", is_long=True)
@@ -187,6 +195,73 @@ async def full_window(stand: Stand) -> str:
         await asyncio.gather(*asked, return_exceptions=True)
         took.append(await stand.answers(CONNECTED))
     return f"back {max(took):.1f} s after it took again"
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """Answers a question for an IPv4 address with ``address``, or as ``mode`` says: with an error, or not at all."""
+
+    CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
+
+    def __init__(self) -> None:
+        self.mode = "answer"
+        self.address = "127.0.0.1"
+        self._transport: asyncio.DatagramTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.DatagramTransport", transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        if self.mode == "silence" or self._transport is None:
+            return
+        question = data[12 : data.index(b"\0", 12) + 5]
+        is_found = self.mode == "answer" and question[-4:] == b"\0\1\0\1"
+        head = data[:2] + (0x8180 | self.CODES[self.mode]).to_bytes(2) + bytes([0, 1, 0, is_found, 0, 0, 0, 0])
+        record = b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(self.address)
+        self._transport.sendto(head + question + record * is_found, addr)
+
+
+@asynccontextmanager
+async def names(stand: Stand) -> AsyncIterator[NameServer]:
+    """Before ``boot``: all names that the agent looks up are asked of a server of ours."""
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a resolv.conf of its own")
+    address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
+    loop = asyncio.get_running_loop()
+    transport, server = await loop.create_datagram_endpoint(NameServer, (address, 53))
+    own = stand.world.scratch / "resolv.conf"
+    own.write_text(f"nameserver {address}\n")
+    stand.prefix(f"""unshare --mount sh -c 'mount --bind {own} /etc/resolv.conf && exec "$0" "$@"'""")
+    try:
+        yield server
+    finally:
+        transport.close()
+
+
+@case("N-12", "the name of the bus: unknown, an error, silence of 30 s, another address", is_long=True)
+async def wrong_names(stand: Stand) -> str:
+    async with names(stand) as server, Proxy(stand.proxy.target, "127.0.0.2", stand.proxy.port) as other:
+        stand.world.urls = (f"nats://{SERVER}:{stand.proxy.port}",)
+        await stand.boot()
+        await stand.deploy(3)
+        stand.remember()
+        stand.involved = {"job0"}
+        longest = 0.0
+        for mode, seconds in (("NXDOMAIN", 6), ("SERVFAIL", 6), ("silence", 30)):
+            server.mode = mode
+            links = stand.proxy.connections
+            stand.proxy.cut()
+            await asyncio.sleep(seconds)
+            expect(stand.proxy.connections == links, f"{mode}: the fault did not show")
+            before = stand.live()["job0"]
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: stand.live().get("job0", before) != before, 35, "a restart meanwhile")  # noqa: B023
+            expect("agent_shim_bus_connected 0" in await asyncio.to_thread(stand.scrape), "the metrics say otherwise")
+            server.mode = "answer"
+            longest = max(longest, await stand.answers(CONNECTED + 5))
+        server.address = "127.0.0.2"
+        moved = await until(lambda: other.connections, 70, "a link to the new address")
+        await stand.answers(5)
+        return f"back within {longest:.1f} s; at the new address after {moved:.0f} s, though the old one still answers"
 
 
 @case("N-15", "every byte is late by 0.5 s", scale="delay only", is_long=True)

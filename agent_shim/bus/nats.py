@@ -11,20 +11,24 @@ Subjects and permissions are those of nats-sync (``nats_sync/nats_auth_config.rb
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import random
+import socket
 import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import ParseResult, SplitResult, urlsplit
 
 from agent_shim import imports
 from agent_shim.bus import Handle, Stats, tls
 from agent_shim.errors import ActionError, BusError, CredentialsError, ShimError
+from agent_shim.host.apart import apart
 from agent_shim.settings import Mbus
 
 # aiohttp is there for websockets, importlib.metadata for a version number, nats.js for JetStream: 15 MB for nothing.
@@ -78,6 +82,9 @@ class Timing:
     """How long new credentials are tried while the server refuses them, while only the old ones reach one."""
     goodbye: float = 1.0
     """How long the last replies may take to leave."""
+    look: float = 20.0
+    gone: int = 3
+    """Between two looks whether the server's name still leads to where we are; when so often it did not, we follow."""
 
     def pause(self, failures: int) -> float:
         """The pause after so many failures in a row; 0 failures: a link that worked has just broken."""
@@ -88,6 +95,16 @@ class Timing:
     def early_pause(self) -> float:
         """The pause while nats-sync has not heard of us."""
         return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
+
+
+async def look_up(url: ParseResult | SplitResult) -> list[str]:
+    """The addresses of the host of a URL, in random order; raises ``OSError``."""
+    host = url.hostname or ""
+    with suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
+    found = {str(address[0]) for *_, address in await apart(ask, f"look up {host}")}
+    return random.sample(sorted(found), len(found))
 
 
 # --- one connection -------------------------------------------------------------------------------------------------
@@ -105,6 +122,23 @@ class _Transport(TcpTransport):
     """TCP and TLS of one connection; closes without a farewell, for which a dead peer makes one wait 30 s."""
 
     is_secure = False
+    peer = ""
+    """The address at the other end."""
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
+        """As nats-py does, but a name server that is silent holds nobody up, not even our end."""
+        addresses = await look_up(uri)
+        for number, address in enumerate(addresses, 1):
+            try:
+                reader, writer = await asyncio.open_connection(address, uri.port, limit=buffer_size)
+            except OSError:
+                if number == len(addresses):
+                    raise
+            else:
+                self.peer = address
+                self._bare_io_reader = self._io_reader = reader
+                self._bare_io_writer = self._io_writer = writer
+                return
 
     async def connect_tls(self, uri: Any, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
         """Goes on with a new reader: what came in the clear until now is not taken for the server's word."""
@@ -144,6 +178,7 @@ class _Link(Client):
     def __init__(self, on_message: Callable[[_Link, bytes], None], on_denied: Callable[[str], None]) -> None:
         super().__init__()
         self.address = ""
+        self.url = urlsplit("")
         self._on_message = on_message
         self._on_denied = on_denied
         self._wire = self._transport = _Transport()  # type: ignore[no-untyped-call]
@@ -155,7 +190,8 @@ class _Link(Client):
 
     async def open(self, url: str, context: ssl.SSLContext, agent_id: str, timing: Timing) -> None:
         """Connect and subscribe; returns when the server has confirmed the subscription."""
-        self.address = urlsplit(url).netloc.rpartition("@")[2]
+        self.url = urlsplit(url)
+        self.address = self.url.netloc.rpartition("@")[2]
         await self.connect(
             [url],
             error_cb=_ignore,
@@ -182,6 +218,11 @@ class _Link(Client):
     @property
     def is_over(self) -> bool:
         return self._ended.done()
+
+    @property
+    def peer(self) -> str:
+        """The address of the server."""
+        return self._wire.peer
 
     async def over(self) -> str:
         """Until the connection is over; says why."""
@@ -484,18 +525,36 @@ class NatsBus:
         """Until the present link is over; whether it was of use, that is, held for longer than a ping."""
         link, began = self._link, time.monotonic()
         assert link is not None
+        watching = asyncio.create_task(self._follow(link), name="bus name")
         try:
             why = await link.over()
         except asyncio.CancelledError:
             if link is not self._link:
                 await link.abandon()
             raise
+        finally:
+            watching.cancel()
         await link.abandon()
         if self._link is link:
             self._link = None
             self.stats.connected_at = None
             self._note(f"the link to the bus at {link.address} is lost: {why}")
         return time.monotonic() - began > self._timing.ping
+
+    async def _follow(self, link: _Link) -> None:
+        """Go over to where the name of the server leads now, while the server that has lost it may still talk to us."""
+        gone = 0
+        while link is self._link:
+            await asyncio.sleep(self._timing.look)
+            with suppress(OSError):
+                gone = 0 if link.peer in await look_up(link.url) else gone + 1
+            if gone >= self._timing.gone:
+                logger.info("%s is no longer %s: a new link is made", link.address, link.peer)
+                gone = 0
+                try:
+                    await self.rotate(self._mbus)
+                except ActionError as exc:
+                    self._note(f"cannot follow {link.address}: {exc}")
 
     async def _retire(self, old: _Link | None, new: _Link) -> None:
         """Let the old link hear what was sent before the new one listened, then end it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from agent_shim.bus import nats
 from agent_shim.bus.nats import NatsBus, Timing
 from agent_shim.demo.broker import NatsServer
-from agent_shim.demo.pki import Authority
+from agent_shim.demo.pki import SERVER, Authority
 from agent_shim.errors import BusError
 from agent_shim.settings import Mbus
 from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
@@ -216,23 +218,66 @@ async def test_t4_any_of_several_addresses_will_do(tmp_path: Path) -> None:
             assert link.address == f"127.0.0.1:{other.port}"
 
 
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
+    """Names lead to these addresses, one after the other; the last for ever. What is left of the answers."""
+    left = list(answers)
+
+    def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return left
+
+
+def by_name(server: NatsServer, port: int) -> Mbus:
+    return replace_urls(server.mbus("agent"), f"nats://{SERVER}:{port}")
+
+
 async def test_names_are_looked_up_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Director that was made anew has another address under the same name."""
-    asked = []
     async with NatsServer(tmp_path) as server:
-        loop = asyncio.get_running_loop()
-        look_up = loop.getaddrinfo
-
-        async def counted(host: Any, *args: Any, **options: Any) -> Any:
-            asked.append(host)
-            return await look_up("127.0.0.1" if len(asked) > 2 else "127.0.0.2", *args, **options)
-
-        monkeypatch.setattr(loop, "getaddrinfo", counted)
+        left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
         await server.add_agent("agent")
-        async with on_bus(replace_urls(server.mbus("agent"), f"nats://localhost:{server.port}")) as bus:
+        async with on_bus(by_name(server, server.port)) as bus:
             await connected(bus)
 
-    assert asked == ["localhost"] * 3
+    assert left == ["127.0.0.1"]
+
+
+async def test_it_follows_a_name_to_another_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the server at the old one still answers; an answer that fails, or once is another, means nothing."""
+    old, new = "127.0.0.1", "127.0.0.2"
+    async with (
+        NatsServer(tmp_path) as server,
+        Proxy(server.port, old) as here,
+        Proxy(server.port, new, here.port) as there,
+    ):
+        await server.add_agent("agent")
+        left = answering(monkeypatch, old, OSError("no answer"), new, old, new, new)
+        async with on_bus(by_name(server, here.port), timing=replace(FAST, look=0.01, gone=2)) as bus:
+            await connected(bus)
+            assert (here.connections, there.connections) == (1, 0)
+            await until(lambda: there.connections == 1)
+            assert left == [new]
+            await until(lambda: bus.stats.connects == 2)
+            assert bus.is_connected
+
+
+async def test_a_name_server_that_is_silent_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the next attempt nor the end: its threads are its own."""
+    silence = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
+    try:
+        async with NatsServer(tmp_path) as server:
+            await server.add_agent("agent")
+            async with on_bus(by_name(server, server.port), timing=replace(FAST, connect=0.05)) as bus:
+                await until(lambda: bus.stats.attempts >= 10)
+                assert await asyncio.to_thread(int, 7) == 7
+    finally:
+        silence.set()
 
 
 @pytest.mark.parametrize("urls", [(), ("nats://",), ("ws://127.0.0.1:1",), ("nats://127.0.0.1:99999999",), ("://",)])

@@ -14,16 +14,16 @@ IP_FREEBIND: Final = 15  # include/uapi/linux/in.h
 class Proxy:
     """Passes connections on to a port of the loopback until told otherwise; an async context manager.
 
-    It listens on the loopback or another ``address``, which need not be there yet.
+    It listens on the loopback or another ``address``, which need not be there yet, at a free ``port`` or a given one.
     """
 
-    def __init__(self, target: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, target: int, address: str = "127.0.0.1", port: int = 0) -> None:
         self.delay = 0.0
         """Seconds that every chunk is held back."""
         self.connections = 0
         """How many were made so far."""
-        self._target = target
-        self._address = address
+        self.target = target
+        self._address = address, port
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -39,7 +39,7 @@ class Proxy:
     async def __aenter__(self) -> Self:
         listener = socket.socket()
         listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
-        listener.bind((self._address, 0))
+        listener.bind(self._address)
         self._server = await asyncio.start_server(self._accept, sock=listener)
         return self
 
@@ -71,7 +71,7 @@ class Proxy:
         self.connections += 1
         self._writers.add(writer)
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             writer.transport.abort()
             return
