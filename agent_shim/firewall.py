@@ -79,7 +79,7 @@ class Firewall:
                 continue
 
     def _tell(self, before: str) -> None:
-        if self.obstacle == before:
+        if self.obstacle in (before, NO_BUS):
             return
         if self.obstacle:
             logger.warning("jobs are not kept from the bus: %s", self.obstacle)

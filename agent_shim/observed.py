@@ -75,10 +75,16 @@ async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any
         "warnings": _warnings(live),
         "tasks_waiting": agent.tasks.waiting,
         "vitals": await agent.vitals.sample(),
-        "firewall": {"enforced": not live.firewall.obstacle, "why": live.firewall.obstacle},
+        "firewall": _firewall(live),
         "bpm": (await agent.supervisor.bpm.isolation())._asdict(),
         "processes": [monit_answers.describe(service) for service in agent.supervisor.services()],
     }
+
+
+def _firewall(live: Running) -> dict[str, Any] | None:
+    """Whether jobs are kept from the bus and why not; None where there is no bus that they could reach."""
+    mbus, obstacle = live.bus.mbus, live.firewall.obstacle
+    return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
 
 
 def _heartbeat_age(live: Running) -> float | None:

@@ -318,8 +318,8 @@ def _network(patient: Patient) -> Iterator[Finding]:
 
 def _no_firewall(patient: Patient) -> str:
     """What a running agent says, else what the kernel would say to one."""
-    if "firewall" in patient.status:
-        return str(patient.status["firewall"]["why"])
+    if held := patient.status.get("firewall"):
+        return str(held["why"])
     if not patient.is_root:
         return "only root may filter packets"
     try:

@@ -122,7 +122,9 @@ async def test_jobs_are_deployed_as_a_director_would(place: Place) -> None:
     assert (place.paths.jobs / "web/packages/tool/bin/tool").read_text() == "x"
     assert (place.paths.packages / "tool").resolve() == place.rendered / "packages/tool"
     assert (place.paths.instance / "name").read_text() == "front"
-    assert "none: without a Director" in (await place.ask("status"))[1]
+    said = (await place.ask("status"))[1]
+    assert "none: without a Director" in said
+    assert "firewall" not in said
     status = json.loads((await place.ask("status", "--json"))[1])
     assert (status["agent_id"], status["deployment"], status["instance"]) == ("front-0", "shop", "front/front-0")
 
