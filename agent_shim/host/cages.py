@@ -1,8 +1,9 @@
-"""Cgroups of our own, below the one we are in, that limit the memory and the number of processes of a job.
+"""Cgroups of our own, below or beside the one we are in, that limit the memory and the number of processes of a job.
 
 Both versions; a controller is used only where that needs no more than making a directory: in version 2 the kernel
 hands a controller down only while no process sits in our own cgroup, and moving all of a container away from there
-would take ``docker exec`` from its users.
+would take ``docker exec`` from its users. Where whoever started us has put us into a subgroup of what is ours (systemd
+with ``DelegateSubgroup=``), they are made beside it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,37 @@ _LIMITS: Final = {
 }
 
 
+_DELEGATED: Final = ("user.delegate", "trusted.delegate")
+"""How systemd marks a cgroup that is ours to divide (its CGROUP_DELEGATION)."""
+
+
 def offered() -> frozenset[str]:
     """The controllers (``memory``, ``pids``) for which a cgroup can be made and limited; found out by making one."""
     found = set()
     for controller, hierarchy in _hierarchies():
-        probe = hierarchy.own / f"probe-{os.getpid()}"
+        top = place(hierarchy)
+        probe = top / f"probe-{os.getpid()}"
         with contextlib.suppress(OSError):
             probe.mkdir()
             try:
                 if hierarchy.version == 2:
-                    _hand_down(hierarchy.own, controller)
+                    _hand_down(top, controller)
                 if (probe / _LIMITS[controller, hierarchy.version]).exists():
                     found.add(controller)
             finally:
                 probe.rmdir()
     return frozenset(found)
+
+
+def place(hierarchy: cgroups.Hierarchy) -> Path:
+    """Where cgroups of ours can be made: in version 2 beside our own, if the one above is marked as ours."""
+    if hierarchy.version == 2 and len(hierarchy.levels) > 1:
+        above = hierarchy.levels[1]
+        for name in _DELEGATED:
+            with contextlib.suppress(OSError):
+                if os.getxattr(above, name) == b"1":
+                    return above
+    return hierarchy.own
 
 
 class Cage:
@@ -55,7 +72,7 @@ class Cage:
                 continue
             directory = self._directory(hierarchy)
             if hierarchy.version == 2:
-                _hand_down(hierarchy.own, controller)
+                _hand_down(place(hierarchy), controller)
                 directory.parent.mkdir(exist_ok=True)
                 _hand_down(directory.parent, controller)
             directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +109,7 @@ class Cage:
         return None
 
     def _directory(self, hierarchy: cgroups.Hierarchy) -> Path:
-        return hierarchy.own / "agent_shim" / self._name
+        return place(hierarchy) / "agent_shim" / self._name
 
 
 @functools.cache

@@ -64,6 +64,7 @@ def debian(tmp_path: Path) -> Path:
 
 def test_everything_of_the_manifest_is_there(debian: Path) -> None:
     """Directories, files and links lie where the manifest says, with their modes and contents."""
+    put(debian, "var/lib/dpkg/status", "Package: sysv\nVersion: 300\n\nPackage: systemd\nVersion: 254.1-3\n\n")
     applied(debian)
 
     for row in MANIFEST["directory"]:
@@ -83,6 +84,18 @@ def test_jobs_that_ask_for_the_way_to_monit_are_told_that_it_is_open(debian: Pat
     done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
+def test_older_systemd_gets_no_key_that_it_does_not_know(debian: Path, version: str | None, knows: bool) -> None:
+    """By what dpkg says; without systemd there is none to be asked."""
+    package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
+    put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")
+    applied(debian)
+
+    units = debian / "etc/systemd/system"
+    assert (units / "agent-shim.service.d/subgroup.conf").exists() is knows
+    assert (units / "agent-shim.service").exists()
 
 
 def test_manifest_and_rootfs_hold_the_same() -> None:

@@ -18,7 +18,7 @@ PYTHON = os.path.realpath(sys.executable)
 
 SETUP = """
 import shutil, signal
-from agent_shim.host import cgroups, jailer, proc, process, reaper
+from agent_shim.host import cages, cgroups, jailer, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor, Timing
 
 paths = Paths()
@@ -43,10 +43,17 @@ hook.chmod(0o755)
 
 # Others on this kernel have jobs of the same name: here they are counted below a cgroup of this process alone.
 groups = []
-for hierarchy in filter(None, (cgroups.find().memory, cgroups.find().pids)):
-    group = hierarchy.own / f"test-{os.getpid()}"
+for hierarchy in dict.fromkeys(filter(None, (cgroups.find().memory, cgroups.find().pids))):
+    top = cages.place(hierarchy)
+    group = joined = top / f"test-{os.getpid()}"
     group.mkdir()
-    (group / "cgroup.procs").write_text("0")
+    if hierarchy.version == 2:
+        # As systemd does it: a group that is ours, and we in a group below it.
+        (top / "cgroup.subtree_control").write_text("+memory +pids")
+        os.setxattr(group, "user.delegate", b"1")
+        joined = group / "agent"
+        joined.mkdir()
+    (joined / "cgroup.procs").write_text("0")
     groups.append((hierarchy.own, group))
 
 def remove(group):

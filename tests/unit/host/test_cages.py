@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,20 @@ def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monke
 
     assert cages.offered() == frozenset()
     assert [path.name for path in tmp_path.iterdir()] == ["cgroup.subtree_control"]
+
+
+@pytest.mark.parametrize(("version", "marked", "beside"), [(2, True, True), (2, False, False), (1, True, False)])
+def test_place_is_beside_us_where_the_group_above_is_marked_as_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
+) -> None:
+    """As systemd marks what a unit may divide; a group that is not ours is left alone."""
+
+    def mark(path: Path, name: str) -> bytes:
+        if path == tmp_path and marked and name == "user.delegate":
+            return b"1"
+        raise OSError(61, "No data available")
+
+    monkeypatch.setattr(os, "getxattr", mark)
+
+    hierarchy = cgroups.Hierarchy(version, (tmp_path / "agent", tmp_path))
+    assert cages.place(hierarchy) == (tmp_path if beside else tmp_path / "agent")

@@ -1,0 +1,247 @@
+"""A virtual machine for what this kernel cannot show: systemd as process 1, cgroup v2 alone, disks that hang, clocks.
+
+    python -m tests.support.guest [--limit SECONDS] COMMAND…
+
+runs a command in a copy of this project inside it, as root, and ends with its exit code. The processor is emulated:
+nothing of the machine outside is needed, or touched. There is no network. One tar goes in on a disk, one comes out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+CACHE: Final = ROOT / ".guest"
+SUITE: Final = "trixie"
+PYTHON: Final = "3.13"
+"""The one of the suite."""
+PACKAGES: Final = (
+    "dmsetup e2fsprogs initramfs-tools iproute2 iptables kmod linux-image-cloud-amd64 mount nftables openssl procps "
+    "python3 python3-venv strace sudo systemd tini udev util-linux"
+)
+LOCK: Final = ROOT / "requirements/dev.lock"
+PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
+PLACE: Final = "/opt/agent_shim"
+"""Of its environment, where the image has it too; its Python sees the project as it was packed."""
+LIMIT: Final = 1800.0
+"""Seconds from power on to power off."""
+OUT: Final = 1 << 30
+"""Bytes that may come out."""
+
+_SERVICE: Final = """
+[Unit]
+Description=The command of the second disk
+After=multi-user.target
+[Service]
+ExecStart=/usr/local/sbin/guest
+# As a container runtime would have it: a part of the cgroup tree to divide.
+Delegate=yes
+DelegateSubgroup=command
+TimeoutStopSec=5
+[Install]
+WantedBy=graphical.target multi-user.target
+"""
+_SCRIPT: Final = f"""#!/bin/sh
+exec </dev/null >/dev/ttyS1 2>&1
+stty -F /dev/ttyS1 raw
+mkdir -p /project /out
+tar -C /project -xf /dev/vdb
+cd /project
+export PATH={PLACE}/bin:$PATH HOME=/root LANG=C.UTF-8
+sh /project/.command
+echo $? >/out/status
+tar -C /out -cf /dev/vdc .
+systemctl --force poweroff
+"""
+_INITRD: Final = "printf 'MODULES=list\n' >/etc/initramfs-tools/conf.d/guest; printf 'virtio_blk\nvirtio_pci\next4\n' \
+>>/etc/initramfs-tools/modules; update-initramfs -u -k all >/dev/null"
+_UNWANTED: Final = (
+    "e2scrub_reap.service getty-static.service getty@tty1.service serial-getty@ttyS0.service modprobe@drm.service "
+    "modprobe@fuse.service modprobe@efi_pstore.service systemd-journal-catalog-update.service timers.target "
+    "systemd-udev-load-credentials.service systemd-hostnamed.socket"
+)
+"""What an emulated processor would spend half a minute on."""
+_SITE: Final = "/project\n"
+
+
+_SIGN: Final = Path("/etc/systemd/system/guest.service")
+
+
+def is_here() -> bool:
+    """Whether this is the guest, in which nothing is anybody's but the test's."""
+    return _SIGN.exists()
+
+
+class GuestError(Exception):
+    """It could not be made, or did not come to the end of its command."""
+
+
+def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
+    """Run a command in a fresh guest, with this project as its directory; its exit code.
+
+    What it says goes to our own standard output as it comes; what it leaves in ``/out`` is put into ``out``.
+    Raises ``GuestError``.
+    """
+    base = _base()
+    with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
+        scratch = Path(name)
+        _pack(scratch / "in", command)
+        with (scratch / "out").open("wb") as file:
+            file.truncate(OUT)
+        status = _boot(base, scratch, limit)
+        try:
+            with tarfile.open(scratch / "out") as tar:
+                tar.extractall(out, filter="data")
+            return int((out / "status").read_text())
+        except (OSError, ValueError, tarfile.TarError) as exc:
+            said = (scratch / "console").read_text(errors="replace")[-3000:]
+            why = f"it ended with {status}" if status is not None else f"it was ended after {limit:g} s"
+            raise GuestError(f"cannot finish {shlex.join(command)} in the guest: {why}\n{said}") from exc
+
+
+def _boot(base: Path, scratch: Path, limit: float) -> int | None:
+    """Until it powers off; the exit code of the emulator, None where its time was up."""
+    disks = [f"file={base / 'root'},snapshot=on", f"file={scratch / 'in'},readonly=on", f"file={scratch / 'out'}"]
+    line = "root=/dev/vda rw console=ttyS0 quiet panic=-1 init=/usr/lib/systemd/systemd"
+    argv: list[str | Path] = [
+        "qemu-system-x86_64",
+        *("-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "3072"),
+        *("-kernel", base / "vmlinuz", "-initrd", base / "initrd", "-append", line),
+        *(word for disk in disks for word in ("-drive", f"{disk},format=raw,if=virtio")),
+        *("-display", "none", "-monitor", "none", "-nic", "none", "-no-reboot"),
+        *("-serial", f"file:{scratch / 'console'}", "-serial", "stdio"),
+    ]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL) as emulator:
+        try:
+            return emulator.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            emulator.kill()
+
+
+def _pack(disk: Path, command: Sequence[str]) -> None:
+    """The files of this project that git knows or would take, and what to run."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    with tarfile.open(disk, "w") as tar:
+        for name in names:
+            if name and os.path.lexists(ROOT / name):
+                tar.add(ROOT / name, name, filter=_of_root)
+        script = f"export NO_COLOR=1\nexec {shlex.join(command)}\n".encode()
+        member = tarfile.TarInfo(".command")
+        member.size = len(script)
+        tar.addfile(member, io.BytesIO(script))
+
+
+def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = "root"
+    return member
+
+
+def _base() -> Path:
+    """The root file system, kernel and initrd, made once a week so that security updates arrive."""
+    told = [
+        SUITE,
+        PYTHON,
+        PACKAGES,
+        _SERVICE,
+        _SCRIPT,
+        _SITE,
+        _INITRD,
+        _UNWANTED,
+        LOCK.read_text(),
+        time.strftime("%Gw%V"),
+    ]
+    told += _scripts()
+    key = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    base = CACHE / key
+    if not base.exists():
+        sys.stderr.write(f"guest: making {SUITE} for {key} (once)\n")
+        shutil.rmtree(CACHE, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
+            tree, half = Path(name, "root"), CACHE / f"{key}.part"
+            half.mkdir(parents=True)
+            try:
+                _make(tree, half)
+            except subprocess.CalledProcessError as exc:
+                raise GuestError(f"cannot make the guest: {exc}") from exc
+            half.rename(base)
+    sys.stderr.write(f"guest: {SUITE} of {key}, made {time.strftime('%F', time.gmtime(base.stat().st_mtime))}\n")
+    return base
+
+
+def _make(tree: Path, half: Path) -> None:
+    def do(*argv: str | Path) -> None:
+        subprocess.run(argv, check=True, stdout=sys.stderr)
+
+    do("mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES.replace(' ', ',')}", SUITE, tree)
+    for path, content, mode in (
+        ("etc/systemd/system/guest.service", _SERVICE, 0o644),
+        ("usr/local/sbin/guest", _SCRIPT, 0o755),
+        ("etc/hosts", "127.0.0.1 localhost guest\n", 0o644),
+        ("etc/hostname", "guest\n", 0o644),
+        ("etc/machine-id", "", 0o444),
+        ("etc/fstab", "", 0o644),
+    ):
+        (tree / path).write_text(content)
+        (tree / path).chmod(mode)
+    wheels = ["--only-binary=:all:", "--python-version", PYTHON, *(f"--platform={one}" for one in PLATFORMS)]
+    do(sys.executable, "-m", "pip", "download", "-qq", "--require-hashes", "-r", LOCK, "-d", tree / "wheels", *wheels)
+    shutil.copy(LOCK, tree / "wheels/lock")
+    install = f"{PLACE}/bin/pip install -qq --no-index --find-links /wheels --require-hashes -r /wheels/lock"
+    inside = f"python3 -m venv {PLACE} && {install} && rm -r /wheels && systemctl enable -q guest"
+    inside += f" && systemctl mask -q {_UNWANTED} && {_INITRD}"
+    do("env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "chroot", tree, "sh", "-c", inside)
+    (tree / PLACE[1:] / f"lib/python{PYTHON}/site-packages/project.pth").write_text(_SITE)
+    for script in _scripts():
+        name, _, target = script.partition("=")
+        module, _, function = target.partition(":")
+        place = tree / PLACE[1:] / "bin" / name
+        place.write_text(
+            f"#!{PLACE}/bin/python3\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+        )
+        place.chmod(0o755)
+    for name in ("vmlinuz", "initrd"):
+        shutil.copy(next((tree / "boot").glob(f"{name}*")), half / name)
+    do("mkfs.ext4", "-q", "-d", tree, half / "root", "4G")
+
+
+def _scripts() -> list[str]:
+    """``name=module:function`` of each command of the project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [f"{name}={target}" for name, target in project["scripts"].items()]
+
+
+def main() -> int:
+    """The exit code of the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.guest", description=__doc__)
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=None, metavar="DIRECTORY", help="for what is left in /out")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as unwanted:
+        try:
+            return run(asked.command, asked.out or Path(unwanted), limit=asked.limit)
+        except GuestError as exc:
+            sys.stderr.write(f"guest: {exc}\n")
+            return 70
+
+
+if __name__ == "__main__":
+    sys.exit(main())

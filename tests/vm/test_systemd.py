@@ -1,0 +1,251 @@
+"""The unit under a systemd that is process 1 of a machine with cgroup v2 alone: limits, kills, figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.paths import Paths
+from tests.structure.source import ROOT
+from tests.support import jobs
+
+pytestmark = pytest.mark.vm
+
+AGENT = "agent-of-the-guest"
+UNIT = "agent-shim.service"
+GROUP = Path("/sys/fs/cgroup/system.slice") / UNIT
+SETTINGS = Path("/var/vcap/bosh/warden-cpi-agent-env.json")
+MIB = 1 << 20
+
+BPM = "/var/vcap/jobs/bpm/bin/bpm"
+PROCESSES = ("hungry", "modest")
+MONIT = "".join(
+    f"""check process {name} with pidfile /var/vcap/sys/run/bpm/web/{name}.pid
+  start program "{BPM} start web -p {name}"
+  stop program "{BPM} stop web -p {name}"
+  group vcap
+"""
+    for name in PROCESSES
+)
+BPM_YML = """
+processes:
+- name: hungry
+  executable: /bin/sh
+  args:
+  - -c
+  - |
+    sleep 1000 &
+    while [ ! -e /var/vcap/data/web/eat ]; do sleep 0.1; done
+    rm /var/vcap/data/web/eat
+    head -c 200M /dev/zero | tail -c 200M
+    wait
+  ephemeral_disk: true
+  limits: {memory: 64M}
+- name: modest
+  executable: /bin/sleep
+  args: [1000]
+  limits: {memory: 64M}
+"""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """The agent of this machine, asked by its Director."""
+
+    director: Director
+    monitor: HealthMonitor
+    blobs: Path
+
+    async def deploy(self) -> None:
+        """A job with a process that eats when it is told to, and one that does not; a third one of a script."""
+        release = {"web": {"monit": MONIT, "config/bpm.yml": BPM_YML}, "old": jobs.sleeper(Paths(), "old")}
+        spec = jobs.spec(self.blobs, release)
+        await self.director.run(AGENT, "apply", spec)
+        await self.director.run(AGENT, "start")
+        await eventually(self.is_running)
+
+    async def is_running(self) -> bool:
+        return bool((await self.state())["job_state"] == "running")
+
+    async def state(self, *arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = await self.director.value(AGENT, "get_state", *arguments)
+        return found
+
+    def pid(self, name: str) -> int:
+        path = Path("/var/vcap/sys/run", f"bpm/web/{name}.pid" if name in PROCESSES else f"{name}/{name}.pid")
+        return int(path.read_text())
+
+    async def overeat(self) -> str:
+        """One process passes its limit; what the alert says, once the process runs again."""
+        before = self.pid("hungry")
+        Path("/var/vcap/data/web/eat").touch()
+        said: str = await eventually(self.alert)
+        await eventually(lambda: self.pid("hungry") != before)
+        await eventually(self.is_running)
+        return said
+
+    def alert(self) -> str:
+        found = [str(one.body) for one in self.monitor.of("alert", AGENT) if "it was killed" in str(one.body)]
+        return found[0] if found else ""
+
+
+async def eventually(fact: Any) -> Any:
+    """What ``fact`` returns, once it is true."""
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                found = fact()
+                if asyncio.iscoroutine(found):
+                    found = await found
+                if found:
+                    return found
+            except (OSError, ValueError):
+                pass
+            await asyncio.sleep(0.1)
+
+
+def helped() -> list[str]:
+    """All of the group of the hungry process, once an init, the process and its helper are there."""
+    members = [pid for path in GROUP.glob("agent_shim/*hungry*/cgroup.procs") for pid in path.read_text().split()]
+    return members if len(members) > 2 else []
+
+
+def systemctl(*arguments: str) -> str:
+    return subprocess.run(["systemctl", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@contextmanager
+def drop_in(text: str) -> Iterator[None]:
+    """The unit with a change, started anew."""
+    path = Path(f"/etc/systemd/system/{UNIT}.d/test.conf")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"[Service]\n{text}\n")
+    systemctl("daemon-reload")
+    try:
+        yield
+    finally:
+        path.unlink()
+        systemctl("daemon-reload")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def overlay() -> None:
+    """What makes a machine of Debian one with our agent."""
+    subprocess.run([ROOT / "stemcell_overlay/apply", "/"], check=True)
+    systemctl("daemon-reload")
+
+
+@pytest.fixture
+async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guest]:
+    """The unit, active and on the bus, with the change that the test is parametrised with."""
+    director, monitor, store = Director(poll=0.1), HealthMonitor(), tmp_path / "blobs"
+    store.mkdir()
+    async with NatsServer(tmp_path / "bus") as server:
+        await server.add_agent(AGENT)
+        mbus = server.mbus(AGENT)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        blobstores = [{"provider": "local", "options": {"blobstore_path": str(store)}}]
+        settings = {
+            "agent_id": AGENT,
+            "vm": {"name": "guest"},
+            "networks": jobs.NETWORKS,
+            "env": {"bosh": {"mbus": {"urls": list(mbus.urls), "cert": cert}, "blobstores": blobstores}},
+        }
+        SETTINGS.touch(mode=0o600)
+        SETTINGS.write_text(json.dumps(settings))
+        with drop_in(getattr(request, "param", "")):
+            async with director.on(server.peer()), monitor.on(server.peer(HEALTH_MONITOR)):
+                systemctl("start", UNIT)
+                try:
+                    await director.wait_until_ready(AGENT, timeout=120)
+                    yield Guest(director, monitor, store)
+                finally:
+                    await director.run(AGENT, "stop")
+                    systemctl("stop", UNIT)
+                    for place in ("bosh", "data/bosh"):
+                        for path in Path("/var/vcap", place).glob("*.json"):
+                            if path.name != "agent.json":
+                                path.unlink()
+
+
+async def test_restart_restarts_no_job(guest: Guest) -> None:
+    """Active, the agent in a group of its own; a restart leaves every process, those with limits too."""
+    await guest.deploy()
+    first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
+    assert systemctl("is-active", UNIT) == "active"
+    assert Path(f"/proc/{first}/cgroup").read_text().strip() == f"0::/system.slice/{UNIT}/agent"
+    systemctl("restart", UNIT)
+    await guest.director.wait_until_ready(AGENT, timeout=120)
+    await eventually(guest.is_running)
+
+    assert systemctl("show", "--value", "-p", "MainPID", UNIT) != first
+    assert {name: guest.pid(name) for name in before} == before
+    limits = [path.read_text().strip() for path in GROUP.glob("agent_shim/*/memory.max")]
+    assert limits == [str(64 * MIB)] * 2
+
+
+async def test_who_passes_its_limit_is_killed_by_the_kernel_with_its_helpers(guest: Guest) -> None:
+    """The whole group of that process, and nobody else; the alert names it."""
+    await guest.deploy()
+    others = {name: guest.pid(name) for name in ("modest", "old")}
+    members: list[str] = await eventually(helped)
+    said = await guest.overeat()
+
+    assert "process hungry of job web used 64.0 MiB, its limit is 64.0 MiB: it was killed" in said
+    assert {name: guest.pid(name) for name in others} == others
+    assert not [pid for pid in members if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("guest", ["Delegate=no\nDelegateSubgroup="], indirect=True)
+async def test_watchdog_kills_where_nothing_is_delegated(guest: Guest) -> None:
+    """The same, a little later, when it has used more."""
+    await guest.deploy()
+    others = {name: guest.pid(name) for name in ("modest", "old")}
+    assert not list(GROUP.glob("**/memory.max"))[1:], "no group below that of the unit"
+    said = await guest.overeat()
+
+    used = re.search(r"process hungry of job web used ([0-9.]+) MiB, its limit is 64.0 MiB: it was killed", said)
+    assert used is not None
+    assert float(used[1]) > 64
+    assert {name: guest.pid(name) for name in others} == others
+
+
+@pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
+async def test_vitals_are_those_of_the_unit(guest: Guest) -> None:
+    """Memory of what it may have, not of the machine; the same that the kernel counts."""
+    await guest.deploy()
+    vitals = (await guest.state("full"))["vitals"]["mem"]
+    current = int((GROUP / "memory.current").read_text())
+
+    used, percent = int(vitals["kb"]) * 1024, int(vitals["percent"])
+    assert 0 < used < current + 20 * MIB
+    assert percent == pytest.approx(100 * used / (400 * MIB), abs=1)
+
+
+@pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
+async def test_all_come_back_when_the_whole_unit_is_killed(guest: Guest) -> None:
+    """A group that is killed as one (memory.oom.group) comes back by what was wanted."""
+    await guest.deploy()
+    assert (GROUP / "memory.oom.group").read_text().strip() == "1"
+    first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
+    script = f"echo $$ >{GROUP}/agent/cgroup.procs; head -c 400M /dev/zero | tail -c 400M"
+    eater = await asyncio.create_subprocess_exec("sh", "-c", script)
+    assert await eater.wait() == -signal.SIGKILL
+    await guest.director.wait_until_ready(AGENT, timeout=120)
+    await eventually(guest.is_running)
+
+    assert systemctl("show", "--value", "-p", "MainPID", UNIT) != first
+    assert not set(before.values()) & {guest.pid(name) for name in before}
