@@ -66,8 +66,10 @@ class Timing:
     unanswered: int = 2
     step: float = 2.0
     longest: float = 10.0
-    """The pause after the n-th failure in a row is n steps, at most ``longest``, less up to half of it at random.
+    """The pause after the n-th failure in a row is n steps, at most ``longest``, less a part at random.
 
+    That part is up to four fifths as long as the pause grows, so that agents which have lost their server in one moment
+    come in no waves; then up to half.
     It must stay well below the 45 s that the Director waits for a reply.
     """
     early: float = 60.0
@@ -90,7 +92,8 @@ class Timing:
         """The pause after so many failures in a row; 0 failures: a link that worked has just broken."""
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
-        return min(failures * self.step, self.longest) * random.uniform(0.5, 1)  # noqa: S311
+        most = min(failures * self.step, self.longest)
+        return random.uniform(most / 5 if most < self.longest else most / 2, most)  # noqa: S311
 
     def early_pause(self) -> float:
         """The pause while nats-sync has not heard of us."""
