@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,28 @@ def test_no_link_in_the_target_is_followed(pair: tuple[Path, Path], tmp_path: Pa
     assert fingerprint(target) == fingerprint(source)
     assert [path.name for path in elsewhere.iterdir()] == ["data"]
     assert (elsewhere / "data").read_text() == "precious"
+
+
+def test_a_directory_that_becomes_a_link_while_it_is_copied_ends_the_copy(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that lives may do so at any moment."""
+    source, target = pair
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    opened = copytree._opened_below
+
+    def swapped(top: int, path: str) -> AbstractContextManager[int]:
+        if path.rstrip("/") == "db" and not (target / "db").is_symlink() and (target / "db").is_dir():
+            shutil.rmtree(target / "db")
+            (target / "db").symlink_to(elsewhere)
+        return opened(top, path)
+
+    monkeypatch.setattr(copytree, "_opened_below", swapped)
+
+    with pytest.raises(HostError):
+        copytree.mirror(source, target)
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_source_that_never_rests_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,68 @@
+"""What the record of a soak says of figures that we made."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+from chaos.soak import Record
+from chaos.stand import Size
+
+MIB = 1 << 20
+HOUR = 3600
+
+
+def record(growth: float = 0.0, descriptors: int = 0) -> Record:
+    """An hour with a heartbeat every 30 s and so much more memory and so many more descriptors at its end."""
+    found = Record(begun_at=1000.0, until=1000.0 + HOUR)
+    for second in range(0, HOUR, 5):
+        share = second / HOUR
+        size = Size(30 + round(descriptors * share), 5, int(40 * MIB + growth * share))
+        found.sizes.append((1000.0 + second, size))
+        found.pings.append((1000.0 + second, 0.002))
+    found.beats = [1000.0 + beat for beat in range(0, HOUR, 30)]
+    return found
+
+
+def test_an_hour_without_growth_and_with_all_heartbeats_is_good() -> None:
+    assert record().faults() == []
+    assert record(growth=MIB / 2).faults() == []
+
+
+def test_growth_is_told() -> None:
+    assert record(growth=2 * MIB).faults() == ["memory grows by 2.00 MiB an hour"]
+    assert record(descriptors=10).faults() == ["39 descriptors after 34"]
+
+
+def test_what_grew_in_the_first_quarter_is_no_growth() -> None:
+    found = record()
+    found.sizes = [
+        (at, Size(size.descriptors, size.threads, size.memory if at > found.settled_at else MIB))
+        for at, size in found.sizes
+    ]
+
+    assert found.faults() == []
+
+
+def test_a_late_heartbeat_is_told_unless_we_took_the_bus_away_or_the_machine_was_busy() -> None:
+    late = record()
+    late.beats[50] += 2.5
+    outage, starved = record(), record()
+    outage.beats[50] = starved.beats[50] = late.beats[50]
+    outage.outages.append((late.beats[50] - 20, late.beats[50] - 10))
+    starved.sleeper.append((late.beats[50] - 2.4, 2.3))
+
+    assert late.faults() == ["a heartbeat 2.5 s late at 1502 s; the sleeper was 0.0 s late"]
+    assert outage.faults() == []
+    assert starved.faults() == []
+
+
+def test_the_picture_has_a_chart_for_each_figure_and_shades_outages() -> None:
+    found = record()
+    found.outages.append((1100.0, 1200.0))
+
+    picture = ET.fromstring(found.picture())  # noqa: S314 - our own
+
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"resident", "descriptors", "threads", "ping", "sleeper", "gap"} <= set(texts)
+    assert len(list(picture.iter("{http://www.w3.org/2000/svg}polyline"))) == 5
+    assert found.picture().count("#3d2b2b") == 4
