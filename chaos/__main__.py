@@ -10,8 +10,8 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +36,13 @@ class Row:
     fault: str
     verdict: str
     figures: str
+    played: str = ""
+    """How often in a row, and when."""
+
+    @property
+    def outcome(self) -> str:
+        """The cell that says how it went."""
+        return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
 
 async def play(case: Case, command: str) -> Row:
@@ -61,19 +68,24 @@ async def play(case: Case, command: str) -> Row:
     return Row(case.id, case.fault, "held", f"{figures} ({case.scale})" if case.scale else figures)
 
 
-async def play_all(cases: Sequence[Case], command: str, times: int) -> list[Row]:
-    """Each case so often in a row; the first time it does not hold is its row."""
+async def play_all(
+    cases: Sequence[Case], command: str, times: int, enter: Callable[[Row], None] = lambda _: None
+) -> list[Row]:
+    """Each case so often in a row; the first time it does not hold is its row, which ``enter`` is told at once."""
     rows = []
-    for case in cases:
-        for number in range(times):
+    for position, case in enumerate(cases, 1):
+        for number in range(1, times + 1):
             begun_at = time.monotonic()
             row = await play(case, command)
             took = time.monotonic() - begun_at
-            sys.stderr.write(f"{row.id} {row.verdict} {took:.1f} s  {row.fault}: {row.figures}\n")
+            how_far = f"[{position} of {len(cases)}, {number} of {times}, {time.strftime('%H:%M:%S')}]"
+            sys.stderr.write(f"{how_far} {row.id} {row.verdict} {took:.1f} s  {row.fault}: {row.figures}\n")
             if row.verdict != "held":
                 break
-            del number
+        if row.verdict != "not run":
+            row = replace(row, played=f"{number} of {times} on {time.strftime('%Y-%m-%d')}")
         rows.append(row)
+        enter(row)
     return rows
 
 
@@ -86,7 +98,9 @@ def table(rows: Sequence[Row]) -> str:
         "| case | fault | outcome | figures |",
         "|---|---|---|---|",
     ]
-    lines += [f"| {r.id} | {r.fault} | {r.verdict} | {r.figures.replace('|', '/')[:300]} |" for r in rows]
+    lines += [
+        f"| {r.id} | {r.fault} | {r.outcome} | {' '.join(r.figures.replace('|', '/').split())[:300]} |" for r in rows
+    ]
     return "\n".join(lines)
 
 
@@ -96,13 +110,15 @@ def earlier(text: str) -> dict[str, Row]:
     for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4 and cells[0] not in ("case", "---"):
-            rows[cells[0]] = Row(*cells)
+            number, fault, outcome, figures = cells
+            verdict, _, played = outcome.partition(", ")
+            rows[number] = Row(number, fault, verdict, figures, played)
     return rows
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Put rows into a document in place of those with the same numbers."""
-    text = path.read_text()
+    """Put rows into a document in place of those with the same numbers; there may be no document yet."""
+    text = path.read_text() if path.exists() else ""
     known = earlier(text) | {row.id: row for row in rows}
     known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
     ordered = sorted(known.values(), key=lambda row: ("CNSDRM".index(row.id[0]), row.id))
@@ -135,11 +151,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.writelines(f"{one.id}  {one.fault}\n" for one in chosen)
         sys.stdout.writelines(f"{number}  {fault}: not run: {why}\n" for number, (fault, why) in NOT_INJECTED.items())
         return 0
-    rows = asyncio.run(play_all(chosen, asked.agent_command, asked.times))
-    sys.stdout.write(f"{table(rows)}\n")
     into = asked.into or (DOCUMENT if asked.agent_command == COMMAND else None)
-    if into is not None:
-        write(into, rows)
+
+    def enter(row: Row) -> None:
+        if into is not None:
+            write(into, [row])
+
+    rows = asyncio.run(play_all(chosen, asked.agent_command, asked.times, enter))
+    sys.stdout.write(f"{table(rows)}\n")
     return 1 if any(row.verdict == "not held" for row in rows) else 0
 
 
