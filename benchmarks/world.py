@@ -30,6 +30,13 @@ BYSTANDER: Final = "bystander"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 COMMAND: Final = f"{shlex.quote(sys.executable)} -m agent_shim.cli run -C {{config}} -b {{base}}"
 
+ECHO: Final = f"{shlex.quote(sys.executable)} -m benchmarks.echo {{config}}"
+"""The floor of many figures; it is run as an agent is, from the top of the project."""
+
+ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""What the image starts an agent with."""
+ROOT: Final = Path(__file__).parents[1]
+
 _CTL = """
 #!/bin/sh
 run={base}/data/sys/run/{job}
@@ -63,6 +70,7 @@ class World:
     """More members of ``env.bosh``."""
     is_apart: bool = False
     """The only child of the command is the agent, as process 1: no pidfile has a number of this machine."""
+    agent_id: str = AGENT
 
     @property
     def base(self) -> Path:
@@ -84,7 +92,7 @@ class World:
         async with asyncio.timeout(120):
             while True:
                 try:
-                    await self.director.value(AGENT, "ping", timeout=0.01)
+                    await self.director.value(self.agent_id, "ping", timeout=0.01)
                     return time.monotonic() - begun_at
                 except RpcTimeoutError:
                     continue
@@ -92,7 +100,8 @@ class World:
     def exec_agent(self) -> None:
         """Start the agent with the settings that are there; it need not come up."""
         log = self.scratch / "agent.log"
-        self.agent = process.spawn(self.argv(), env=dict(os.environ), cwd=self.scratch, stdout=log, stderr=log)
+        env = {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": str(ROOT)} if self.command == ECHO else {})}
+        self.agent = process.spawn(self.argv(), env=env, cwd=self.scratch, stdout=log, stderr=log)
 
     def argv(self) -> list[str]:
         """The words of the command."""
@@ -131,11 +140,11 @@ class World:
 
     def write_settings(self) -> None:
         """What the agent is started with; the first start does it unless it was done before."""
-        mbus = self.server.mbus(AGENT)
+        mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
         document = {
-            "agent_id": AGENT,
+            "agent_id": self.agent_id,
             "vm": {"name": "vm-bench"},
             "networks": NETWORKS,
             "blobstore": {"provider": "local", "options": {"blobstore_path": str(self.store)}},
@@ -203,14 +212,14 @@ class World:
     async def run(self, method: str, *arguments: Any) -> float:
         """Seconds an action takes when it is polled without a pause."""
         begun_at = time.monotonic()
-        await self.director.run(AGENT, method, *arguments)
+        await self.director.run(self.agent_id, method, *arguments)
         return time.monotonic() - begun_at
 
     async def until_running(self) -> float:
         """Seconds until the agent says that the jobs run."""
         begun_at = time.monotonic()
         async with asyncio.timeout(120):
-            while (await self.director.value(AGENT, "get_state"))["job_state"] != "running":
+            while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
                 await asyncio.sleep(0.002)
         return time.monotonic() - begun_at
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
-from benchmarks.__main__ import cpu_seconds
+from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, injecting, until

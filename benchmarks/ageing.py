@@ -1,0 +1,136 @@
+"""Memory after much: 10 000 actions and 1000 restarts of processes by an agent, 1000 reconnects of its bus.
+
+The reconnects are those of the bus module alone, with pauses of milliseconds: an agent takes seconds for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from agent_shim.bus.nats import NatsBus, Timing
+from agent_shim.demo.broker import NatsServer
+from agent_shim.settings import Mbus
+from benchmarks.measuring import Figure, figure, pss
+from benchmarks.world import AGENT, COMMAND, World, world
+
+ACTIONS: Final = 10_000
+RESTARTS: Final = 1000
+RECONNECTS: Final = 1000
+JOBS: Final = 200
+FIRST_AGAIN: Final = 32.0
+"""Seconds after which the next death of a process is a first one again, and it is restarted at once."""
+CALM: Final = 5.0
+
+
+async def measure(command: str, scale: float) -> dict[str, Figure]:
+    """``scale`` is that of the counts."""
+    found = {}
+    async with world(command) as w:
+        await w.start_agent()
+        await w.run("apply", w.spec(5, 1))
+        await w.run("start")
+        await w.until_running()
+        await act(w, 200)
+        found["growth_after_10000_actions"] = await grown(w, act(w, int(ACTIONS * scale)))
+    async with world(command) as w:
+        await w.start_agent()
+        await w.run("apply", w.spec(JOBS, 0))
+        await w.run("start")
+        await w.until_running()
+        await restart(w, JOBS)  # the first round makes what stays
+        found["growth_after_1000_restarts"] = await grown(w, restart(w, max(JOBS, int(RESTARTS * scale))))
+    if command == COMMAND:
+        found["growth_after_1000_reconnects"] = await reconnects(max(20, int(RECONNECTS * scale)))
+    return found
+
+
+async def grown(w: World, work: object) -> Figure:
+    """MB that the agent has afterwards and had not before."""
+    await asyncio.sleep(CALM)
+    before = pss(w.pid)
+    await work  # type: ignore[misc]
+    await asyncio.sleep(CALM)
+    return figure([pss(w.pid) - before], "MB")
+
+
+async def act(w: World, count: int) -> None:
+    """What a Director asks, the usual mix: mostly what is answered at once, one in a hundred a task."""
+    spec = w.spec(5, 1)
+    for number in range(count // 10):
+        await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(6)))
+        await w.director.value(AGENT, "get_state", "full")
+        await w.director.value(AGENT, "get_state")
+        await w.director.value(AGENT, "info")
+        if number % 10:
+            await w.director.value(AGENT, "list_disk")
+        else:
+            await w.director.run(AGENT, "apply" if number % 100 else "prepare", spec)
+
+
+async def restart(w: World, count: int) -> None:
+    """Kill all processes, as often as it takes, with time between for each death to be a first one."""
+    for _ in range(count // JOBS):
+        await asyncio.sleep(FIRST_AGAIN)
+        before = w.pids()
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(300):
+            while any(w.pids().get(job) in (None, pid) for job, pid in before.items()):
+                await asyncio.sleep(0.5)
+            await w.until_running()
+
+
+async def reconnects(count: int) -> Figure:
+    """The growth of a process that has a bus and loses its link so often."""
+    with tempfile.TemporaryDirectory() as scratch:
+        async with NatsServer(Path(scratch)) as server:
+            await server.add_agent(AGENT)
+            mbus = server.mbus(AGENT)
+            own = {"urls": list(mbus.urls), "ca": mbus.ca, "cert": mbus.certificate, "key": mbus.private_key}
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "benchmarks.ageing", str(count)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            said, _ = await child.communicate(json.dumps(own).encode())
+            return figure([json.loads(said)], "MB")
+
+
+async def lose_links(own: dict[str, object], count: int) -> float:
+    """Connect, have the link cut, connect; MB grown after the first tenth."""
+
+    async def nobody(_: bytes) -> None:
+        return None
+
+    mbus = Mbus(tuple(own["urls"]), str(own["ca"]), str(own["cert"]), str(own["key"]))  # type: ignore[arg-type]
+    bus = NatsBus(AGENT, mbus, nobody, timing=Timing(step=0.001, longest=0.002, early_step=0.001))
+    running = asyncio.create_task(bus.run())
+    before = 0.0
+    while bus.stats.connects < count:
+        await bus.wait_connected()
+        if bus.stats.connects >= count // 10 and not before:
+            before = pss(os.getpid())
+        cut(bus)
+        while bus.is_connected:
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    return pss(os.getpid()) - before
+
+
+def cut(bus: NatsBus) -> None:
+    """As a server that goes away without a word."""
+    link = bus._link  # noqa: SLF001 - nobody but a server ends a link, and a server ends those of all
+    if link is not None:
+        link.end("cut")
+
+
+if __name__ == "__main__":
+    json.dump(asyncio.run(lose_links(json.load(sys.stdin), int(sys.argv[1]))), sys.stdout)

@@ -1,0 +1,125 @@
+"""Supervising 10, 50, 200 and 500 processes: what they cost while nothing happens, and how soon all are back.
+
+When a process was back is read off its pidfile, so that nobody polls meanwhile; all are killed in one go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+from benchmarks.measuring import Figure, Stopwatch, cpu_seconds, figure, pss
+from benchmarks.world import AGENT, ENVIRONMENT, World, world
+
+SIZES: Final = (10, 50, 200, 500)
+ROUNDS: Final = 3
+KILLED: Final = 200
+IDLE: Final = 60.0
+CALM: Final = 12.0
+AGAIN: Final = 35.0
+"""Seconds after which the next death is a first one again."""
+
+
+async def measure(command: str, scale: float) -> dict[str, Figure]:
+    """``scale`` is that of the numbers of processes and of the idle time."""
+    found: dict[str, Figure] = {}
+    for size in SIZES:
+        found |= await crowd(command, max(2, int(size * scale)), size, IDLE * max(scale, 0.2))
+    return found
+
+
+async def crowd(command: str, jobs: int, size: int, idle: float) -> dict[str, Figure]:
+    """``size`` names the figures of ``jobs`` processes."""
+    async with world(command) as w:
+        await w.start_agent()
+        await asyncio.sleep(CALM)
+        empty, alone = pss(w.pid), await share(w, idle / 2)
+        await w.director.run(AGENT, "apply", w.spec(jobs, 0))
+        begun_at = time.monotonic()
+        await w.run("start")
+        await running(w, jobs, 1)
+        started = time.monotonic() - begun_at
+        await w.until_running()
+        await asyncio.sleep(CALM)
+        lags: list[float] = []
+        pinging = asyncio.create_task(ping(w, lags))
+        cpu = await share(w, idle)
+        pinging.cancel()
+        await asyncio.wait([pinging])
+        name = f"{size}_processes"
+        found = {
+            f"{name}_started": figure([started], "s"),
+            f"{name}_idle_cpu": figure([cpu], "%", floor=[alone], floor_is="the agent without any"),
+            f"{name}_memory_added": figure([pss(w.pid) - empty], "MB"),
+            f"{name}_slowest_ping": figure([max(lags)], "s"),
+        }
+        if size == KILLED:
+            firsts, lasts, floors = [], [], []
+            for number in range(ROUNDS):
+                await asyncio.sleep(AGAIN if number else 0)
+                first, last = await killed(w, jobs, number + 2)
+                firsts.append(first)
+                lasts.append(last)
+                floors.append(await spawned(jobs))
+            found[f"{name}_killed_first_back"] = figure(firsts, "s")
+            found[f"{name}_killed_last_back"] = figure(
+                lasts, "s", floor=floors, floor_is="the same number of processes spawned one after the other"
+            )
+        return found
+
+
+async def share(w: World, seconds: float) -> float:
+    """Processor time in percent of one core."""
+    used, watch = cpu_seconds(w.pid), Stopwatch()
+    await asyncio.sleep(seconds)
+    return (cpu_seconds(w.pid) - used) / watch.seconds * 100
+
+
+async def ping(w: World, into: list[float]) -> None:
+    """Twice a second: more would be work."""
+    while True:
+        watch = Stopwatch()
+        await w.director.value(AGENT, "ping")
+        into.append(watch.seconds)
+        await asyncio.sleep(0.5)
+
+
+async def running(w: World, jobs: int, starts: int) -> None:
+    """Until each job was started so often and its pidfile names a living process."""
+    async with asyncio.timeout(300):
+        while True:
+            known = w.starts()
+            if len(known) == jobs and all(len(pids) == starts for pids in known.values()):
+                pids = w.pids()
+                if all(pids.get(job) == known[job][-1] and Path(f"/proc/{pids[job]}").exists() for job in known):
+                    return
+            await asyncio.sleep(0.2)
+
+
+async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
+    """Kill all at once; seconds until the first and until the last successor has written its pidfile."""
+    pids = w.pids().values()
+    begun_at = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await running(w, jobs, starts)
+    back_at = [path.stat().st_mtime - begun_at for path in (w.base / "data/sys/run").glob("job*/*.pid")]
+    return min(back_at), max(back_at)
+
+
+async def spawned(jobs: int) -> float:
+    """What it takes to start so many shells and no more."""
+
+    def spawn() -> float:
+
+        watch = Stopwatch()
+        for _ in range(jobs):
+            subprocess.run(["/bin/sh", "-c", ":"], env=ENVIRONMENT, check=True)
+        return watch.seconds
+
+    return await asyncio.to_thread(spawn)

@@ -1,0 +1,83 @@
+"""A deploy as the Director sees it: a get_task at once, then one each second, and a manifest's watch times.
+
+What is left of the time when the Director's own pauses are taken off is the agent's share of the waiting: the same
+steps asked without any pause are measured beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from benchmarks.measuring import MB, Figure, figure
+from benchmarks.world import AGENT, World, world
+
+INSTANCES: Final = 20
+JOBS: Final = 5
+PACKAGES: Final = 6
+POLL: Final = 1.0
+"""Seconds between two looks of the Director at a task."""
+ROUNDS: Final = 3
+KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
+
+
+async def measure(command: str, scale: float) -> dict[str, Figure]:
+    """``scale`` is that of the number of instances, which are one agent that is deployed again and again."""
+    async with world(command) as w:
+        await w.start_agent()
+        await update(w, "first", POLL)
+        polled, bare, nothing = [], [], []
+        for number in range(ROUNDS):
+            polled.append(await update(w, f"polled-{number}", POLL))
+            bare.append(await update(w, f"bare-{number}", 0))
+            nothing.append(await no_op(w))
+        begun_at = time.monotonic()
+        instances = max(2, int(INSTANCES * scale))
+        row = [await update(w, f"row-{number}", POLL) for number in range(instances)]
+        whole = time.monotonic() - begun_at
+    floor_is = "the same asked without a pause"
+    return {
+        "deploy_of_one_instance_as_the_director_polls": figure(polled, "s", floor=bare, floor_is=floor_is),
+        "deploy_of_what_is_deployed": figure(nothing, "s"),
+        "each_of_20_instances_one_after_the_other": figure(row, "s", floor=bare, floor_is=floor_is),
+        "20_instances_one_after_the_other": figure([whole / instances * INSTANCES], "s"),
+    }
+
+
+async def update(w: World, version: str, poll: float) -> float:
+    """A change of everything on one instance, the steps in the order of the Director's instance updater."""
+    spec = w.spec(JOBS, PACKAGES, MB, version=version)
+    ask = _asking(w, poll)
+    begun_at = time.monotonic()
+    await ask("prepare", spec)
+    await ask("run_script", "pre-stop", {"env": KEEP})
+    await ask("drain", "update", spec)
+    await ask("stop")
+    await ask("run_script", "post-stop", {})
+    await ask("update_settings", {"trusted_certs": "", "disk_associations": []})
+    await ask("apply", spec)
+    await ask("run_script", "pre-start", {})
+    await ask("start")
+    while (await w.director.value(AGENT, "get_state"))["job_state"] != "running":
+        await asyncio.sleep(poll or 0.002)
+    await ask("run_script", "post-start", {})
+    return time.monotonic() - begun_at
+
+
+async def no_op(w: World) -> float:
+    """``bosh deploy`` without a change asks each instance how it is, and sends the records of DNS."""
+    begun_at = time.monotonic()
+    await w.director.value(AGENT, "get_state", "full")
+    await w.director.value(AGENT, "ping")
+    return time.monotonic() - begun_at
+
+
+def _asking(w: World, poll: float) -> Callable[..., Awaitable[Any]]:
+    w.director.poll = poll
+
+    async def ask(method: str, *arguments: Any) -> Any:
+        return await w.director.run(AGENT, method, *arguments)
+
+    return ask

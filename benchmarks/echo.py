@@ -1,0 +1,40 @@
+"""``python -m benchmarks.echo CONFIG``: the least agent there is, nats-py that answers every request with pong.
+
+What it takes to start, to answer and to live is what no agent in this language and with this client can beat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nats
+
+
+async def serve(settings: dict[str, Any]) -> None:
+    """Connect as the settings of a CPI say, and answer for ever."""
+    mbus = settings["env"]["bosh"]["mbus"]
+    context = ssl.create_default_context(cadata=mbus["cert"]["ca"])
+    context.check_hostname = False
+    with tempfile.NamedTemporaryFile("w") as pair:
+        pair.write(mbus["cert"]["certificate"] + "\n" + mbus["cert"]["private_key"])
+        pair.flush()
+        context.load_cert_chain(pair.name)
+    client = await nats.connect(mbus["urls"], tls=context)
+
+    async def answer(message: Any) -> None:
+        await client.publish(json.loads(message.data)["reply_to"], b'{"value":"pong"}')
+
+    await client.subscribe(f"agent.{settings['agent_id']}", cb=answer)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    config = json.loads(Path(sys.argv[1]).read_text())
+    source = config["Infrastructure"]["Settings"]["Sources"][0]["SettingsPath"]
+    asyncio.run(serve(json.loads(Path(source).read_text())))

@@ -1,0 +1,66 @@
+"""``apply``: of a few large packages, of many small ones, of many jobs. The floor is tar on the same archives."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from benchmarks.measuring import MB, Figure, figure, timed
+from benchmarks.world import World, world
+
+ROUNDS: Final = 3
+LARGE: Final = (6, 20 * MB)
+SMALL: Final = 1024
+COUNTS: Final = (1, 10, 100)
+JOBS: Final = 50
+
+
+async def measure(command: str, scale: float) -> dict[str, Figure]:
+    """``scale`` is that of the large packages."""
+    found = {}
+    async with world(command) as w:
+        await w.start_agent()
+        packages, size = LARGE
+        found["apply_6_packages_of_20_MB"] = await applied(w, 5, packages, int(size * scale))
+        for count in COUNTS:
+            found[f"apply_{count}_small_packages"] = await applied(w, 1, count, SMALL)
+        found[f"apply_{JOBS}_jobs_with_a_package_each"] = await applied(w, JOBS, JOBS, SMALL)
+        spec = w.spec(5, packages, SMALL, version="same")
+        await w.run("apply", spec)
+        again = [await w.run("apply", spec) for _ in range(ROUNDS)]
+        found["apply_of_what_is_there"] = figure(again, "s")
+    return found
+
+
+async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
+    """Fresh bundles each time; tar unpacks the same archives, two at a time, in turns with the agent."""
+    took: list[float] = []
+    least: list[float] = []
+    for number in range(ROUNDS):
+        spec = w.spec(jobs, packages, size, version=f"{jobs}-{packages}-{number}")
+        blobs = [w.store / each["blobstore_id"] for each in spec["packages"].values()]
+        templates = w.store / spec["rendered_templates_archive"]["blobstore_id"]
+        with timed(least):
+            await asyncio.to_thread(unpack, [*blobs, templates], w.scratch / "floor")
+        shutil.rmtree(w.scratch / "floor")
+        took.append(await w.run("apply", spec))
+    # What the last one brought goes, so that the next does not pay for it.
+    await w.run("apply", w.spec(1, 0, version=f"none-{jobs}-{packages}"))
+    return figure(took, "s", floor=least, floor_is="tar, two at a time")
+
+
+def unpack(archives: Sequence[Path], where: Path) -> None:
+    """Each into a directory of its own, as fast as tar can."""
+
+    def one(number: int) -> None:
+        target = where / str(number)
+        target.mkdir(parents=True)
+        subprocess.run(["tar", "-xzf", archives[number], "-C", target], check=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(len(archives))))

@@ -1,0 +1,80 @@
+"""What is read off processes from outside, and the shape of a figure.
+
+A figure is ``{"unit", "median", "min", "max", "samples"}`` and, where there is a floor, ``"floor"`` (the median of the
+same measured of the least that could do it, in the same run), ``"floor_is"`` (what that is) and ``"ratio"``.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+MB: Final = 1024 * 1024
+Figure = dict[str, Any]
+
+
+def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
+    """The median of some samples with the least and the greatest, beside its floor."""
+    made: Figure = {
+        "unit": unit,
+        "median": _rounded(statistics.median(samples)),
+        "min": _rounded(min(samples)),
+        "max": _rounded(max(samples)),
+        "samples": len(samples),
+    }
+    if floor:
+        least = statistics.median(floor)
+        made |= {"floor": _rounded(least), "floor_is": floor_is}
+        if least > 0:
+            made["ratio"] = round(statistics.median(samples) / least, 2)
+    return made
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def pss(pid: int) -> float:
+    """Proportional memory of a process, in MB."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def cpu_seconds(pid: int) -> float:
+    """Time on a processor of all living threads of a process so far, to the nanosecond where the kernel tells."""
+    total = 0
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            total += int((path / "schedstat").read_text().split()[0])
+    return total / 1e9 if total else _cpu_ticks(pid) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begun_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun_at
+
+
+@contextmanager
+def timed(into: list[float]) -> Iterator[None]:
+    """Add how long the block took."""
+    watch = Stopwatch()
+    yield
+    into.append(watch.seconds)

@@ -1,0 +1,50 @@
+"""How many agents fit on a machine: PSS of several that run beside each other on one bus.
+
+What they share (the interpreter, libraries) is divided among them, so the share of each falls with their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Final
+
+from benchmarks.measuring import Figure, cpu_seconds, figure, pss
+from benchmarks.world import ECHO, World, world
+
+AGENTS: Final = 8
+ROOM: Final = 4096.0
+"""MB: 4 GiB."""
+CALM: Final = 5.0
+IDLE: Final = 30.0
+
+
+async def measure(command: str, scale: float) -> dict[str, Figure]:
+    """``scale`` is that of the idle time. One job for each; they boot one after the other."""
+    found: dict[str, Figure] = {}
+    least = await memory(ECHO, jobs=0)
+    each = await memory(command, jobs=1, idle=IDLE * max(0.2, scale), found=found)
+    found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")
+    found["agents_in_4_GiB"] = figure([ROOM // (sum(each) / len(each))], "agents")
+    return found
+
+
+async def memory(command: str, *, jobs: int, idle: float = 0.0, found: dict[str, Figure] | None = None) -> list[float]:
+    """MB of each agent while all of them run."""
+    async with AsyncExitStack() as opened:
+        worlds: list[World] = []
+        for _ in range(AGENTS):
+            w = await opened.enter_async_context(world(command))
+            worlds.append(w)
+            await w.start_agent()
+            if jobs:
+                await w.run("apply", w.spec(jobs, 1))
+                await w.run("start")
+                await w.until_running()
+        await asyncio.sleep(CALM)
+        if found is not None:
+            before = [cpu_seconds(w.pid) for w in worlds]
+            await asyncio.sleep(idle)
+            shares = [(cpu_seconds(w.pid) - used) / idle * 100 for w, used in zip(worlds, before, strict=True)]
+            found["idle_cpu_of_each_of_8_agents"] = figure(shares, "%")
+        return [pss(w.pid) for w in worlds]
