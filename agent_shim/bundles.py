@@ -134,10 +134,7 @@ class Bundles:
 
     async def make_job_dirs(self, names: Iterable[str]) -> None:
         """Directories for logs, run files and data of jobs; those that exist stay as they are (models/job.go)."""
-        for name in names:
-            checked_name("job", name)
-            for above in (self._paths.log, self._paths.run, self._paths.data):
-                await self._in_thread(self._make_job_dir, above / name)
+        await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
 
     # --- blobs that came to this machine -----------------------------------------------------------------------------
 
@@ -260,14 +257,17 @@ class Bundles:
             files.make_dir(directory, DIRECTORY_MODE[bundle.kind], self._paths.shared_owner)
         self._activate(bundle.kind, [bundle])
 
-    def _make_job_dir(self, path: Path) -> None:
-        if not os.path.lexists(path):
-            files.make_dir(path, 0o770, self._paths.shared_owner)
+    def _make_job_dirs(self, names: Iterable[str]) -> None:
+        for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
+            if not os.path.lexists(path):
+                files.make_dir(path, 0o770, self._paths.shared_owner)
 
 
 def _link(target: Path, link: Path) -> None:
-    if not (link.is_symlink() and link.readlink() == target):
-        files.swap_link(target, link)
+    with suppress(OSError):  # it is no link, or there is none
+        if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
+            return
+    files.swap_link(target, link)
 
 
 def put_bpm_in_front(paths: Paths) -> None:

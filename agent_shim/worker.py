@@ -155,6 +155,9 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 """The words of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
 
 
+MOST_SYNCS = 4
+"""Directories that are brought to disk one by one; beyond it one call for the file system takes less."""
+
 UNREACHED = Outcome("it was not reached")
 
 
@@ -226,7 +229,8 @@ def _newest(tree: Path) -> int:
 
 def _finish(pieces: Sequence[_Piece]) -> None:
     """Bring what was unpacked to disk, then give it its names: a crash leaves whole directories or none."""
-    for place in {piece.temp.stat().st_dev: piece.temp for piece in pieces}.values():
+    places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
+    for place in places.values():
         files.sync_filesystem(place)
     for piece in pieces:
         path = Path(piece.target.path)
@@ -234,10 +238,14 @@ def _finish(pieces: Sequence[_Piece]) -> None:
             if piece.target.kind == "source":
                 files.remove_tree(path)
             piece.temp.rename(path)
-            files.sync_directory(path.parent)
+            if len(pieces) <= MOST_SYNCS:
+                files.sync_directory(path.parent)
         except OSError as exc:
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
+    if len(pieces) > MOST_SYNCS:
+        for place in places.values():
+            files.sync_filesystem(place)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,8 @@ class Area:
             label = _shown(self._ceiling * quarter / 4, unit)
             parts.append(_text(self._left - 6, height + 4, label, text_anchor="end", fill=FAINT))
         for share in (0.0, 0.5, 1.0):
-            stamp = time.strftime("%H:%M", time.gmtime(self._begin + share * (self._end - self._begin)))
+            moment = self._begin + share * (self._end - self._begin)
+            stamp = f"{moment:.0f} s" if self._end < 600 else time.strftime("%H:%M", time.gmtime(moment))
             across = self._left + share * (self._right - self._left)
             parts.append(_text(across, self._bottom + 15, stamp, text_anchor="middle", fill=FAINT))
         return "".join(parts)

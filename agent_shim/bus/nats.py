@@ -88,12 +88,21 @@ class Timing:
     gone: int = 3
     """Between two looks whether the server's name still leads to where we are; when so often it did not, we follow."""
 
-    def pause(self, failures: int) -> float:
-        """The pause after so many failures in a row; 0 failures: a link that worked has just broken."""
+    def pause(self, failures: int, slow: int = 0) -> float:
+        """The pause after so many failures in a row; 0 failures: a link that worked has just broken.
+
+        After ``slow`` attempts that a server took and did not bring to an end in time it is up to three times as long,
+        and so is the next attempt's ``patience``: a server to which thousands come back at once would do nothing but
+        begin handshakes that are given up.
+        """
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
         most = min(failures * self.step, self.longest)
-        return random.uniform(most / 5 if most < self.longest else most / 2, most)  # noqa: S311
+        return random.uniform(most / 5 if most < self.longest else most / 2, most) * _more(slow)  # noqa: S311
+
+    def patience(self, slow: int) -> float:
+        """How long an attempt may take."""
+        return self.connect * _more(slow)
 
     def early_pause(self) -> float:
         """The pause while nats-sync has not heard of us."""
@@ -108,6 +117,10 @@ async def look_up(url: ParseResult | SplitResult) -> list[str]:
     ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
     found = {str(address[0]) for *_, address in await apart(ask, f"look up {host}")}
     return random.sample(sorted(found), len(found))
+
+
+def _more(slow: int) -> int:
+    return min(1 + slow, 3)
 
 
 # --- one connection -------------------------------------------------------------------------------------------------
@@ -142,6 +155,10 @@ class _Transport(TcpTransport):
                 self._bare_io_reader = self._io_reader = reader
                 self._bare_io_writer = self._io_writer = writer
                 return
+
+    @property
+    def is_taken(self) -> bool:
+        return self._bare_io_writer is not None
 
     async def connect_tls(self, uri: Any, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
         """Goes on with a new reader: what came in the clear until now is not taken for the server's word."""
@@ -217,6 +234,11 @@ class _Link(Client):
         if self.is_over:
             raise BusError(self._ended.result())
         self._own("liveness", asyncio.create_task(self._live(timing), name="bus liveness"))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody has taken the connection, whatever became of it."""
+        return self._wire.is_taken
 
     @property
     def is_over(self) -> bool:
@@ -371,6 +393,8 @@ class NatsBus:
         self._noted: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
+        self._slow = 0
+        """Attempts in a row that a server took and did not bring to an end in time."""
         self._rotating = asyncio.Lock()
         """There are two links at most: duplicates are told apart by that."""
         self._retiring: asyncio.Task[None] | None = None
@@ -431,7 +455,7 @@ class NatsBus:
                         pause = self._timing.early_pause()
                     else:
                         failures += 1
-                        pause = self._timing.pause(failures)
+                        pause = self._timing.pause(failures, self._slow)
                 if self._link is None:
                     await asyncio.sleep(pause)
         finally:
@@ -504,8 +528,9 @@ class NatsBus:
             link.open(url, tls.client_context(mbus), self._agent_id, self._timing), name="bus connection"
         )
         try:
-            await asyncio.wait({opening}, timeout=self._timing.connect)
+            await asyncio.wait({opening}, timeout=self._timing.patience(self._slow))
             if not opening.done():
+                self._slow += link.is_taken
                 raise TimeoutError
             opening.result()
         except BaseException:
@@ -516,6 +541,7 @@ class NatsBus:
 
     def _take(self, link: _Link) -> None:
         self._link = link
+        self._slow = 0
         self.stats.connects += 1
         self.stats.connected_at = time.monotonic()
         self.stats.last_error = ""

@@ -64,6 +64,11 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """Of the server, which runs."""
+        return self._running.pid
+
     def mbus(self, agent_id: str, *, bootstrap: bool = False) -> Mbus:
         """Where and with what an agent connects, with a certificate made now."""
         pair = self.authority.agent(agent_id, bootstrap=bootstrap)

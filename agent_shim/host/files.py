@@ -311,6 +311,9 @@ def swap_link(target: Path, link: Path) -> None:
     """Make ``link`` point to ``target``; it is never absent in between, unless a real directory must go first."""
     temp = sibling(link)
     try:
+        with suppress(FileExistsError):
+            os.symlink(target, link)  # noqa: PTH211 - the usual case, thousands of times
+            return
         temp.symlink_to(target)
         try:
             if link.is_dir() and not link.is_symlink():

@@ -1,0 +1,322 @@
+"""``./dev run python -m benchmarks.scale [N...]``: many agents on one bus, measured and modelled; prints one JSON.
+
+Each agent is the real bus module with the real heartbeat, about fifty to a process; the server is the Director's
+nats-server with mutual TLS, the Health Monitor counts, the Director asks everybody. Then the server is killed and
+started again. What was measured is fitted, and the fit is checked against the largest measured point before it is used
+for more agents than this machine can hold. ``--into-docs`` writes the tables and the picture of docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim import heartbeat
+from agent_shim.bus.nats import NatsBus, Timing
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.settings import Mbus
+from benchmarks import scale_model, scale_page
+from benchmarks.measuring import Stopwatch, cpu_seconds, pss
+
+COUNTS: Final = (10, 50, 200, 500, 1000)
+TO_A_PROCESS: Final = 50
+STEADY: Final = 62.0
+"""Seconds of quiet: two heartbeats of each."""
+AWAY: Final = 15.0
+"""Seconds that the server is away."""
+TICK: Final = 0.25
+PATIENCE: Final = 180.0
+
+VITALS: Final = {
+    "cpu": {"user": "1.5", "sys": "0.7", "wait": "0.0"},
+    "disk": {name: {"percent": "41", "inode_percent": "7"} for name in ("system", "ephemeral", "persistent")},
+    "load": ["0.10", "0.15", "0.09"],
+    "mem": {"kb": "1234567", "percent": "31"},
+    "swap": {"kb": "0", "percent": "0"},
+    "uptime": {"secs": 123456},
+}
+_BEAT: Final = heartbeat.build(
+    deployment="deployment",
+    job="job",
+    index=0,
+    job_state="running",
+    vitals=VITALS,
+    node_id="a0b1c2d3-e4f5-6789-abcd-ef0123456789",
+    number_of_processes=5,
+)
+
+
+# --- about fifty agents ---------------------------------------------------------------------------------------------
+
+
+async def answer(data: bytes) -> tuple[str, bytes]:
+    """Every request with pong."""
+    return json.loads(data)["reply_to"], b'{"value":"pong"}'
+
+
+async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None:
+    """One agent: its bus and its heartbeat."""
+    mbus = Mbus(tuple(own["urls"]), own["ca"], own["certificate"], own["private_key"])
+
+    async def send(message: bytes) -> None:
+        await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
+
+    async def measure() -> None:
+        """The vitals are always the same."""
+
+    beat = heartbeat.Heartbeat(measure, lambda _: _BEAT, send)
+    bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
+    buses.append(bus)
+    await asyncio.gather(bus.run(), beat.run())
+
+
+async def crowd() -> None:
+    """Agents of the names on standard input; how many are connected, attempts and bytes, a line every tick."""
+    given = json.loads(sys.stdin.readline())
+    buses: list[NatsBus] = []
+    lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]
+    while True:
+        await asyncio.sleep(TICK - time.monotonic() % TICK)
+        stats = [bus.stats for bus in buses]
+        told = {
+            "at": time.monotonic(),
+            "connected": sum(bus.is_connected for bus in buses),
+            "attempts": sum(each.attempts for each in stats),
+            "connects": sum(each.connects for each in stats),
+            "sent": sum(each.sent for each in stats),
+            "sent_bytes": sum(each.sent_bytes for each in stats),
+        }
+        print(json.dumps(told), flush=True)
+        for each in lives:
+            if each.done():
+                each.result()
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+class Crowds:
+    """The processes, and the last line of each, added up."""
+
+    def __init__(self) -> None:
+        self._children: list[asyncio.subprocess.Process] = []
+        self._reading: list[asyncio.Task[None]] = []
+        self._last: dict[int, dict[str, float]] = {}
+        self.series: list[tuple[float, dict[str, float]]] = []
+
+    async def add(self, given: dict[str, Any]) -> None:
+        """One more process with these agents."""
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.scale", "--crowd"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(given).encode() + b"\n")
+        self._children.append(child)
+        self._reading.append(asyncio.create_task(self._read(child)))
+
+    async def _read(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdout is not None
+        while line := await child.stdout.readline():
+            self._last[child.pid] = json.loads(line)
+            self.series.append((time.monotonic(), self.now))
+
+    @property
+    def now(self) -> dict[str, float]:
+        """Sums over all processes."""
+        names = ("connected", "attempts", "connects", "sent", "sent_bytes")
+        return {name: sum(each[name] for each in self._last.values()) for name in names}
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of processor time of all of them so far."""
+        return sum(cpu_seconds(child.pid) for child in self._children)
+
+    async def until_connected(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while self.now["connected"] < count:
+                await asyncio.sleep(TICK / 5)
+
+    async def end(self) -> None:
+        for child in self._children:
+            child.kill()
+            await child.wait()
+        await asyncio.gather(*self._reading)
+
+
+@asynccontextmanager
+async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
+    """So many agents that try to connect, for the length of the block."""
+    crowds = Crowds()
+    try:
+        for begin in range(0, count, TO_A_PROCESS):
+            await crowds.add(
+                {
+                    f"agent-{number}": asdict(server.mbus(f"agent-{number}"))
+                    for number in range(begin, min(count, begin + TO_A_PROCESS))
+                }
+            )
+        yield crowds
+    finally:
+        await crowds.end()
+
+
+@dataclass
+class Point:
+    """What was measured with ``agents`` agents. Seconds, MB, percent of one core."""
+
+    agents: int
+    all_connected_after: float = 0.0
+    server_mb: float = 0.0
+    server_cpu_percent: float = 0.0
+    messages_per_second: float = 0.0
+    payload_bytes_per_second: float = 0.0
+    asked_all_after: float = 0.0
+    """The Director asks everybody at once, and has the last answer."""
+    handshake_cpu: float = 0.0
+    """Seconds of processor time of the server for each agent that comes back."""
+    agent_cpu: float = 0.0
+    """The same of the agent."""
+    back_first: float = 0.0
+    back_median: float = 0.0
+    back_last: float = 0.0
+    """After the server listens again."""
+    attempts: float = 0.0
+    """Of each agent, from the end of the server to its coming back."""
+    most_attempts_per_second: float = 0.0
+    deaf: int = 0
+    curve: list[tuple[float, float, float]] | None = None
+    """Seconds since the server listens again, how many are back, attempts so far."""
+
+
+async def measure(count: int) -> Point:
+    """A bus with so many agents."""
+    point = Point(count)
+    with tempfile.TemporaryDirectory() as scratch:
+        server = NatsServer(Path(scratch) / "bus")
+        for number in range(count):
+            await server.add_agent(f"agent-{number}")
+        async with server:
+            director, monitor = Director(), HealthMonitor()
+            async with director.on(server.peer()), monitor.on(server.peer(HEALTH_MONITOR)):
+                watch = Stopwatch()
+                async with agents(server, count) as crowds:
+                    await crowds.until_connected(count)
+                    point.all_connected_after = watch.seconds
+                    await asyncio.sleep(3)
+                    await steady(point, server, monitor)
+                    point.asked_all_after, deaf = await asked(director, count)
+                    point.deaf += deaf
+                    await storm(point, server, crowds)
+                    await asyncio.sleep(1)
+                    _, deaf = await asked(director, count)
+                    point.deaf += deaf
+    return point
+
+
+async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
+    """What the server needs and the Health Monitor gets while nothing happens."""
+    used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
+    await asyncio.sleep(STEADY)
+    point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
+    point.messages_per_second = (len(monitor.notices) - before) / watch.seconds
+    point.payload_bytes_per_second = point.messages_per_second * len(_BEAT)
+    point.server_mb = pss(server.pid)
+
+
+async def asked(director: Director, count: int) -> tuple[float, int]:
+    """Ask everybody at once; seconds until the last answer, and how many gave none."""
+    watch = Stopwatch()
+    answers = await asyncio.gather(
+        *(director.value(f"agent-{number}", "ping", timeout=30.0) for number in range(count)), return_exceptions=True
+    )
+    return watch.seconds, sum(isinstance(each, BaseException) for each in answers)
+
+
+async def storm(point: Point, server: NatsServer, crowds: Crowds) -> None:
+    """Kill the server; start it again after a while; how all come back."""
+    before, used = crowds.now, crowds.cpu
+    await server.kill()
+    await asyncio.sleep(AWAY)
+    crowds.series.clear()
+    await server.start()
+    back = time.monotonic()
+    await crowds.until_connected(point.agents)
+    point.back_last = time.monotonic() - back
+    point.handshake_cpu = cpu_seconds(server.pid) / point.agents
+    point.agent_cpu = (crowds.cpu - used) / point.agents
+    point.attempts = (crowds.now["attempts"] - before["attempts"]) / point.agents
+    seen = [(at - back, now["connected"], now["attempts"]) for at, now in crowds.series]
+    point.back_first = next((at for at, connected, _ in seen if connected), point.back_last)
+    point.back_median = next((at for at, connected, _ in seen if connected >= point.agents / 2), point.back_last)
+    point.most_attempts_per_second = steepest([(at, attempts) for at, _, attempts in seen])
+    point.curve = seen[:: max(1, len(seen) // 200)]
+
+
+def steepest(series: Sequence[tuple[float, float]]) -> float:
+    """The most that a sum has grown within a second."""
+    most, begin = 0.0, 0
+    for at, value in series:
+        while series[begin][0] < at - 1:
+            begin += 1
+        most = max(most, value - series[begin][1])
+    return most
+
+
+async def main_async(counts: Sequence[int]) -> dict[str, Any]:
+    points = []
+    for count in counts:
+        print(f"scale: {count} agents", file=sys.stderr, flush=True)
+        points.append(await measure(count))
+    found = [asdict(point) for point in points]
+    beat = statistics.mean([len(_BEAT)])
+    return {
+        "cores": os.cpu_count(),
+        "beat_bytes": beat,
+        "timing": {"connect": Timing().connect, "longest": Timing().longest},
+        "measured": found,
+        "modelled": scale_model.model(found, os.cpu_count() or 1, AWAY),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("counts", nargs="*", type=int, metavar="N", help=f"default: {COUNTS}")
+    parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--into-docs", action="store_true", help="write the tables and the picture of docs/scale.md")
+    parser.add_argument(
+        "--from", dest="earlier", type=Path, metavar="FILE", help="draw what an earlier run has printed"
+    )
+    args = parser.parse_args()
+    if args.crowd:
+        asyncio.run(crowd())
+        return 0
+    if args.earlier:
+        found = json.loads(args.earlier.read_text())
+        found["modelled"] = scale_model.model(found["measured"], found["cores"], AWAY)
+    else:
+        found = asyncio.run(main_async(args.counts or COUNTS))
+        json.dump(found, sys.stdout)
+        print()
+    if args.into_docs:
+        scale_page.write(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What many agents cost one nats-server, fitted to what was measured; and how they come back, by discrete events.
+
+A handshake with mutual TLS is what comes back in, and processors are what it needs: those that go on share them evenly,
+and one that has not ended in time was for nothing. The pauses are those of the bus itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from agent_shim.bus.nats import Timing
+
+BEYOND: Final = (1000, 10_000, 100_000)
+SERVER_CORES: Final = 4
+PERIOD: Final = 30.0
+"""Seconds between two heartbeats of an agent."""
+PING: Final = 5.0
+"""Seconds between two pings, of the server as of the agent."""
+LONGEST: Final = 600.0
+
+
+def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[str, Any]:
+    """The fit, how well the points before the last tell the last, and what it says of many more."""
+    *before, last = measured
+    points = before or [last]
+    checks = {
+        name: {"modelled": round(_linear(points, name, last["agents"]), 3), "measured": round(last[name], 3)}
+        for name in ("server_mb", "server_cpu_percent", "messages_per_second")
+    }
+    handshake = sum(each["handshake_cpu"] for each in points[-2:]) / len(points[-2:])
+    client = sum(each["agent_cpu"] for each in points[-2:]) / len(points[-2:])
+    here = storm(last["agents"], cores / (handshake + client), away)
+    for name in ("back_median", "back_last", "attempts"):
+        checks[name] = {"modelled": round(here[name], 2), "measured": round(last[name], 2)}
+    beyond = []
+    for count in BEYOND:
+        told = {name: _linear(measured, name, count) for name in ("server_mb", "server_cpu_percent")}
+        outage = storm(count, SERVER_CORES / handshake, 60)
+        beyond.append(
+            {
+                "agents": count,
+                **{name: round(value, 1) for name, value in told.items()},
+                "heartbeats_per_second": round(count / PERIOD, 1),
+                "pings_per_second": round(count * 2 / PING),
+                "handshakes_per_second": round(SERVER_CORES / handshake),
+                **{f"storm_{name}": round(value, 2) for name, value in outage.items()},
+            }
+        )
+    return {"handshake_cpu": handshake, "agent_cpu": client, "checks": checks, "beyond": beyond}
+
+
+def _linear(points: Sequence[dict[str, Any]], name: str, at: float) -> float:
+    """The straight line of least squares through the points, at another one."""
+    if len(points) < 2:
+        return float(points[0][name]) * at / float(points[0]["agents"])
+    xs, ys = [float(each["agents"]) for each in points], [float(each[name]) for each in points]
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    slope = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    return y + slope * (at - x)
+
+
+def storm(count: int, capacity: float, away: float, timing: Timing | None = None) -> dict[str, float]:
+    """A server that was away so long is back; it can do ``capacity`` handshakes a second, as many at once as come.
+
+    Seconds since it is back until the first, the middle, the last agent is; attempts of each since it went.
+    """
+    timing = timing or Timing()
+    random.seed(1)
+    ahead = [(timing.pause(0) - away, number) for number in range(count)]
+    heapq.heapify(ahead)
+    failures, slow = [0] * count, [0] * count
+    going: deque[tuple[float, float, int]] = deque()
+    """Handshakes in order of arrival: the share of work at which it is done, when it is given up, whose."""
+    served, now, attempts = 0.0, -away, 0
+    back: list[float] = []
+
+    def fail(number: int, at: float) -> None:
+        failures[number] += 1
+        heapq.heappush(ahead, (at + timing.pause(failures[number], slow[number]), number))
+
+    while len(back) < count and now < LONGEST:
+        next_at = ahead[0][0] if ahead else LONGEST
+        if going:
+            rate = capacity / len(going)
+            next_at = min(next_at, now + max(0.0, going[0][0] - served) / rate, going[0][1])
+            served += (next_at - now) * rate
+        now = next_at
+        while going and (going[0][0] <= served + 1e-9 or going[0][1] <= now):
+            done, _, number = going.popleft()
+            if done <= served + 1e-9:
+                back.append(now)
+            else:
+                slow[number] += 1
+                fail(number, now)
+        while ahead and ahead[0][0] <= now:
+            _, number = heapq.heappop(ahead)
+            attempts += 1
+            if now < 0:
+                fail(number, now)
+            else:
+                going.append((served + 1.0, now + timing.patience(slow[number]), number))
+    back += [LONGEST] * (count - len(back))
+    return {
+        "back_first": back[0],
+        "back_median": back[count // 2],
+        "back_last": back[-1],
+        "attempts": attempts / count,
+    }
