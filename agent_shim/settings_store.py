@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 LOOK: Final = 0.5
 """Seconds between two looks at the files; they are few and a look is a stat."""
+SELDOM: Final = 4
+"""So many times as long it is between two looks once there are settings."""
 
 
 class SettingsStore:
@@ -102,7 +104,7 @@ class SettingsStore:
         seen = self._stamps()
         told = self._current
         while True:
-            await asyncio.sleep(self._look)
+            await asyncio.sleep(SELDOM * self._look)
             stamps = self._stamps()
             if stamps == seen:
                 continue

@@ -11,6 +11,14 @@ from benchmarks.draw import Line, charts
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs/scale.md"
 PICTURE: Final = ROOT / "docs/pictures/scale.svg"
+MEASURED: Final = (
+    "agents|server MB|server CPU %|heartbeats/s|bytes/s of them|all asked, last answer|back: first|half|last"
+    "|attempts of each|most attempts/s|deaf"
+)
+BEYOND: Final = (
+    "agents|server memory|server CPU at rest|heartbeats/s|pings/s both ways"
+    "|after an outage of 60 s: half back|the last back|attempts of each"
+)
 NAMES: Final = {
     "server_mb": "memory of the server, MB",
     "server_cpu_percent": "processor of the server at rest, %",
@@ -35,10 +43,7 @@ def write(found: dict[str, Any]) -> None:
 
 def measured(found: dict[str, Any]) -> str:
     """What was seen."""
-    rows = [
-        "agents|server MB|server CPU %|heartbeats/s|bytes/s of them|all asked, last answer|back: first|half|last"
-        "|attempts of each|most attempts/s|deaf".split("|")
-    ]
+    rows = [MEASURED.split("|")]
     rows += [
         [
             f"{each['agents']}",
@@ -70,10 +75,7 @@ def checked(found: dict[str, Any]) -> str:
 
 def beyond(found: dict[str, Any]) -> str:
     """What it says of many more."""
-    rows = [
-        "agents|server memory|server CPU at rest|heartbeats/s|pings/s both ways"
-        "|after an outage of 60 s: half back|the last back|attempts of each".split("|")
-    ]
+    rows = [BEYOND.split("|")]
     rows += [
         [
             f"{each['agents']:,}".replace(",", " "),
