@@ -17,7 +17,7 @@ from typing import Any, Final
 from agent_shim.demo.director import RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.host import proc
-from benchmarks.__main__ import cpu_seconds
+from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT, NETWORKS
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, asked, commands, expect, small, until
