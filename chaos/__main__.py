@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.world import COMMAND
-from chaos import crash, disks, messages, network, resources, soak, supervision
+from chaos import crash, disks, kernel, messages, network, resources, soak, supervision
 from chaos.cases import CASES, NOT_INJECTED, Case
 from chaos.stand import CannotInjectError, NotHeldError, stand
+from tests.support import guest
 
-MODULES: Final = (crash, network, supervision, disks, resources, messages)
+MODULES: Final = (crash, network, supervision, disks, resources, messages, kernel)
 DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
@@ -87,6 +89,23 @@ async def play_all(
         rows.append(row)
         enter(row)
     return rows
+
+
+def play_in_guest(cases: Sequence[Case], command: str, times: int) -> list[Row]:
+    """The same in a virtual machine, one for all of them; only our own agent is in there."""
+    if command != COMMAND:
+        return [Row(case.id, case.fault, "not run", "this agent is not in the virtual machine") for case in cases]
+    with tempfile.TemporaryDirectory() as name:
+        rows = Path(name, "rows.md")
+        options = ["--times", str(times), "--into", f"/out/{rows.name}"]
+        words = ["python3", "-m", "chaos", *options, *(case.id for case in cases)]
+        try:
+            guest.run(words, Path(name), limit=120 + LIMIT * times * len(cases))
+            found, why = earlier(rows.read_text()), "it is not among what the virtual machine brought"
+        except (guest.GuestError, OSError) as exc:
+            found, why = {}, f"no virtual machine: {exc}"
+            sys.stderr.write(f"{why}\n")
+    return [found.get(case.id) or Row(case.id, case.fault, "not run", why.partition("\n")[0]) for case in cases]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -157,7 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if into is not None:
             write(into, [row])
 
-    rows = asyncio.run(play_all(chosen, asked.agent_command, asked.times, enter))
+    there = [] if guest.is_here() else [one for one in chosen if one.guest]
+    here = [one for one in chosen if one not in there]
+    rows = asyncio.run(play_all(here, asked.agent_command, asked.times, enter))
+    for row in play_in_guest(there, asked.agent_command, asked.times) if there else []:
+        rows.append(row)
+        enter(row)
     sys.stdout.write(f"{table(rows)}\n")
     return 1 if any(row.verdict == "not held" for row in rows) else 0
 

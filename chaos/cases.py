@@ -21,48 +21,24 @@ class Case:
     scale: str = ""
     is_long: bool = False
     """More than ten seconds: not in the daily tests."""
+    guest: bool = False
+    """Played in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
 
 
 CASES: Final[dict[str, Case]] = {}
 
-NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {
-    "N-06": (
-        "1000 agents and a server that restarts",
-        "no case yet",
-    ),
-    "N-07": (
-        "certificates that expire while connected, clocks ahead",
-        "no case yet; tests/integration hold parts of it",
-    ),
-    "N-10": (
-        "every -ERR, a server that talks nonsense",
-        "no case yet; tests/integration/test_bus_nats_wire.py holds it",
-    ),
-    "D-04": (
-        "a disk that hangs",
-        "no case yet: no device mapper here",
-    ),
-    "D-08": (
-        "rotation of 5 000 logs, one of 50 GB",
-        "no case yet",
-    ),
-    "D-09": (
-        "disks that are busy, missing, half migrated",
-        "no case yet; tests/root/test_disks_*.py hold it",
-    ),
-    "R-03": (
-        "a job beyond its memory, a container beyond its own",
-        "no case yet; the tests of bpm hold the first half",
-    ),
-}
+NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {}
 """Cases of the scorecard that are not played, by number: the fault, and why."""
 
 
-def case(number: str, fault: str, *, scale: str = "", is_long: bool = False) -> Callable[[Play], Play]:
+def case(
+    number: str, fault: str, *, scale: str = "", is_long: bool = False, guest: bool = False
+) -> Callable[[Play], Play]:
     """Enter a case."""
 
     def entered(play: Play) -> Play:
-        CASES[number] = Case(number, fault, play, scale, is_long)
+        told = ", ".join(filter(None, (scale, "in a virtual machine" if guest else "")))
+        CASES[number] = Case(number, fault, play, told, is_long or guest, guest)
         return play
 
     return entered

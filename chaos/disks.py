@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from agent_shim.demo.director import RpcRemoteError
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import CannotInjectError, Stand, expect, injecting, small
+from chaos.stand import CannotInjectError, Stand, expect, injecting, small, until
+from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 
 
 async def refused(stand: Stand, method: str, *arguments: Any) -> str:
@@ -244,3 +248,138 @@ async def mounted_hosts(stand: Stand) -> str:
     text = own.read_text()
     expect("10.0.0.1 neighbour1" in text and "neighbour2" not in text, "the mounted file is not as expected")
     return "written in place; the read-only one stays, and bosh-dns has the new records all the same"
+
+
+WRITER = """
+import os, sys, time
+number, ends_at = 0, time.time() + float(sys.argv[2])
+while time.time() < ends_at:
+    out = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for _ in range(100):
+        os.write(out, f"{number} {time.time():.3f} {'x' * 80}\\n".encode())
+        number += 1
+    os.close(out)
+    time.sleep(0.01)
+"""
+"""Numbered lines with their times, a megabyte a second; ends by itself."""
+BIG = 1 << 30
+
+
+@case(
+    "D-08", "rotation of 5 000 logs, a huge one, and one that is written to meanwhile", scale="1 of 50 GB", is_long=True
+)
+async def rotation(stand: Stand) -> str:
+    stand.world.write_settings()
+    options = json.loads(stand.world.config.read_text())
+    options["AgentShim"]["logs"] = {"size": "1M", "keep": 50, "total": "64M", "period": 2}
+    stand.world.config.write_text(json.dumps(options))
+    logs = stand.world.base / "data/sys/log/job0"
+    logs.mkdir(parents=True)
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    moving = logs / "moving.log"
+    writer = await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, str(moving), "40")
+    await asyncio.to_thread(_write_logs, logs)
+
+    def large() -> list[str]:
+        return [path.name for path in logs.glob("*.log") if path != moving and path.stat().st_size > 1 << 20]
+
+    took = await until(lambda: not large(), 30, "all that are too large are rotated")
+    await stand.answers(1)
+    await writer.wait()
+    await stand.heartbeat(35)
+    size = sum(path.stat().st_size for path in logs.glob("*.gz"))
+    expect(size <= 64 << 20, f"{size >> 20} MiB of archives")
+    lost, window = _lost(moving)
+    expect(window < 1, f"lines of {window:.1f} s are lost")
+    archives = len(list(logs.glob("moving.log.*.gz")))
+    said = f"{archives} archives of one that is written to without a pause, {lost} lines lost, {window * 1000:.0f} ms"
+    return f"{took:.0f} s; {said} at most"
+
+
+def _write_logs(logs: Path) -> None:
+    """Small ones, a hundred that are too large, and one that is very large."""
+    for number in range(5000):
+        (logs / f"{number}.log").write_bytes(b"all work and no play\n" * (100_000 if number % 50 == 0 else 10))
+    line = b"all work and no play makes a dull log\n" * 27_000
+    with (logs / "big.log").open("wb") as file:
+        while file.tell() < BIG:
+            file.write(line)
+
+
+def _lost(log: Path) -> tuple[int, float]:
+    """How many numbered lines are neither in the log nor in its archives, and the longest time without one."""
+    found = {}
+    for path in log.parent.glob(f"{log.name}*"):
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        for line in text.splitlines():
+            words = line.split()
+            if len(words) == 3 and words[0].isdigit():
+                found[int(words[0])] = float(words[1])
+    numbers = sorted(found)
+    gaps = [(later - one - 1, found[later] - found[one]) for one, later in pairwise(numbers) if later > one + 1]
+    return sum(gap for gap, _ in gaps), max((time for _, time in gaps), default=0.0)
+
+
+@case("D-09", "disks that are busy, mounted twice, missing, half migrated", is_long=True)
+async def awkward_disks(stand: Stand) -> str:
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for disks")
+    scratch, base = stand.world.scratch, stand.world.base
+    stand.after.callback(_unmount_below, scratch)
+    places = {name: scratch / f"volume-{name}" for name in ("old", "new", "missing")}
+    for name in ("old", "new"):
+        mount_ext4(places[name], scratch / f"{name}.image", 128 << 20)
+    stand.world.write_settings()
+    document = json.loads(stand.world.source.read_text())
+    document["disks"] = {"persistent": {name: {"path": str(path)} for name, path in places.items()}}
+    stand.world.source.write_text(json.dumps(document))
+    await stand.boot()
+
+    for _ in range(2):
+        await stand.world.run("mount_disk", "old")
+    store = base / "store"
+    fill(store, as_root=True)
+    (store / "big").write_bytes(os.urandom(40 << 20))
+    await stand.deploy(3)
+    stand.remember()
+    stand.involved = None
+    missing = await refused(stand, "mount_disk", "missing")
+    expect(str(places["missing"]) in missing, f"the path is not named: {missing}")
+    with holding(store, "cwd") as holder:
+        busy = await refused(stand, "unmount_disk", "old")
+        expect(str(holder.pid) in busy, f"who keeps it busy is not named: {busy}")
+    expect(await listed(stand) == ["old"], "the busy disk is gone")
+    before = fingerprint(store)
+
+    await stand.world.run("mount_disk", "new")
+    kills = 0
+    for pause in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
+        await stand.call("migrate_disk", "old", "new")
+        await asyncio.sleep(pause)
+        await stand.kill_agent()
+        kills += 1
+        await stand.answers(30)
+        names = set(await listed(stand))
+        expect(names in ({"old", "new"}, {"new"}, {"old"}), f"listed: {names}")
+        expect(fingerprint(store) == before, f"something is lost after {pause} s")
+        await stand.world.run("mount_disk", "new")
+    await stand.world.run("migrate_disk", "old", "new")
+    expect(fingerprint(store) == before, "the copy is not what was copied")
+    for _ in range(2):
+        await stand.world.run("unmount_disk", "old")
+    expect(await listed(stand) == ["new"], "the new disk is not listed alone")
+    return f"{kills} kills in a migration, {len(before)} files the same; a holder and a path are named"
+
+
+async def listed(stand: Stand) -> list[str]:
+    """What ``list_disk`` says."""
+    names: list[str] = await stand.world.director.run(AGENT, "list_disk")
+    return names
+
+
+def _unmount_below(place: Path) -> None:
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for point in reversed([point for point in points if point.startswith(f"{place}/")]):
+        subprocess.run(["umount", "--lazy", point], check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -10,15 +11,20 @@ import signal
 import socket
 import time
 import uuid
+from bisect import bisect, bisect_left
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final, cast
+from typing import Any, Final, cast
 
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.bus.nats import NatsBus
+from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.pki import SERVER
+from agent_shim.settings import Mbus
+from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, until
+from tests.support.bus import FakeServer, Wire
 from tests.support.proxy import Proxy
 
 
@@ -264,21 +270,180 @@ async def wrong_names(stand: Stand) -> str:
         return f"back within {longest:.1f} s; at the new address after {moved:.0f} s, though the old one still answers"
 
 
-@case("N-15", "every byte is late by 0.5 s", scale="delay only", is_long=True)
-async def late(stand: Stand) -> str:
+ERRORS = (
+    "Unknown Protocol Operation",
+    "Attempted To Connect To Route Port",
+    "Authorization Violation",
+    "Authorization Timeout",
+    "Invalid Client Protocol",
+    "Maximum Control Line Exceeded",
+    "Parser Error",
+    "Secure Connection - TLS Required",
+    "Stale Connection",
+    "Maximum Connections Exceeded",
+    "Maximum Subscriptions Exceeded",
+    "Slow Consumer",
+    "Maximum Payload Violation",
+    "Invalid Subject",
+    "Invalid Publish Subject",
+    'Permissions Violation for Subscription to "agent.x"',
+    'Permissions Violation for Publish to "hm.agent.heartbeat.x"',
+    "User Authentication Expired",
+    "User Authentication Revoked",
+    "Account Authentication Expired",
+    "Failed Account Registration",
+    "Server Shutdown",
+    "something that no server says",
+    "",
+)
+"""What nats-server has in ``server/errors.go``, and two that it has not."""
+
+
+def _nonsense() -> dict[str, bytes]:
+    """What no server should say, by what it is."""
+    message = b'{"protocol":3,"method":"ping","arguments":[],"reply_to":"director.x.y.z"}'
+    return {
+        **{f"-ERR {text}": f"-ERR '{text}'\r\n".encode() for text in ERRORS},
+        "-ERR alone": b"-ERR\r\n",
+        "an unknown verb": b"FOO bar\r\n",
+        "binary": random.Random(10).randbytes(200 << 10),
+        "a line without end": b"INFO " + b"x" * (200 << 10),
+        "a large INFO": b'INFO {"server_id":"x","pad":"' + b"x" * (200 << 10) + b'"}\r\n',
+        "an INFO that is no JSON": b"INFO {\r\n",
+        "an INFO of another shape": b"INFO [1]\r\n",
+        "an INFO of strange values": b'INFO {"max_payload":"many","connect_urls":7,"ldm":true}\r\n',
+        "an empty message": b"MSG agent.x 1 0\r\n\r\n",
+        "the number of another subscription": b"MSG agent.x 99 %d\r\n%b\r\n" % (len(message), message),
+        "a negative size": b"MSG agent.x 1 -5\r\n",
+        "a size that is none": b"MSG agent.x 1 many\r\n",
+        "a huge size": b"MSG agent.x 1 99999999999999\r\n",
+        "too few words": b"MSG agent.x\r\n",
+        "headers": b"HMSG agent.x 1 12 12\r\nNATS/1.0\r\n\r\n\r\n",
+        "broken headers": b"HMSG agent.x 1 90 12\r\nNATS/1.0\r\n\r\n\r\n",
+        "a payload of another size": b"MSG agent.x 1 4\r\n%b\r\n" % message,
+        "pongs for nothing": b"PONG\r\n" * 1000,
+        "a thousand pings": b"PING\r\n" * 1000,
+        "no words at all": b"\r\n\r\n\r\n",
+    }
+
+
+@case("N-10", "every -ERR, a server that talks nonsense, a message in pieces", is_long=True)
+async def nonsense(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
-    stand.proxy.delay = 0.5
-    longest, chance = 0.0, random.Random(15)
-    for _ in range(20):
-        begun_at = time.monotonic()
+    todo, pieces = list(_nonsense().items()), 0
+    done = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        nonlocal pieces
+        for start in ("CONNECT ", "PING", "SUB agent.", "PING"):
+            await wire.expect(start)
+            if start == "PING":
+                wire.send(b"PONG\r\n")
+        if not todo:
+            pieces = await _in_pieces(wire)
+            done.set()
+            return
+        wire.send(todo.pop(0)[1])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await wire.answer_pings()
+
+    before, begun_at = cpu_seconds(stand.pid), time.monotonic()
+    kinds = len(todo)
+    async with FakeServer(script, authority=stand.world.server.authority).serving() as fake:
+        real, stand.proxy.target = stand.proxy.target, fake.port
+        stand.proxy.cut()
         try:
-            await stand.call(chance.choice(["ping", "get_state"]), timeout=6)
-        except (RpcTimeoutError, RpcRemoteError) as exc:
-            expect(False, str(exc))
-        longest = max(longest, time.monotonic() - begun_at)
-    beat = await stand.heartbeat(35)
-    stand.proxy.delay = 0.0
-    expect(longest < 5, f"a request took {longest:.1f} s")
-    return f"a request took {longest:.2f} s at most; a heartbeat within {beat:.0f} s"
+            async with asyncio.timeout(600):
+                await done.wait()
+        except TimeoutError:
+            expect(False, f"it stayed away after {fake.connections} connections, {len(todo)} kinds to go")
+        finally:
+            stand.proxy.target = real
+        share = (cpu_seconds(stand.pid) - before) / (time.monotonic() - begun_at)
+    stand.proxy.cut()
+    back = await stand.answers(CONNECTED)
+    expect(share < 0.2, f"it took {share:.0%} of a processor")
+    return f"{kinds} kinds, a request cut at {pieces} places; back {back:.1f} s after that; {share:.1%} of a processor"
+
+
+async def _in_pieces(wire: Wire) -> int:
+    """One ping for each place at which its bytes can come apart; how many were answered."""
+    reply_to = f"director.x.{AGENT}.y"
+    request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
+    message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)
+    for place in range(1, len(message)):
+        wire.send(message[:place])
+        await asyncio.sleep(0.002)
+        wire.send(message[place:])
+        async with asyncio.timeout(10):
+            while not (line := await wire.expect("")).startswith(f"PUB {reply_to} "):
+                if line == "PING":
+                    wire.send(b"PONG\r\n")
+                elif line.startswith("PUB "):
+                    await wire.payload(int(line.split()[-1]))
+            expect(await wire.payload(int(line.split()[-1])) == b'{"value":"pong"}', "another answer than pong")
+    return len(message) - 1
+
+
+CROWD = 1000
+OUTAGE = 20
+SETTLED = 12
+"""Seconds of an outage after which agents that have lost their server in one moment try at different ones."""
+
+
+class _Member(NatsBus):
+    """One of a crowd: when it tried to connect, and when it was connected."""
+
+    came = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.tries: list[float] = []
+
+    async def _connect(self, mbus: Mbus) -> Any:
+        self.tries.append(time.monotonic())
+        link = await super()._connect(mbus)
+        self.came = time.monotonic()
+        return link
+
+
+@case("N-06", "1000 agents and a server that restarts", is_long=True, scale="light ones, away for 20 s")
+async def crowd(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    server = stand.world.server
+    await server.add_agent("crowd")
+    mbus = server.mbus("crowd")
+
+    async def answer(data: bytes) -> tuple[str, bytes] | None:
+        return None
+
+    members = [_Member("crowd", mbus, answer) for _ in range(CROWD)]
+    tasks = []
+    try:
+        for at in range(0, CROWD, 50):
+            tasks += [asyncio.create_task(one.run()) for one in members[at : at + 50]]
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(one.wait_connected() for one in members[at : at + 50]))
+        await stand.answers(5)
+        await server.kill()
+        lost_at = time.monotonic()
+        await asyncio.sleep(OUTAGE)
+        await server.start()
+        begun_at = time.monotonic()
+        await until(lambda: min(one.came for one in members) > begun_at, 60, "all are back")
+        last = max(one.came for one in members) - begun_at
+        await stand.answers(5)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    tries = sorted(at - lost_at for one in members for at in one.tries if at > lost_at + SETTLED)
+    most = max(bisect(tries, at + 1) - bisect_left(tries, at) for at in tries if at < OUTAGE - 1)
+    expect(last <= 30, f"the last was back after {last:.1f} s")
+    expect(most <= 200, f"{most} of them tried within a second")
+    return f"{most} of them try in a second at most; all back {last:.1f} s after the server"
