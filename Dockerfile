@@ -51,7 +51,7 @@ FROM ${BASE_IMAGE}
 # What scripts of CPIs and of typical releases call; a stemcell has most of it.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
-    runit sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
+    runit strace sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
 # What packages are compiled with.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
 # bpm promises its processes en_US.UTF-8. Host keys belong to a machine, not to an image.

@@ -157,7 +157,19 @@ def _log(paths: Paths, args: argparse.Namespace, stream: str) -> Path:
 
 
 def _trace(paths: Paths, args: argparse.Namespace) -> int:
-    _become("strace", ["-s", "100", "-f", "-y", "-yy", "-p", str(_running(paths, args))])
+    """Of all that it has started, too: bpm shows its init. Who has seen enough interrupts it: that is a good end."""
+    from agent_shim.host import proc
+
+    pid = _running(paths, args)
+    tree = [pid, *(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
+    argv = ["strace", "-s", "100", "-f", "-y", "-yy", *(word for each in tree for word in ("-p", str(each)))]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        tracer = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
+    except OSError as exc:
+        raise BpmError(f"cannot run strace: {exc.strerror}") from exc
+    code = os.waitstatus_to_exitcode(os.waitpid(tracer, 0)[1])
+    return 0 if code == -signal.SIGINT else FAILED if code else 0
 
 
 def _become(program: str, arguments: Sequence[str]) -> NoReturn:

@@ -284,21 +284,31 @@ def _make_shared(path: str) -> None:
 def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
     """A root of our own with the places and what every root has; nothing else is there any more.
 
-    All that is shown is taken hold of first: while the new root is put together the old one gets covered.
+    All that is shown is taken hold of first: while the new root is put together the old one gets covered. Where ``/``
+    is one of the places it is the root, below the others.
     """
     shown = [
         *places,
         *(Place(path=f"/dev/{each}", source=f"/dev/{each}", write=True, run=False, shared=False) for each in _NODES),
     ]
     shown.sort(key=lambda place: place["path"].count("/"))  # What lies below another is mounted after it.
-    trees = [(place["path"], _tree(place, is_masked=is_masked)) for place in shown]
+    trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
+    is_writable = any(place["write"] for place in places if place["path"] == "/")
+    root = trees.pop("/", None)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    _mount("tmpfs", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0755,size=1m")
+    empty = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0755,size=1m"
+    if root is None:
+        _mount("tmpfs", _NEW_ROOT, "tmpfs", *empty)
+    else:
+        _attach(root, _NEW_ROOT)
     os.chdir(_NEW_ROOT)
+    if root is not None:
+        _mount("tmpfs", "dev", "tmpfs", *empty)
+        # Links like /bin are those of that root, and lead to what is shown as well.
+        trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
-    for path, tree in trees:
-        if tree is not None:
-            _make_point(path[1:], is_directory=_is_directory(tree))
+    for path, tree in trees.items():
+        _make_point(path[1:], is_directory=_is_directory(tree))
     for kind, path, flags, options in _KERNEL:
         _make_point(path[1:], is_directory=True)
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
@@ -310,12 +320,12 @@ def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
     _checked(_libc().pivot_root(b".", b"."), "pivot_root")
     _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
     os.chdir("/")
-    for path, tree in trees:
-        if tree is not None:
-            _attach(tree, path)
+    for path, tree in trees.items():
+        _attach(tree, path)
     if is_masked:
         _mask()
-    _set_attributes(_AT_FDCWD, "/", _ATTR_RDONLY)
+    if not is_writable:
+        _set_attributes(_AT_FDCWD, "/", _ATTR_RDONLY)
 
 
 def _tree(place: Place, *, is_masked: bool) -> int | None:
@@ -325,7 +335,7 @@ def _tree(place: Place, *, is_masked: bool) -> int | None:
     except FileNotFoundError:
         return None
     attributes = _ATTR_NOSUID if is_masked else 0
-    attributes |= 0 if place["path"].startswith("/dev/") else _ATTR_NODEV
+    attributes |= 0 if place["path"].split("/")[1] == "dev" else _ATTR_NODEV
     attributes |= (0 if place["write"] else _ATTR_RDONLY) | (0 if place["run"] else _ATTR_NOEXEC)
     _set_attributes(tree, "", attributes, 0 if place["shared"] else _MS_SLAVE)
     return tree

@@ -72,7 +72,7 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "additional_volumes[].mount_only": ("yes", "yes", "yes"),
     "additional_volumes[].shared": ("yes", "not needed: no mounts", "not needed: no mounts"),
     "unsafe.privileged": ("yes", "what the container has, no rules", "what the container has"),
-    "unsafe.unrestricted_volumes": ("yes", "yes", "no rules"),
+    "unsafe.unrestricted_volumes": ("yes", "yes; one opens all below it", "no rules"),
     "unsafe.host_pid_namespace": ("yes", "yes: may signal; all see all", "always so"),
     "shutdown_signal": ("yes", "yes", "yes"),
 }
@@ -297,7 +297,7 @@ class Bpm:
         if is_root and self._user is not None and not wanted.unsafe.privileged:
             ids = files.owner_ids(self._user)
         held = capabilities.privileges().effective if is_root else frozenset[str]()
-        limits = {"RLIMIT_NOFILE": wanted.limits.open_files or _most_files(held)}
+        limits = {"RLIMIT_NOFILE": wanted.limits.open_files or _most(resource.RLIMIT_NOFILE, OPEN_FILES, held)}
         if wanted.limits.core_file_size is not None:
             limits["RLIMIT_CORE"] = wanted.limits.core_file_size
         wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
@@ -359,7 +359,11 @@ class Bpm:
         if wanted.persistent_disk:
             writable.append(str(paths.store / job))
         found += [place(each, write=True) for each in writable]
-        for volume in (*wanted.additional_volumes, *_matching(wanted.unsafe.unrestricted_volumes)):
+        given = [*writable, *(str(each) for each in (paths.packages, paths.data_packages, paths.jobs / job))]
+        unrestricted = _matching(wanted.unsafe.unrestricted_volumes)
+        # What bpm gives at or above a volume of this kind it gives as it is.
+        free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{place}/") for place in given)]
+        for volume in (*wanted.additional_volumes, *free):
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
         return list({each["path"]: each for each in reversed(found)}.values())
 
@@ -424,8 +428,10 @@ class Bpm:
         lacking += [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
         if wanted.limits.processes is not None and not isolation.processes:
             lacking.append("limits.processes")
-        if (wanted.limits.open_files or 0) > _most_files(held, wanted.limits.open_files or 0):
-            lacking.append(f"limits.open_files of {wanted.limits.open_files}")
+        for key, which in (("open_files", resource.RLIMIT_NOFILE), ("core_file_size", resource.RLIMIT_CORE)):
+            asked = getattr(wanted.limits, key) or 0
+            if asked > _most(which, asked, held):
+                lacking.append(f"limits.{key} of {asked}")
         if wanted.unsafe.privileged and "SYS_ADMIN" not in held:
             lacking.append("unsafe.privileged")
         if not lacking:
@@ -541,9 +547,9 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
         running.release()
 
 
-def _most_files(held: Container[str], wanted: int = OPEN_FILES) -> int:
-    """So many, or what may be had of them; by default what bpm gives where nothing is said."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+def _most(which: int, wanted: int, held: Container[str]) -> int:
+    """As much of a limit as is wanted, or what may be had of it."""
+    hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agent_shim.host import jail, jailer, proc, process
+from agent_shim.host import capabilities, jail, jailer, proc, process
 from agent_shim.paths import Paths
 from agent_shim.supervisor import bpm_run
 from agent_shim.supervisor.plan import BpmCall, bpm_call
@@ -229,17 +231,29 @@ async def test_missing_persistent_disk_is_an_error(world: World) -> None:
         assert "requested persistent disk does not exist" in found.reason
 
 
-async def test_what_cannot_be_had_is_an_error_where_that_matters(world: World) -> None:
-    """A limit of processes needs a cgroup of its own."""
-    file = job(world, "exec sleep 600", "  limits: {processes: 5}\n")
+@pytest.mark.parametrize("is_strict", [True, False])
+async def test_what_cannot_be_had_is_named(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
+) -> None:
+    """In a warning, or as the reason why it does not run; a limit of processes needs a cgroup of its own."""
+    limits = "{processes: 5, open_files: 101, core_file_size: 102}"
+    file = job(
+        world, "exec sleep 600", f"  limits: {limits}\n  capabilities: [NET_RAW]\n  unsafe: {{privileged: true}}\n"
+    )
+    nothing = replace(capabilities.privileges(), effective=frozenset())
+    monkeypatch.setattr(capabilities, "privileges", lambda: nothing)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     async with world.supervising() as supervisor:
-        supervisor.bpm._is_strict = True
+        supervisor.bpm._is_strict = is_strict
         supervisor.bpm._isolation = jailer.Isolation(3, "", memory=False, processes=False)
         await supervisor.configure([file])
         await supervisor.start()
-        found = await until(supervisor, "web", "down")
+        found = await until(supervisor, "web", "down" if is_strict else "running")
 
-        assert "cannot have limits.processes in this container" in found.reason
+        files = "limits.open_files of 101, limits.core_file_size of 102"
+        lacking = f"capability NET_RAW, limits.processes, {files}, unsafe.privileged"
+        said = f"bpm/web/web cannot have {lacking} in this container"
+        assert said in (found.reason if is_strict else caplog.text)
 
 
 PYTHON = os.path.realpath(sys.executable)

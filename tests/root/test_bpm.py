@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from agent_shim.host import jailer
+from agent_shim.supervisor.bpm_run import HONOURED
 from tests.root.conftest import Inside
 
 pytestmark = pytest.mark.root
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.root
 PYTHON = os.path.realpath(sys.executable)
 
 SETUP = """
-import shutil, signal
+import shutil, signal, subprocess
 from agent_shim.host import cages, cgroups, jailer, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor, Timing
 
@@ -34,6 +36,7 @@ if not paths.sys.is_symlink():
 (paths.bosh / "settings.json").write_text("secret")
 for name in ("data/tools/tool", "data/shown/tool", "packages/tool/bin/tool"):
     shutil.copy("/bin/true", paths.base / name)
+shutil.chown(paths.base / "data/shown", "vcap")
 script = paths.jobs / "web/bin/look"
 script.write_text(os.environ["LOOK"])
 hook = paths.jobs / "web/bin/hook"
@@ -133,6 +136,7 @@ def mount_in_user_namespace():
     return os.wait()[1] == 0
 def write(path):
     open(path, "w").close()
+is_harmless = os.getuid() != 0  # root outside of namespaces would do all of it, to the machine of the tests
 status = dict(line.rstrip("\n").split(":\t", 1) for line in open("/proc/self/status") if ":\t" in line)
 outside = int(os.environ["OUTSIDE"])
 base = "/var/vcap"
@@ -143,6 +147,7 @@ print(json.dumps({
     "ignored": int(status["SigIgn"], 16), "blocked": int(status["SigBlk"], 16),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "core": resource.getrlimit(resource.RLIMIT_CORE),
+    "executable": os.readlink("/proc/self/exe"),
     "directory": os.getcwd(), "arguments": sys.argv[1:], "umask": os.umask(0o22),
     "environment": {k: v for k, v in os.environ.items() if k not in ("OUTSIDE", "AGENT_SHIM_SERVICE", "LC_CTYPE")},
     "own session": os.getsid(0) in (os.getpid(), 1),
@@ -157,10 +162,10 @@ print(json.dumps({
         f"{base}/jobs/web/x", f"{base}/packages/x", f"{base}/data/x", f"{base}/data/web/x", f"{base}/data/web/tmp/x",
         f"{base}/store/web/x", f"{base}/sys/log/web/x", f"{base}/sys/log/x", f"{base}/sys/run/web/x",
         f"{base}/sys/run/bpm/web/x", f"{base}/data/extra/x", f"{base}/data/shown/x", f"{base}/data/tools/x",
-    ) if can(write, path)],
+    ) if is_harmless and can(write, path)],
     "runs": [path for path in ("packages/tool/bin/tool", "data/tools/tool", "data/shown/tool")
              if can(run, f"{base}/{path}")],
-    "does": [name for name, done in {
+    "does": is_harmless and [name for name, done in {
         "signal": can(os.kill, outside, 0),
         "trace": call("ptrace", 16, outside, None, None),
         "memory": can(open, f"/proc/{outside}/mem", "rb"),
@@ -201,6 +206,16 @@ processes:
   - {{path: /var/vcap/data/shown, mount_only: true}}
   unsafe: &unsafe {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}
   shutdown_signal: INT
+- name: free
+  executable: {PYTHON}
+  args: [-I, -S, /var/vcap/jobs/web/bin/look]
+  env: {{OUTSIDE: "OUTSIDE_PID"}}
+  unsafe: {{<<: *unsafe, privileged: true}}
+- name: seeing
+  executable: {PYTHON}
+  args: [-I, -S, /var/vcap/jobs/web/bin/look]
+  env: {{OUTSIDE: "OUTSIDE_PID"}}
+  unsafe: {{<<: *unsafe, host_pid_namespace: true}}
 - name: worker
   executable: {PYTHON}
   args: [-I, -S, /var/vcap/jobs/web/bin/look]
@@ -219,25 +234,31 @@ processes:
   limits: {{processes: 6}}
 """
 
-RUN_BOTH = """
+RUN_ALL = """
 import json
 config = paths.jobs / "web/config/bpm.yml"
 config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
-await supervisor.configure(monit("web", "worker"))
+names = ("web", "worker", "free", "seeing")
+await supervisor.configure(monit(*names))
 await supervisor.start()
-await eventually(lambda: all("}" in log(name) for name in ("web", "worker")))
-pids = {name: info(name).pid for name in ("web", "worker")}
-files = {name: int((paths.sys / f"run/bpm/web/{name}.pid").read_text()) for name in ("web", "worker")}
+await eventually(lambda: all("}" in log(name) for name in names))
+pids = {name: info(name).pid for name in names}
+files = {name: int((paths.sys / f"run/bpm/web/{name}.pid").read_text()) for name in names}
 assert pids == files, (pids, files)
 modes = {str(path): oct((paths.base / path).stat().st_mode & 0o777) for path in (
     "sys/run/bpm/web", "sys/run/web", "data/web", "data/web/tmp", "store/web", "data/extra",
     "sys/log/web/web.stdout.log")}
+volumes = [oct((paths.base / path).stat().st_mode & 0o777) for path in ("data/extra", "data/tools", "data/shown")]
+pidfiles = sorted(path.name for path in paths.sys.glob("run/bpm/web/*.pid"))
+offered = await supervisor.bpm.isolation()
 owners = sorted({path: (paths.base / path).owner() for path in modes}.items())
 await supervisor.stop(wait=True)
 left = [pid for pid, owner in ((pid, proc.stat(pid)) for pid in pids.values()) if owner and owner.is_alive]
 hook, web, last = log("web").splitlines()
-return {"hook": hook, "web": json.loads(web), "worker": json.loads(log("worker").splitlines()[0]),
+return {"hook": hook, "web": json.loads(web), **{name: json.loads(log(name).splitlines()[0]) for name in names[1:]},
         "last": [last, log("worker").splitlines()[-1]], "left": left, "modes": modes, "owners": owners,
+        "modes of volumes": volumes, "pidfiles before": pidfiles,
+        "limits memory": offered.memory, "limits processes": offered.processes,
         "pidfiles": [str(path) for path in paths.sys.glob("run/bpm/web/*.pid")],
         "errors": log("web", "stderr") + log("worker", "stderr")}
 """
@@ -262,15 +283,81 @@ def run(inside: Inside, level: int, body: str) -> Any:
     return inside(text, "env", *environment)
 
 
+def has_rules(cell: str) -> bool:
+    """Whether the table says that the key opens something that is closed otherwise."""
+    return "no rules" not in cell and cell != "what the container has"
+
+
+CLOSED = {"jobs/other/config/secret", "bosh/settings.json"}
+SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
+    "name": lambda found, _: (found["pidfiles before"], ["free.pid", "seeing.pid", "web.pid", "worker.pid"]),
+    "executable": lambda found, _: (found["web"]["executable"], PYTHON),
+    "args": lambda found, _: (found["web"]["arguments"], ["1.10"]),
+    "env": lambda found, _: (found["web"]["environment"]["NAME"], "value"),
+    "workdir": lambda found, _: (found["worker"]["directory"], "/var/vcap/packages"),
+    "hooks.pre_start": lambda found, _: (found["hook"], "hook 0 value"),
+    "capabilities": lambda found, _: ([int(each, 16) for each in found["worker"]["capabilities"]], [1 << 10] * 3),
+    "limits.memory": lambda found, cell: (found["limits memory"], cell.partition(",")[0] == "a cgroup"),
+    "limits.open_files": lambda found, _: (found["web"]["files"], [123, 123]),
+    "limits.processes": lambda found, cell: (found["limits processes"], cell == "with a cgroup"),
+    "limits.core_file_size": lambda found, _: (found["web"]["core"], [4096, 4096]),
+    "ephemeral_disk": lambda found, cell: (
+        ["/var/vcap/data/web/x" in found["web"]["writes"], "/var/vcap/data/web/x" in found["worker"]["writes"]],
+        [True, not has_rules(cell)],
+    ),
+    "persistent_disk": lambda found, cell: (
+        ["/var/vcap/store/web/x" in found["web"]["writes"], "/var/vcap/store/web/x" in found["worker"]["writes"]],
+        [True, not has_rules(cell)],
+    ),
+    "additional_volumes[].path": lambda found, cell: (
+        CLOSED & set(found["web"]["reads"]),
+        set() if has_rules(cell) else CLOSED,
+    ),
+    "additional_volumes[].writable": lambda found, cell: (
+        ["/var/vcap/data/extra/x" in found["web"]["writes"], "/var/vcap/data/shown/x" in found["web"]["writes"]],
+        [True, not has_rules(cell)],
+    ),
+    "additional_volumes[].allow_executions": lambda found, cell: (
+        ["data/tools/tool" in found["web"]["runs"], "data/shown/tool" in found["web"]["runs"]],
+        [True, not has_rules(cell)],
+    ),
+    "additional_volumes[].mount_only": lambda found, _: (found["modes of volumes"], ["0o700", "0o755", "0o755"]),
+    "additional_volumes[].shared": lambda _, cell: (cell in ("yes", "not needed: no mounts"), True),
+    "unsafe.privileged": lambda found, cell: (
+        [found["free"]["ids"][0], found["free"]["nothing gained"], set(found["free"]["reads"]) >= CLOSED],
+        [0, "0", cell != "yes"],
+    ),
+    "unsafe.unrestricted_volumes": lambda found, _: (found["web"]["executable"].startswith(sys.base_prefix), True),
+    "unsafe.host_pid_namespace": lambda found, cell: (
+        [[each["sees stranger"], "signal" in each["does"]] for each in (found["web"], found["seeing"])],
+        [[cell != "yes", "always" in cell], [True, True]],
+    ),
+    "shutdown_signal": lambda found, _: (found["last"], ["got SIGINT", "got SIGTERM"]),
+}
+"""What is seen of each key of bpm.yml, and what the table of docs/bpm.md, by the cell of the level, says that is."""
+
+
+def test_every_key_of_the_table_is_looked_at() -> None:
+    assert SHOWN.keys() == HONOURED.keys()
+
+
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_job_sees_what_the_table_says(inside: Inside, level: int) -> None:
-    """Two processes, a hook, limits and volumes: files, ids, limits, signals, environment."""
-    found = run(inside, level, RUN_BOTH)
+    """Processes, a hook, limits and volumes: files, ids, limits, signals, environment."""
+    found = run(inside, level, RUN_ALL)
+
+    for key, shown in SHOWN.items():
+        seen, said = shown(found, HONOURED[key][level - 1])
+        assert seen == said, key
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_job_sees_what_bpm_gives(inside: Inside, level: int) -> None:
+    """Beside what stands in bpm.yml: the same in each level."""
+    found = run(inside, level, RUN_ALL)
     web, worker = found["web"], found["worker"]
 
     assert found["errors"] == ""
-    assert found["hook"] == "hook 0 value"
-    assert found["last"] == ["got SIGINT", "got SIGTERM"]
     assert (found["left"], found["pidfiles"]) == ([], [])
     assert set(found["modes"].values()) == {"0o700", "0o600"}
     assert [path for path, owner in found["owners"] if owner != "vcap"] == ["sys/run/bpm/web"]
@@ -279,12 +366,9 @@ def test_job_sees_what_the_table_says(inside: Inside, level: int) -> None:
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         # What Python ignores for itself is not ignored by what comes after it; this is Python again.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
-        assert set(each["runs"]) <= {"packages/tool/bin/tool", "data/tools/tool", "data/shown/tool"}
+        assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
-    assert [int(each, 16) for each in worker["capabilities"]] == [1 << 10] * 3
-    assert (web["files"], web["core"]) == ([123, 123], [4096, 4096])
-    assert (web["directory"], worker["directory"]) == ("/var/vcap/jobs/web", "/var/vcap/packages")
-    assert web["arguments"] == ["1.10"]
+    assert web["directory"] == "/var/vcap/jobs/web"
     assert web["environment"] == {
         "NAME": "value",
         "TMPDIR": "/var/vcap/data/web/tmp",
@@ -292,20 +376,16 @@ def test_job_sees_what_the_table_says(inside: Inside, level: int) -> None:
         "HOME": "/var/vcap/data/web",
         "PATH": "/var/vcap/jobs/web/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:.",
     }
-    assert web["sees stranger"] is (level != 1)
-    shown = {"jobs/web/config/bpm.yml", "data/shown/tool", "data/tools/tool"}
-    assert set(web["reads"]) == shown | ({"jobs/other/config/secret", "bosh/settings.json"} if level == 3 else set())
-    # vcap has no more, whatever the level.
-    assert set(web["writes"]) == COMMON_WRITES
-    may_run = {"packages/tool/bin/tool", "data/tools/tool"} | ({"data/shown/tool"} if level == 3 else set())
-    assert set(web["runs"]) == may_run
+    assert {"jobs/web/config/bpm.yml", "data/shown/tool", "data/tools/tool"} <= set(web["reads"])
+    # What is closed to vcap by its owner is so in any level.
+    assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_job_cannot_leave_its_place(inside: Inside, level: int) -> None:
     """No word with strangers, no mounts, no other user; in level 3 a user's own processes are open to it."""
-    assert run(inside, level, RUN_BOTH)["web"]["does"] == []
-    assert "signal" in run(inside, 3, RUN_BOTH)["web"]["does"]
+    assert run(inside, level, RUN_ALL)["web"]["does"] == []
+    assert "signal" in run(inside, 3, RUN_ALL)["web"]["does"]
 
 
 OUT_OF_MEMORY = """
@@ -358,6 +438,97 @@ await supervisor.start()
 await eventually(lambda: "fork" in log("forker", "stderr"))
 return [log("forker"), log("forker", "stderr"), (await supervisor.bpm.isolation()).processes]
 """
+
+
+VOLUME_OF_EVERYTHING = """
+(paths.jobs / "web/config/bpm.yml").write_text('''
+processes:
+- name: web
+  executable: /bin/sh
+  args:
+  - -c
+  - |
+    for path in /etc/open /var/vcap/jobs/web/open /var/vcap/jobs/other/open /dev/null; do
+      (: >>$path) && echo writes $path
+      (: <$path) && echo reads $path
+    done 2>/dev/null
+    (: <>/dev/ptmx) && echo has terminals
+    exec sleep 600
+  unsafe: {unrestricted_volumes: [{path: /, writable: IS_WRITABLE}]}
+''')
+for path in (paths.etc / "open", paths.jobs / "web/open", paths.jobs / "other/open"):
+    path.touch()
+    path.chmod(0o666)
+await supervisor.configure(monit("web"))
+await supervisor.start()
+await eventually(lambda: "terminals" in log("web") or info("web").reason)
+return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reason]
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_volume_may_be_everything(inside: Inside, level: int, is_writable: bool) -> None:
+    """As a root below what bpm shows; rules of Landlock cannot close again what lies below such a volume."""
+    said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
+
+    assert (errors, reason) == ("", "")
+    own, other, system = "/var/vcap/jobs/web/open", "/var/vcap/jobs/other/open", "/etc/open"
+    writes = {"/dev/null"} | ({other} if is_writable else set())
+    if is_writable and HONOURED["unsafe.unrestricted_volumes"][level - 1] != "yes":
+        writes |= {own, system}
+    wanted = ["has terminals", *(f"reads {path}" for path in ("/dev/null", own, other, system))]
+    assert said == sorted([*wanted, *(f"writes {path}" for path in writes)])
+
+
+SHARED = """
+(paths.jobs / "web/config/bpm.yml").write_text(f'''
+processes:
+- name: web
+  executable: /bin/sh
+  args:
+  - -c
+  - |
+    for volume in shared own; do
+      mkdir -p /var/vcap/data/$volume/inside /var/vcap/data/$volume/outside
+      mount -t tmpfs none /var/vcap/data/$volume/inside && : >/var/vcap/data/$volume/inside/x
+    done
+    echo mounted
+    until [ -e /var/vcap/data/shared/outside/x ]; do sleep 0.05; done
+    ls -d /var/vcap/data/*/*/x
+    exec sleep 600
+  additional_volumes:
+  - {{path: /var/vcap/data/shared, writable: true, shared: true}}
+  - {{path: /var/vcap/data/own, writable: true}}
+  unsafe: {{privileged: true}}
+''')
+await supervisor.configure(monit("web"))
+await supervisor.start()
+await eventually(lambda: "mounted" in log("web") or info("web").reason)
+outside = sorted(str(path) for path in paths.data.glob("*/*/x"))
+for volume in ("shared", "own"):
+    subprocess.run(["mount", "-t", "tmpfs", "none", paths.data / volume / "outside"], check=True)
+    (paths.data / volume / "outside/x").touch()
+await eventually(lambda: "outside/x" in log("web"))
+inside = log("web").split()[1:]
+await supervisor.stop(wait=True)
+for each in ("shared/inside", "shared/outside", "own/outside"):
+    subprocess.run(["umount", paths.data / each], check=True)
+return [outside, inside, log("web", "stderr")]
+"""
+
+
+def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
+    """To the machine and back; those below others stay where they are made, or come in only as the machine's do."""
+    outside, inner, errors = run(inside, 1, SHARED)
+
+    assert errors == ""
+    assert outside == ["/var/vcap/data/shared/inside/x"]
+    assert [path for path in inner if "/shared/" in path] == [
+        "/var/vcap/data/shared/inside/x",
+        "/var/vcap/data/shared/outside/x",
+    ]
+    assert "/var/vcap/data/own/inside/x" in inner
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

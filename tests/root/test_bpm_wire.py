@@ -42,6 +42,14 @@ while :; do sleep 0.05; done
 """
 
 
+TRACED = f"""
+setsid {TOOL} trace web >/tmp/trace 2>&1 & until grep -qs 'execve.*"sleep"' /tmp/trace; do sleep 0.05; done
+grep -om1 '"sleep", "0.05"' /tmp/trace | tr -d '",'
+kill -INT -$!; wait $!; echo $?
+"""
+"""The calls of a process are shown until somebody has seen enough."""
+
+
 def release() -> dict[str, str | bytes]:
     """pre-start starts one process, post-start reads the list, drain asks for the number and ends the process."""
     return {
@@ -92,6 +100,7 @@ async def test_scripts_that_call_bpm(fleet: Fleet, has_release: bool) -> None:
         shown = machine.run(f"echo 'ls /var/vcap/jobs; id -un; kill -0 1 && echo init' | {TOOL} shell web")
         assert shown == "web\nvcap\ninit\n"
         assert machine.run(f"{TOOL} run web -p errand || echo $?") == "1000\nweb\n5\n"
+        assert machine.run(TRACED) == "sleep 0.05\n0\n"
 
         assert await run("drain", "shutdown") == 0
         assert said("drain") == running["web"]
