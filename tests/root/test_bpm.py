@@ -283,6 +283,24 @@ def run(inside: Inside, level: int, body: str) -> Any:
     return inside(text, "env", *environment)
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[int, Any]:
+    """What jobs saw, by level: looked at once for all tests."""
+    return {}
+
+
+@pytest.fixture
+def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
+    """What the jobs of ``BPM_YML`` see in a level."""
+
+    def seen(level: int) -> Any:
+        if level not in known:
+            known[level] = run(inside, level, RUN_ALL)
+        return known[level]
+
+    return seen
+
+
 def has_rules(cell: str) -> bool:
     """Whether the table says that the key opens something that is closed otherwise."""
     return "no rules" not in cell and cell != "what the container has"
@@ -342,9 +360,9 @@ def test_every_key_of_the_table_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_job_sees_what_the_table_says(inside: Inside, level: int) -> None:
+def test_job_sees_what_the_table_says(look: Callable[[int], Any], level: int) -> None:
     """Processes, a hook, limits and volumes: files, ids, limits, signals, environment."""
-    found = run(inside, level, RUN_ALL)
+    found = look(level)
 
     for key, shown in SHOWN.items():
         seen, said = shown(found, HONOURED[key][level - 1])
@@ -352,9 +370,9 @@ def test_job_sees_what_the_table_says(inside: Inside, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_job_sees_what_bpm_gives(inside: Inside, level: int) -> None:
+def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None:
     """Beside what stands in bpm.yml: the same in each level."""
-    found = run(inside, level, RUN_ALL)
+    found = look(level)
     web, worker = found["web"], found["worker"]
 
     assert found["errors"] == ""
@@ -382,10 +400,10 @@ def test_job_sees_what_bpm_gives(inside: Inside, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_job_cannot_leave_its_place(inside: Inside, level: int) -> None:
+def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> None:
     """No word with strangers, no mounts, no other user; in level 3 a user's own processes are open to it."""
-    assert run(inside, level, RUN_ALL)["web"]["does"] == []
-    assert "signal" in run(inside, 3, RUN_ALL)["web"]["does"]
+    assert look(level)["web"]["does"] == []
+    assert "signal" in look(3)["web"]["does"]
 
 
 OUT_OF_MEMORY = """
