@@ -11,6 +11,7 @@ Subjects and permissions are those of nats-sync (``nats_sync/nats_auth_config.rb
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import random
@@ -50,6 +51,9 @@ MAX_BACKLOG: Final = 8 * 1024 * 1024
 
 HOPELESS: Final = 3
 """Failures in a row after which other settings are asked for: the bus may have moved."""
+
+SWEPT: Final = 1.0
+"""Seconds after the end of a link in which its last user lets go of it."""
 
 NEVER: Final = 10 * 365 * 24 * 3600
 """For the clocks of nats-py that we do not use."""
@@ -285,6 +289,8 @@ class _Link(Client):
         self.end("closed")
         self._wire.close()
         await _ended(*self._parts)
+        # It is a ring of objects, of which the collector sees few and TLS holds half a megabyte: it would come late.
+        asyncio.get_running_loop().call_later(SWEPT, gc.collect)
 
     def _own(self, name: str, part: asyncio.Task[Any]) -> None:
         """A link lives as long as each of its parts: nats-py calls itself connected whichever of them has died."""

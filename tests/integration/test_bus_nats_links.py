@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import threading
@@ -140,6 +141,25 @@ async def test_cut_again_and_again(tmp_path: Path) -> None:
             await until(lambda: _descriptors() <= before)
 
             assert bus.stats.connects == 11
+
+
+async def test_what_ended_links_hold_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rings, each with TLS of its own; the collector alone would come when it has seen enough of them."""
+    monkeypatch.setattr(nats, "SWEPT", 0.01)
+    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
+        await server.add_agent("agent")
+        async with on_bus(through(proxy, server)) as bus:
+            await connected(bus)
+            gc.disable()
+            try:
+                for _ in range(5):
+                    proxy.cut()
+                    await until(lambda: not bus.is_connected)
+                    await connected(bus)
+
+                await until(lambda: sum(type(each) is nats._Link for each in gc.get_objects()) == 1)
+            finally:
+                gc.enable()
 
 
 def _descriptors() -> int:
