@@ -98,6 +98,7 @@ async def reconnects(count: int) -> Figure:
                 *(sys.executable, "-m", "benchmarks.ageing", str(count)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
             )
             said, _ = await child.communicate(json.dumps(own).encode())
             return figure([json.loads(said)], "MB")

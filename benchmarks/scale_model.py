@@ -31,11 +31,11 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
         name: {"modelled": round(_linear(points, name, last["agents"]), 3), "measured": round(last[name], 3)}
         for name in ("server_mb", "server_cpu_percent", "messages_per_second")
     }
-    handshake = sum(each["handshake_cpu"] for each in points[-2:]) / len(points[-2:])
-    client = sum(each["agent_cpu"] for each in points[-2:]) / len(points[-2:])
+    handshake, client = _each(points, "handshake_cpu"), _each(points, "agent_cpu")
     here = storm(last["agents"], cores / (handshake + client), away)
     for name in ("back_median", "back_last", "attempts"):
         checks[name] = {"modelled": round(here[name], 2), "measured": round(last[name], 2)}
+    handshake, client = _each(measured, "handshake_cpu"), _each(measured, "agent_cpu")
     beyond = []
     for count in BEYOND:
         told = {name: _linear(measured, name, count) for name in ("server_mb", "server_cpu_percent")}
@@ -51,6 +51,14 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
             }
         )
     return {"handshake_cpu": handshake, "agent_cpu": client, "checks": checks, "beyond": beyond}
+
+
+def _each(points: Sequence[dict[str, Any]], name: str) -> float:
+    """What one more agent costs, of a cost that is told for each: what there is without any is left out."""
+    costs = [{"agents": each["agents"], name: each[name] * each["agents"]} for each in points]
+    if len(costs) < 2:
+        return float(points[0][name])
+    return max(1e-6, _linear(costs, name, 1) - _linear(costs, name, 0))
 
 
 def _linear(points: Sequence[dict[str, Any]], name: str, at: float) -> float:
