@@ -28,6 +28,7 @@ BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
 LIMIT: Final = 900.0
 """Seconds that a case may take."""
+FULL_LIMIT: Final = 3 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,20 @@ class Row:
         """The cell that says how it went."""
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
+    def beside(self, known: Row | None) -> Row:
+        """This one, with what remains true of the one known before: the scaled case and the full one both count."""
+        if known is None or self.verdict != "held" or known.verdict != "held":
+            return self
+        scaled, _, full = known.played.partition("; ")
+        if self.played.startswith("in full"):
+            return replace(known, played=f"{scaled}; {self.played}")
+        return replace(self, played=f"{self.played}; {full}") if full else self
 
-async def play(case: Case, command: str) -> Row:
+
+async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
     """Play one case on a stand of its own and look at the invariants afterwards."""
     try:
-        async with asyncio.timeout(LIMIT), stand(command) as one:
+        async with asyncio.timeout(FULL_LIMIT if is_full else LIMIT), stand(command, is_full=is_full) as one:
             try:
                 figures = await case.play(one)
                 broken = await one.broken()
@@ -67,25 +77,31 @@ async def play(case: Case, command: str) -> Row:
         return Row(case.id, case.fault, "not held", f"{type(exc).__name__}: {exc}")
     if broken:
         return Row(case.id, case.fault, "not held", f"{figures}; {'; '.join(broken)}")
-    return Row(case.id, case.fault, "held", f"{figures} ({case.scale})" if case.scale else figures)
+    return Row(case.id, case.fault, "held", f"{figures} ({case.scale})" if case.scale and not is_full else figures)
 
 
 async def play_all(
-    cases: Sequence[Case], command: str, times: int, enter: Callable[[Row], None] = lambda _: None
+    cases: Sequence[Case],
+    command: str,
+    times: int,
+    *,
+    is_full: bool = False,
+    enter: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
     """Each case so often in a row; the first time it does not hold is its row, which ``enter`` is told at once."""
     rows = []
     for position, case in enumerate(cases, 1):
         for number in range(1, times + 1):
             begun_at = time.monotonic()
-            row = await play(case, command)
+            row = await play(case, command, is_full=is_full)
             took = time.monotonic() - begun_at
             how_far = f"[{position} of {len(cases)}, {number} of {times}, {time.strftime('%H:%M:%S')}]"
             sys.stderr.write(f"{how_far} {row.id} {row.verdict} {took:.1f} s  {row.fault}: {row.figures}\n")
             if row.verdict != "held":
                 break
         if row.verdict != "not run":
-            row = replace(row, played=f"{number} of {times} on {time.strftime('%Y-%m-%d')}")
+            how_often = "in full" if is_full else f"{number} of {times}"
+            row = replace(row, played=f"{how_often} on {time.strftime('%Y-%m-%d')}")
         rows.append(row)
         enter(row)
     return rows
@@ -138,7 +154,8 @@ def earlier(text: str) -> dict[str, Row]:
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Put rows into a document in place of those with the same numbers; there may be no document yet."""
     text = path.read_text() if path.exists() else ""
-    known = earlier(text) | {row.id: row for row in rows}
+    known = earlier(text)
+    known |= {row.id: row.beside(known.get(row.id)) for row in rows}
     known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
     ordered = sorted(known.values(), key=lambda row: ("CNSDRM".index(row.id[0]), row.id))
     head, _, rest = text.partition(BEGIN)
@@ -151,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("case", nargs="*", metavar="CASE", help="C-01, N, ... (default: all)")
     parser.add_argument("--agent-command", default=COMMAND, metavar="COMMAND")
     parser.add_argument("--times", type=int, default=1, help="how often in a row each has to hold")
+    parser.add_argument("--full", action="store_true", help="only cases that are played smaller, as large as they are")
     parser.add_argument("--short", action="store_true", help="only cases below ten seconds")
     parser.add_argument("--into", type=Path, default=None, metavar="FILE", help=f"default: {DOCUMENT.name}")
     parser.add_argument("--list", action="store_true", help="say which there are")
@@ -165,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in sorted(CASES.values(), key=lambda one: ("CNSDRM".index(one.id[0]), one.id))
         if (not asked.case or any(one.id == name or one.id[0] == name for name in asked.case))
         and not (asked.short and one.is_long)
+        and (one.has_full or not asked.full)
     ]
     if asked.list:
         sys.stdout.writelines(f"{one.id}  {one.fault}\n" for one in chosen)
@@ -178,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     there = [] if guest.is_here() else [one for one in chosen if one.guest]
     here = [one for one in chosen if one not in there]
-    rows = asyncio.run(play_all(here, asked.agent_command, asked.times, enter))
+    rows = asyncio.run(play_all(here, asked.agent_command, asked.times, is_full=asked.full, enter=enter))
     for row in play_in_guest(there, asked.agent_command, asked.times) if there else []:
         rows.append(row)
         enter(row)

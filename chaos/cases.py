@@ -19,6 +19,8 @@ class Case:
     fault: str
     play: Play
     scale: str = ""
+    has_full: bool = False
+    """``--full`` plays it as large as it is."""
     is_long: bool = False
     """More than ten seconds: not in the daily tests."""
     guest: bool = False
@@ -32,13 +34,19 @@ NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {}
 
 
 def case(
-    number: str, fault: str, *, scale: str = "", is_long: bool = False, guest: bool = False
+    number: str,
+    fault: str,
+    *,
+    scale: str = "",
+    has_full: bool = False,
+    is_long: bool = False,
+    guest: bool = False,
 ) -> Callable[[Play], Play]:
     """Enter a case."""
 
     def entered(play: Play) -> Play:
         told = ", ".join(filter(None, (scale, "in a virtual machine" if guest else "")))
-        CASES[number] = Case(number, fault, play, told, is_long or guest, guest)
+        CASES[number] = Case(number, fault, play, told, has_full, is_long or guest, guest)
         return play
 
     return entered

@@ -23,13 +23,19 @@ from chaos.supervision import checked, deployed, reaches
 MB = 1 << 20
 
 
-@case("C-01", "SIGKILL of the agent at random moments, 200 jobs running", scale="20 kills of 100", is_long=True)
+@case(
+    "C-01",
+    "SIGKILL of the agent at random moments, 200 jobs running",
+    scale="20 kills of 100",
+    has_full=True,
+    is_long=True,
+)
 async def killed_often(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(200)
     stand.remember()
     chance, longest = random.Random(1), 0.0
-    for _ in range(20):
+    for _ in range(stand.of(20, 100)):
         await asyncio.sleep(chance.uniform(0.0, 1.0))
         beats = len(stand.monitor.of("heartbeat", AGENT))
         await stand.kill_agent()

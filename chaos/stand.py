@@ -98,6 +98,8 @@ class Stand:
     jobs: int = 0
     involved: set[str] | None = field(default_factory=set)
     port: int = 0
+    is_full: bool = False
+    """Nothing is made smaller than the case has it."""
     expected_ends: int = 0
     ends: list[int | None] = field(default_factory=list)
     is_dead: bool = False
@@ -112,6 +114,10 @@ class Stand:
     _log_size: int = 0
 
     # --- what cases do ---
+
+    def of(self, scaled: int, full: int) -> int:
+        """How many, or how long: less than all unless all is asked for."""
+        return full if self.is_full else scaled
 
     @property
     def pid(self) -> int:
@@ -409,7 +415,7 @@ def _free_port() -> int:
 
 
 @asynccontextmanager
-async def stand(command: str) -> AsyncIterator[Stand]:
+async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
     """A stand with a bus and nobody on it yet."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), _free_port()
@@ -423,7 +429,7 @@ async def stand(command: str) -> AsyncIterator[Stand]:
         made.urls = (f"nats://127.0.0.1:{proxy.port}",)
         made.http = f"127.0.0.1:{port}"
         made.bosh = {"password": "", "secret_note": CANARY}
-        one = Stand(made, proxy, monitor, port=port)
+        one = Stand(made, proxy, monitor, port=port, is_full=is_full)
         try:
             yield one
         finally:
