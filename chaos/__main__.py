@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
+import os
 import sys
 import tempfile
 import time
@@ -152,7 +154,19 @@ def earlier(text: str) -> dict[str, Row]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Put rows into a document in place of those with the same numbers; there may be no document yet."""
+    """Put rows into a document in place of those with the same numbers; there may be no document yet.
+
+    Two may do so side by side.
+    """
+    turn = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        _write(path, rows)
+    finally:
+        os.close(turn)
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
     text = path.read_text() if path.exists() else ""
     known = earlier(text)
     known |= {row.id: row.beside(known.get(row.id)) for row in rows}
