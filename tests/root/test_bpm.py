@@ -19,7 +19,7 @@ pytestmark = pytest.mark.root
 PYTHON = os.path.realpath(sys.executable)
 
 SETUP = """
-import shutil, signal, subprocess
+import shutil, signal, subprocess, uuid
 from agent_shim.host import cages, cgroups, jailer, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor, Timing
 
@@ -48,7 +48,7 @@ hook.chmod(0o755)
 groups = []
 for hierarchy in dict.fromkeys(filter(None, (cgroups.find().memory, cgroups.find().pids))):
     top = cages.place(hierarchy)
-    group = joined = top / f"test-{os.getpid()}"
+    group = joined = top / f"test-{uuid.uuid4()}"
     group.mkdir()
     if hierarchy.version == 2:
         # As systemd does it: a group that is ours, and we in a group below it.
