@@ -61,7 +61,9 @@ class Process:
         """Its group has outlived it, so far."""
         self._pidfd = pidfd
         self._status: int | None = None
-        self._over = asyncio.Event()
+        self._is_over = False
+        self._waiters: list[asyncio.Future[None]] = []
+        """No event: it has room for 64 of them, and there are hundreds of processes."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         _watched.setdefault(self.pid, []).append(self)
@@ -81,7 +83,7 @@ class Process:
     @property
     def is_alive(self) -> bool:
         """False from the moment of its death, reaped or not."""
-        if self._over.is_set():
+        if self._is_over:
             return False
         now = clock.boot_ticks()
         if self._pidfd is None:
@@ -96,24 +98,30 @@ class Process:
     @property
     def is_over(self) -> bool:
         """Whether its end has been noticed; asks nobody."""
-        return self._over.is_set()
+        return self._is_over
 
     async def wait(self) -> int | None:
         """Its exit code, 128+N when signal N killed it, None when nobody can tell (adopted, older kernels)."""
-        await self._over.wait()
+        if not self._is_over:
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
         return self._status
 
     def send(self, sig: int) -> bool:
         """Signal it; False if it is gone."""
         if self._pidfd is None:
             return self.is_alive and send(self.identity, sig)
-        return not self._over.is_set() and _send(self._pidfd, self.pid, sig)
+        return not self._is_over and _send(self._pidfd, self.pid, sig)
 
     def send_group(self, sig: int) -> None:
         """Signal its process group; itself alone when it does not lead one."""
         if not self._leads:
             self.send(sig)
-        elif self.is_alive or (not self._over.is_set() and _is_child(self.pid)):
+        elif self.is_alive or (not self._is_over and _is_child(self.pid)):
             # Alive, or dead and not reaped: nobody else can have its number.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, sig)
@@ -140,7 +148,7 @@ class Process:
 
     def release(self) -> None:
         """Take no notice of it any more and leave it alone; whoever waits for it now waits for ever."""
-        if not self._over.is_set():
+        if not self._is_over:
             self._forget()
             others = _watched.get(self.pid, [])
             if self in others:
@@ -173,7 +181,7 @@ class Process:
 
     def _ended(self, attempt: int = 0) -> None:
         """It is dead: reap it, or learn from the kernel what its parent reaped."""
-        if self._over.is_set() or reap(self.pid):
+        if self._is_over or reap(self.pid):
             return
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
@@ -189,7 +197,10 @@ class Process:
         self._status = status
         self.seen_ticks = max(self.seen_ticks, seen_ticks)
         self._has_heirs = has_heirs
-        self._over.set()
+        self._is_over = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _forget(self) -> None:
         if self._timer is not None:

@@ -103,7 +103,8 @@ class Service:
         self._timing = shared.timing
         self._presence = Presence(shared.base, shared.timing, shared.changed)
         self._step: asyncio.Task[None] | None = None
-        self._moved = asyncio.Event()
+        self._moved: asyncio.Event | None = None
+        """The next move; there is none while nobody waits for it."""
         self._stopper: Process | None = None
         """The last stop program; it may outlast its step when the file breaks meanwhile."""
         self._has_lived = False
@@ -150,6 +151,7 @@ class Service:
     async def reach(self, fact: Callable[[Service], bool]) -> None:
         """Return once ``fact`` holds of it; asked after each move."""
         while not fact(self):
+            self._moved = self._moved or asyncio.Event()
             await self._moved.wait()
 
     # --- what may be asked of it ------------------------------------------------------------------------------------
@@ -226,8 +228,9 @@ class Service:
             return
         logger.info("%s: %s, now %s", self.name, trigger.value, state.value)
         self.record.state = state
-        self._moved.set()
-        self._moved = asyncio.Event()
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
         self._shared.changed()
 
     # --- its life ---------------------------------------------------------------------------------------------------
