@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.errors import ConfigError
+from agent_shim import check
 from agent_shim.supervisor import bpm
 from tests.support import corpus
 
@@ -14,15 +14,16 @@ pytestmark = corpus.needs_corpus
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_verdict_is_that_of_the_index(entry: corpus.Entry) -> None:
-    """A valid file gives its processes; another is refused with the place."""
-    try:
-        bpm.parse(entry.text, origin=entry.file)
-    except ConfigError as exc:
-        assert not entry.is_accepted, exc
-        assert str(exc).startswith(f"cannot read {entry.file}: line ")
+def test_verdict_is_that_of_the_index(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
+    """``agent-shim check``: a valid file gives its processes; another is refused with the place."""
+    verdict = check.main([entry.path], "bpm")
+
+    out, errors = capsys.readouterr()
+    if entry.is_accepted:
+        assert (verdict, out) == (check.GOOD, f"{entry.path}: good (bpm)\n"), errors
     else:
-        assert entry.is_accepted
+        assert (verdict, out) == (check.WRONG, "")
+        assert errors.startswith(f"cannot read {entry.path}: line ")
 
 
 def test_processes_say_what_to_run() -> None:

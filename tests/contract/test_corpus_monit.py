@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.errors import ConfigError
+from agent_shim import check
 from agent_shim.supervisor import monitrc
 from agent_shim.supervisor.plan import JobFile, plan
 from tests.support import corpus
@@ -16,15 +16,16 @@ pytestmark = corpus.needs_corpus
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_verdict_is_that_of_monit(entry: corpus.Entry) -> None:
-    """What monit loads is read; what it refuses is refused with the place."""
-    try:
-        monitrc.parse(entry.text, origin=entry.file)
-    except ConfigError as exc:
-        assert not entry.is_accepted, exc
-        assert str(exc).startswith(f"cannot read {entry.file}: line ")
+def test_verdict_is_that_of_monit(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
+    """``agent-shim check``: what monit loads is read; what it refuses is refused with the place."""
+    verdict = check.main([entry.path], "monit")
+
+    out, errors = capsys.readouterr()
+    if entry.is_accepted:
+        assert (verdict, out) == (check.GOOD, f"{entry.path}: good (monit)\n"), errors
     else:
-        assert entry.is_accepted
+        assert (verdict, out) == (check.WRONG, "")
+        assert errors.startswith(f"cannot read {entry.path}: line ")
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)

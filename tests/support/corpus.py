@@ -20,6 +20,7 @@ class Entry:
     file: str
     text: str
     verdict: str
+    path: Path
 
     @property
     def is_accepted(self) -> bool:
@@ -37,4 +38,5 @@ def entries(kind: str) -> list[Entry]:
     with index.open(newline="") as rows:
         header, *found = csv.reader(rows, delimiter="\t")
     assert header[0] == "file"
-    return [Entry(row[0], (CORPUS / kind / row[0]).read_bytes().decode(), row[-1]) for row in found]
+    paths = [CORPUS / kind / row[0] for row in found]
+    return [Entry(path.name, path.read_bytes().decode(), row[-1], path) for row, path in zip(found, paths, strict=True)]
