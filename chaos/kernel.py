@@ -113,7 +113,12 @@ def _remove(group: Path) -> None:
         time.sleep(0.01)
 
 
-@case("R-03", "a job beyond its memory, a container beyond its own, one process killed or all", guest=True)
+@case(
+    "R-03",
+    "a job beyond its memory, a container beyond its own, one process killed or all",
+    scale="60 s of 30 to come back",
+    guest=True,
+)
 async def out_of_memory(stand: Stand) -> str:
     if "vcap:" not in Path("/etc/passwd").read_text():
         _do("useradd", "--uid", "1000", "vcap")
@@ -144,7 +149,7 @@ async def out_of_memory(stand: Stand) -> str:
     (data / "eater/eat").touch()
     await until(lambda: len(stand.ends) == 1, 30, "the end of all")
     begun_at = time.monotonic()
-    await until(lambda: len(stand.live()) == 4 and not set(stand.live().values()) & set(before.values()), 30, "all")
+    await until(lambda: len(stand.live()) == 4 and not set(stand.live().values()) & set(before.values()), 60, "all")
     await stand.answers(10)
     await stand.world.until_running()
     back = time.monotonic() - begun_at
