@@ -155,7 +155,10 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _base() -> Path:
-    """The root file system, kernel and initrd, made once a week so that security updates arrive."""
+    """The root file system, kernel and initrd, made once a week so that security updates arrive.
+
+    ``packages`` beside them has the versions of what is inside.
+    """
     told = [
         SUITE,
         PYTHON,
@@ -217,6 +220,8 @@ def _make(tree: Path, half: Path) -> None:
             f"#!{PLACE}/bin/python3\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
         )
         place.chmod(0o755)
+    with (half / "packages").open("wb") as versions:
+        subprocess.run(["chroot", tree, "dpkg-query", "--show"], check=True, stdout=versions)
     for name in ("vmlinuz", "initrd"):
         shutil.copy(next((tree / "boot").glob(f"{name}*")), half / name)
     do("mkfs.ext4", "-q", "-d", tree, half / "root", "4G")
