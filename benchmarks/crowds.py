@@ -46,9 +46,10 @@ async def crowd(command: str, jobs: int, size: int, idle: float) -> dict[str, Fi
         started = time.monotonic() - begun_at
         await w.until_running()
         await asyncio.sleep(CALM)
+        cpu = await share(w, idle)
         lags: list[float] = []
         pinging = asyncio.create_task(ping(w, lags))
-        cpu = await share(w, idle)
+        await asyncio.sleep(idle / 3)
         pinging.cancel()
         await asyncio.wait([pinging])
         name = f"{size}_processes"

@@ -38,7 +38,7 @@ STEADY: Final = 62.0
 AWAY: Final = 15.0
 """Seconds that the server is away."""
 TICK: Final = 0.25
-PATIENCE: Final = 180.0
+PATIENCE: Final = 600.0
 
 VITALS: Final = {
     "cpu": {"user": "1.5", "sys": "0.7", "wait": "0.0"},
@@ -278,19 +278,20 @@ def steepest(series: Sequence[tuple[float, float]]) -> float:
     return most
 
 
-async def main_async(counts: Sequence[int]) -> dict[str, Any]:
-    points = []
+async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]:
+    points: list[dict[str, Any]] = []
     for count in counts:
         print(f"scale: {count} agents", file=sys.stderr, flush=True)
-        points.append(await measure(count))
-    found = [asdict(point) for point in points]
+        points.append(asdict(await measure(count)))
+        if kept is not None:  # a machine that cannot hold the next number does not take the others with it
+            kept.write_text(json.dumps(points))
     beat = statistics.mean([len(_BEAT)])
     return {
         "cores": os.cpu_count(),
         "beat_bytes": beat,
         "timing": {"connect": Timing().connect, "longest": Timing().longest},
-        "measured": found,
-        "modelled": scale_model.model(found, os.cpu_count() or 1, AWAY),
+        "measured": points,
+        "modelled": scale_model.model(points, os.cpu_count() or 1, AWAY),
     }
 
 
@@ -298,6 +299,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("counts", nargs="*", type=int, metavar="N", help=f"default: {COUNTS}")
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is measured so far after each number")
     parser.add_argument("--into-docs", action="store_true", help="write the tables and the picture of docs/scale.md")
     parser.add_argument(
         "--from", dest="earlier", type=Path, metavar="FILE", help="draw what an earlier run has printed"
@@ -310,7 +312,7 @@ def main() -> int:
         found = json.loads(args.earlier.read_text())
         found["modelled"] = scale_model.model(found["measured"], found["cores"], AWAY)
     else:
-        found = asyncio.run(main_async(args.counts or COUNTS))
+        found = asyncio.run(main_async(args.counts or COUNTS, args.keep))
         json.dump(found, sys.stdout)
         print()
     if args.into_docs:
