@@ -87,8 +87,8 @@ async def test_cycles_of_a_service_begin_with_its_process(world: World) -> None:
         for service in supervisor._services.values():
             watch = supervisor._checks._watch(service)
             cycles = (watch._next_at - service.up_at) / world.timing.cycle
-            assert cycles >= 1
-            assert abs(cycles - round(cycles)) < 1e-3
+            assert round(cycles) >= 1
+            assert cycles == pytest.approx(round(cycles))
 
 
 def test_cycle_that_is_missed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
