@@ -158,17 +158,15 @@ def _log(paths: Paths, args: argparse.Namespace, stream: str) -> Path:
 
 def _trace(paths: Paths, args: argparse.Namespace) -> int:
     """Of all that it has started, too: bpm shows its init. Who has seen enough interrupts it: that is a good end."""
-    from agent_shim.host import proc
+    from agent_shim.host import command, proc
 
     pid = _running(paths, args)
     tree = [pid, *(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
     argv = ["strace", "-s", "100", "-f", "-y", "-yy", *(word for each in tree for word in ("-p", str(each)))]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        tracer = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
+        code = command.in_terminal(argv)
     except OSError as exc:
         raise BpmError(f"cannot run strace: {exc.strerror}") from exc
-    code = os.waitstatus_to_exitcode(os.waitpid(tracer, 0)[1])
     return 0 if code == -signal.SIGINT else FAILED if code else 0
 
 

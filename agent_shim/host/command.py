@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from agent_shim.errors import HostError
@@ -44,6 +45,16 @@ async def run(
     if status != 0:
         raise HostError(f"cannot run {program}: exit status {status}: {printed.strip()[-500:]}")
     return printed
+
+
+def in_terminal(argv: Sequence[str]) -> int:
+    """Run a program that has our terminal, whose interrupts are for it alone; its exit code, -N when signal N ended it.
+
+    For commands, which wait for nothing else. Raises ``OSError``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @contextlib.contextmanager
