@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from agent_shim.errors import HostError
@@ -47,7 +47,7 @@ async def run(
     return printed
 
 
-def in_terminal(argv: Sequence[str]) -> int:
+def in_terminal(argv: list[str]) -> int:
     """Run a program that has our terminal, whose interrupts are for it alone; its exit code, -N when signal N ended it.
 
     For commands, which wait for nothing else. Raises ``OSError``.
