@@ -231,6 +231,22 @@ async def test_missing_persistent_disk_is_an_error(world: World) -> None:
         assert "requested persistent disk does not exist" in found.reason
 
 
+async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None:
+    """An unrestricted one cannot open the job's own directory or packages for writing; beside and above them it can."""
+    file = job(world, "")
+    own = world.paths.jobs / "web"
+    (own / "config").mkdir(exist_ok=True)
+    volumes = "".join(f"{{path: {path}, writable: true}}, " for path in (own, f"{own}/*", world.paths.jobs, world.base))
+    job(world, "", f"  unsafe: {{unrestricted_volumes: [{volumes}]}}\n")
+    async with world.supervising(file) as supervisor:
+        wanted = supervisor.bpm.definition("web", "web")
+        places = supervisor.bpm._places("web", wanted, is_apart=True)
+
+    writable = [each["path"] for each in places if each["write"]]
+    assert not [path for path in writable if path.startswith(str(own))]
+    assert {str(world.paths.jobs), str(world.base)} <= set(writable)
+
+
 @pytest.mark.parametrize("is_strict", [True, False])
 async def test_what_cannot_be_had_is_named(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
