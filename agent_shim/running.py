@@ -207,6 +207,8 @@ class Running:
         }
         if self._shim.logs.rotate:
             roots["logs of jobs"] = self._rotation().run
+        else:
+            await asyncio.to_thread(rotation.leave_to_logrotate, agent.paths.logrotate_rule)
         if self.standalone is not None:
             roots["standalone"] = self.standalone.run
         try:

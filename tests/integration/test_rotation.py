@@ -228,6 +228,21 @@ async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, ca
     assert rule.exists()
 
 
+def test_logrotate_may_have_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the options leave it to others its rule is in force again; that it cannot be is an error that is told."""
+    rule = Paths(tmp_path).logrotate_rule
+    rule.parent.mkdir(parents=True)
+    out_of_force = rule.with_name("vcap.disabled")
+    out_of_force.write_text("the Go agent's")
+    rotation.leave_to_logrotate(rule)
+    assert rule.read_text() == "the Go agent's"
+
+    rule.rename(out_of_force)
+    rule.mkdir()
+    rotation.leave_to_logrotate(rule)
+    assert "nobody rotates the logs of jobs: cannot put" in caplog.text
+
+
 async def test_one_that_cannot_be_rotated_stops_no_other(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory stands where its archive would be."""
     (logs / "web/bad.log").write_text("b" * 1000)
