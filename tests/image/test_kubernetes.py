@@ -41,6 +41,11 @@ class Tier:
     limited: frozenset[str]
     """Topics in which less is possible than in others."""
 
+    @property
+    def judged(self) -> tuple[str, dict[str, str]]:
+        """What the doctor calls it, and its verdicts."""
+        return self.called, {topic: "limited" if topic in self.limited else "good" for topic in TOPICS}
+
 
 TIERS: Final = {
     "privileged": Tier("0", "privileged", frozenset()),
@@ -55,6 +60,12 @@ TOPICS: Final = frozenset(
     {"user", "users", "confinement", "mounts", "bpm isolation", "process 1", "/etc", "/tmp", "/run", "ports below 1024"}
 )
 """Those that depend on the tier, and not on the machine that the test runs on."""
+
+
+def judged(report: str) -> tuple[str, dict[str, str]]:
+    """The name of the tier and the verdicts on ``TOPICS``, of a doctor's JSON."""
+    said = json.loads(report)
+    return said["tier"], {one["topic"]: one["verdict"] for one in said["findings"] if one["topic"] in TOPICS}
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +183,7 @@ async def test_a_job_answers_in_every_tier(
         assert await answer(container, 8080, "/") == "hello from hello\n"
         users = await user_of(container, "http.server"), await user_of(container, "bin/bosh-agent")
         assert users == ("1000", tier.user)
-        report = json.loads(await container.exec(*DOCTOR))
-        verdicts = {one["topic"]: one["verdict"] for one in report["findings"] if one["topic"] in TOPICS}
-        assert report["tier"] == tier.called
-        assert verdicts == {topic: "limited" if topic in tier.limited else "good" for topic in TOPICS}
+        assert judged(await container.exec(*DOCTOR)) == tier.judged
 
         assert await container.exec(*LAST_WORDS) == "all jobs stopped in order\n"
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,9 +90,17 @@ def _cgroup(name: str) -> Iterator[None]:
     try:
         yield
     finally:
+        deadline = time.monotonic() + 10
         for group in groups:
-            for directory, _, _ in os.walk(group, topdown=False):
-                Path(directory).rmdir()
+            while group.exists():
+                # What was killed just now may count for a moment longer.
+                try:
+                    for directory, _, _ in os.walk(group, topdown=False):
+                        Path(directory).rmdir()
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Final
 import pytest
 
 from agent_shim.paths import Paths
+from tests.image.test_kubernetes import DOCTOR, TIERS, judged
 from tests.kubernetes.objects import Document, Namespace, Pod, end_on_request, overlay, pod_spec
 from tests.support import jobs
 from tests.support.environment import AGENT, BLOBS, Environment
@@ -49,7 +50,7 @@ def set_grace(documents: list[Document], seconds: int) -> None:
 
 @pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
 async def test_a_job_answers_without_a_director(namespace: Namespace, name: str) -> None:
-    """Ready is when the job answers; deleted it drains."""
+    """Ready is when the job answers; the doctor says what is possible; deleted it drains."""
     await namespace.apply(overlay(name))
     pod = namespace.pod("hello" if name == "example" else "hello-0")
     await pod.until_ready()
@@ -57,6 +58,7 @@ async def test_a_job_answers_without_a_director(namespace: Namespace, name: str)
     assert await pod.get("/", 8080) == (200, "hello from hello\n")
     assert await pod.get("/readyz") == (200, "jobs are running\n")
     assert "agent_shim_build_info" in (await pod.get("/metrics"))[1]
+    assert judged(await pod.exec(*DOCTOR)) == TIERS[name].judged
     await namespace.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
     await pod.delete()
     store = namespace.volume("hello-store" if name == "example" else "store-hello-0")
