@@ -7,34 +7,9 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Final
 
+from agent_shim.supervisor import monit_values as values
 from agent_shim.supervisor.monit_globals import UNITS
 from agent_shim.supervisor.monit_lexer import WORD
-from agent_shim.supervisor.monit_values import (
-    ALERT,
-    MAX_FORWARD,
-    NET_TIMEOUT,
-    ONCE,
-    PING_COUNT,
-    START_TIMEOUT,
-    Action,
-    Changed,
-    Check,
-    Checksum,
-    Connection,
-    Limit,
-    Match,
-    Missing,
-    MonitFile,
-    Owner,
-    Permission,
-    Ping,
-    Program,
-    Protocol,
-    Rate,
-    Restarts,
-    Rule,
-    Test,
-)
 
 BYTES: Final = frozenset({"memory", "totalmemory", "swap", "space", "size"})
 PERIODS: Final[Mapping[str, int]] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
@@ -53,7 +28,7 @@ _BARE_ARGUMENT: Final = re.compile(r"[^ \t\n\"'\r][^ \t\n\"]*")
 _SURROGATE: Final = 0xDC00
 
 
-def render(file: MonitFile) -> str:
+def render(file: values.MonitFile) -> str:
     """A control file that says what ``file`` says, in one spelling."""
     lines = [ignored.statement for ignored in file.ignored if not ignored.service]
     for check in file.services:
@@ -62,7 +37,7 @@ def render(file: MonitFile) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _check(check: Check) -> Iterator[str]:
+def _check(check: values.Check) -> Iterator[str]:
     yield f"check {check.kind} {_name(check.name)}{_subject(check)}"
     for word, program in (("start", check.start), ("stop", check.stop)):
         if program:
@@ -79,7 +54,7 @@ def _check(check: Check) -> Iterator[str]:
         yield f"  {_rule(rule)}"
 
 
-def _subject(check: Check) -> str:
+def _subject(check: values.Check) -> str:
     if check.kind == "system":
         return ""
     if check.kind == "host":
@@ -89,66 +64,66 @@ def _subject(check: Check) -> str:
     return f" with pidfile {_path(check.pidfile)}" if check.pidfile else f" matching {_string(check.matching)}"
 
 
-def _rule(rule: Rule) -> str:
+def _rule(rule: values.Rule) -> str:
     if rule.action.kind == "ignore":
         return f"ignore {_test(rule.test)}"
     text = f"if {_test(rule.test)}{_rate(rule.rate)} then {_action(rule.action)}"
-    if rule.recovery.kind == "ignore" or (rule.recovery == ALERT and rule.recovery_rate == ONCE):
+    if rule.recovery.kind == "ignore" or (rule.recovery == values.ALERT and rule.recovery_rate == values.ONCE):
         return text
     return f"{text} else if succeeded{_rate(rule.recovery_rate)} then {_action(rule.recovery)}"
 
 
-def _rate(rate: Rate) -> str:
-    if rate == ONCE:
+def _rate(rate: values.Rate) -> str:
+    if rate == values.ONCE:
         return ""
     if rate.count == rate.cycles:
         return f" for {rate.count} cycles"
     return f" {rate.count} times within {rate.cycles} cycles"
 
 
-def _action(action: Action) -> str:
+def _action(action: values.Action) -> str:
     return f"{action.kind} {_program(action.program)}" if action.program else action.kind
 
 
-def _program(program: Program) -> str:
+def _program(program: values.Program) -> str:
     text = f'"{" ".join(map(_argument, program.argv))}"'
     if program.uid:
         text += f" as uid {_identity(program.uid)}"
     if program.gid:
         text += f" as gid {_identity(program.gid)}"
-    if program.timeout != START_TIMEOUT:
+    if program.timeout != values.START_TIMEOUT:
         text += f" with timeout {program.timeout} seconds"
     return text
 
 
-def _test(test: Test) -> str:
+def _test(test: values.Test) -> str:
     match test:
-        case Missing():
+        case values.Missing():
             return "does not exist"
-        case Changed():
+        case values.Changed():
             return f"changed {test.algorithm} {test.what}".replace("  ", " ")
-        case Restarts():
+        case values.Restarts():
             return f"{test.count} restarts within {test.cycles} cycles"
-        case Limit():
+        case values.Limit():
             return _limit(test)
-        case Connection():
+        case values.Connection():
             return _connection(test)
-        case Ping():
-            count = f" count {test.count}" if test.count != PING_COUNT else ""
+        case values.Ping():
+            count = f" count {test.count}" if test.count != values.PING_COUNT else ""
             return f"failed icmp type echo{count}{_timeout(test.timeout)}"
-        case Checksum():
+        case values.Checksum():
             expected = f" expect {_string(test.expected)}" if test.expected else ""
             return f"failed {test.algorithm} checksum{expected}".replace("  ", " ")
-        case Permission():
+        case values.Permission():
             return f"failed permission {test.mode:o}"
-        case Owner():
+        case values.Owner():
             return f"failed {test.what} {_identity(test.name)}"
-        case Match():
+        case values.Match():
             negated = "not " if test.negated else ""
             return f"{negated}match {_path(test.path) if test.path else _string(test.pattern)}"
 
 
-def _limit(limit: Limit) -> str:
+def _limit(limit: values.Limit) -> str:
     if limit.percent:
         figure = f"{_number(limit.limit)} %"
     elif limit.metric in BYTES:
@@ -171,7 +146,7 @@ def _number(value: float) -> str:
     return format(Decimal(repr(value)), "f")
 
 
-def _connection(test: Connection) -> str:
+def _connection(test: values.Connection) -> str:
     timeout = _timeout(test.timeout)
     protocol = test.protocol
     if test.url:
@@ -183,7 +158,7 @@ def _connection(test: Connection) -> str:
     return f"failed {place}{kind}{_protocol(protocol)}{timeout}"
 
 
-def _protocol(protocol: Protocol) -> str:
+def _protocol(protocol: values.Protocol) -> str:
     if protocol.name == "generic":
         return "".join(f" {word} {_string(text)}" for word, text in protocol.dialogue)
     if protocol.name == "default":
@@ -199,13 +174,13 @@ def _protocol(protocol: Protocol) -> str:
         text += f" secret {_string(protocol.secret)}"
     if protocol.target:
         text += f" target {_string(protocol.target)}"
-    if protocol.maxforward != MAX_FORWARD:
+    if protocol.maxforward != values.MAX_FORWARD:
         text += f" maxforward {protocol.maxforward}"
     return text + (f" {' or '.join(map(_limit, protocol.limits))}" if protocol.limits else "")
 
 
 def _timeout(seconds: int) -> str:
-    return f" with timeout {seconds} seconds" if seconds != NET_TIMEOUT else ""
+    return f" with timeout {seconds} seconds" if seconds != values.NET_TIMEOUT else ""
 
 
 # --- words ----------------------------------------------------------------------------------------------------------

@@ -11,38 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple, cast
 
+from agent_shim.supervisor import monit_values as values
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit_globals import UNITS
 from agent_shim.supervisor.monit_reader import Reader
-from agent_shim.supervisor.monit_values import (
-    ALERT,
-    IGNORE,
-    MAX_FORWARD,
-    NET_TIMEOUT,
-    ONCE,
-    PING_COUNT,
-    START_TIMEOUT,
-    Action,
-    ActionKind,
-    Change,
-    Changed,
-    Checksum,
-    Connection,
-    Kind,
-    Limit,
-    Match,
-    Missing,
-    Operator,
-    Owner,
-    Permission,
-    Ping,
-    Program,
-    Protocol,
-    Rate,
-    Restarts,
-    Rule,
-    Test,
-)
 
 CYCLES: Final = 64
 """Checks that monit remembers of a test."""
@@ -102,7 +74,7 @@ MAX_HOPS: Final = 255
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
 
-def read_program(reader: Reader, *, timed: bool = True) -> Program:
+def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
     """The words after ``start``, ``stop`` or ``exec``, then user and group, then, if ``timed``, the timeout."""
     reader.skip()
     argv = [reader.need("a program and its arguments", "STRING", "PATH").value]
@@ -117,14 +89,14 @@ def read_program(reader: Reader, *, timed: bool = True) -> Program:
         else:
             gid = _owner(reader, "a group")
     if not timed:
-        return Program(tuple(argv), uid, gid)
-    timeout = reader.timeout(START_TIMEOUT)
+        return values.Program(tuple(argv), uid, gid)
+    timeout = reader.timeout(values.START_TIMEOUT)
     if reader.kind in ("uid", "gid"):
         raise reader.error(f"'{reader.kind}' before 'timeout'")
-    return Program(tuple(argv), uid, gid, timeout)
+    return values.Program(tuple(argv), uid, gid, timeout)
 
 
-def read_rule(reader: Reader, kind: Kind, address: str) -> Rule:
+def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule:
     """A rule of a check of this kind; ``address`` is that of a host.
 
     A rule without a rate has none. (monit 5.2.5 gives it that of the rule before, if that one asked whether something
@@ -133,28 +105,28 @@ def read_rule(reader: Reader, kind: Kind, address: str) -> Rule:
     line = reader.line(reader.skip())
     test = TESTS[_wanted(reader, kind)].read(reader)
     # Resources may stand in a row; monit keeps the last.
-    while isinstance(test, Limit) and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
+    while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _resource(reader)
-    if isinstance(test, Connection) and not (test.host or test.unixsocket):
+    if isinstance(test, values.Connection) and not (test.host or test.unixsocket):
         test = replace(test, host=address or "localhost")
-    is_count = isinstance(test, Restarts)
-    rate = ONCE if is_count else _rate(reader)
+    is_count = isinstance(test, values.Restarts)
+    rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")
-    action = Action("unmonitor") if is_count and reader.take("timeout") else _action(reader)
-    recovers = not isinstance(test, Changed | Restarts | Match)
-    recovery, recovery_rate = _recovery(reader) if recovers else (IGNORE, ONCE)
-    return Rule(test, action, rate, recovery, recovery_rate, line)
+    action = values.Action("unmonitor") if is_count and reader.take("timeout") else _action(reader)
+    recovers = not isinstance(test, values.Changed | values.Restarts | values.Match)
+    recovery, recovery_rate = _recovery(reader) if recovers else (values.IGNORE, values.ONCE)
+    return values.Rule(test, action, rate, recovery, recovery_rate, line)
 
 
-def read_ignore(reader: Reader) -> Rule:
+def read_ignore(reader: Reader) -> values.Rule:
     """``ignore [not] match PATTERN``: lines of a file that other rules do not see."""
     line = reader.line(reader.skip())
     if reader.kind not in ("not", "match"):
         raise reader.error("'match' or 'not match' after 'ignore'")
-    return Rule(_match(reader), IGNORE, recovery=IGNORE, line=line)
+    return values.Rule(_match(reader), values.IGNORE, recovery=values.IGNORE, line=line)
 
 
-def _wanted(reader: Reader, kind: Kind) -> str:
+def _wanted(reader: Reader, kind: values.Kind) -> str:
     """Which of ``TESTS`` comes next."""
     first, second = reader.next, reader.second
     is_pair = first.kind in ("not", "changed", "failed")
@@ -176,10 +148,10 @@ def _owner(reader: Reader, expected: str) -> str:
     return reader.string(expected) if reader.kind == "STRING" else str(reader.number(expected))
 
 
-def _rate(reader: Reader) -> Rate:
+def _rate(reader: Reader) -> values.Rate:
     """``N cycles`` or ``N times within M cycles``; once if nothing is written."""
     if reader.kind != "NUMBER":
-        return ONCE
+        return values.ONCE
     token = reader.next
     count = cycles = reader.number("a number of cycles")
     if reader.kind == "NUMBER":
@@ -189,19 +161,19 @@ def _rate(reader: Reader) -> Rate:
         raise reader.error(f"a number of cycles from 1 to {CYCLES}", token)
     if not 1 <= count <= cycles:
         raise reader.error(f"a number of times from 1 to {cycles}", token)
-    return Rate(count, cycles)
+    return values.Rate(count, cycles)
 
 
-def _action(reader: Reader) -> Action:
+def _action(reader: Reader) -> values.Action:
     if reader.kind == "exec":
-        return Action("exec", read_program(reader, timed=False))
+        return values.Action("exec", read_program(reader, timed=False))
     kinds = ("alert", "restart", "start", "stop", "unmonitor")
-    return Action(cast("ActionKind", reader.need(f"an action ({', '.join(kinds)} or exec)", *kinds).kind))
+    return values.Action(cast("values.ActionKind", reader.need(f"an action ({', '.join(kinds)} or exec)", *kinds).kind))
 
 
-def _recovery(reader: Reader) -> tuple[Action, Rate]:
+def _recovery(reader: Reader) -> tuple[values.Action, values.Rate]:
     if not reader.take("else"):
-        return ALERT, ONCE
+        return values.ALERT, values.ONCE
     reader.need("'if'", "if")
     reader.need("'succeeded', 'passed' or 'recovered'", "succeeded", "passed", "recovered")
     rate = _rate(reader)
@@ -212,20 +184,20 @@ def _recovery(reader: Reader) -> tuple[Action, Rate]:
 # --- tests ----------------------------------------------------------------------------------------------------------
 
 
-def _missing(reader: Reader) -> Missing:
+def _missing(reader: Reader) -> values.Missing:
     reader.need("'not'", "not")
     reader.need("'exist'", "exist")
-    return Missing()
+    return values.Missing()
 
 
-def _changed(reader: Reader) -> Changed:
+def _changed(reader: Reader) -> values.Changed:
     reader.need("'changed'", "changed")
     algorithm = reader.take(*SUMS)
     what = reader.need("'checksum'", "checksum") if algorithm else reader.skip()
-    return Changed(cast("Change", what.kind), algorithm.kind if algorithm else "")
+    return values.Changed(cast("values.Change", what.kind), algorithm.kind if algorithm else "")
 
 
-def _restarts(reader: Reader) -> Restarts:
+def _restarts(reader: Reader) -> values.Restarts:
     token = reader.next
     count = reader.number("a number of restarts")
     reader.need("'restarts'", "restart")
@@ -233,55 +205,55 @@ def _restarts(reader: Reader) -> Restarts:
     reader.need("'cycles'", "cycle")
     if not 1 <= count <= cycles:
         raise reader.error(f"a number of restarts from 1 to {cycles}" if cycles else "cycles above 0", token)
-    return Restarts(count, cycles)
+    return values.Restarts(count, cycles)
 
 
-def _resource(reader: Reader) -> Limit:
+def _resource(reader: Reader) -> values.Limit:
     metric, operator = _metric(reader)
     if metric == "children":
-        return Limit(metric, operator, reader.number("a number"))
+        return values.Limit(metric, operator, reader.number("a number"))
     if metric.startswith("loadavg"):
-        return Limit(metric, operator, reader.figure("a number"))
+        return values.Limit(metric, operator, reader.figure("a number"))
     if metric in ("memory", "totalmemory", "swap"):
         return _amount(reader, metric, operator)
-    limit = Limit(metric, operator, reader.number("a whole number of percent"), percent=True)
+    limit = values.Limit(metric, operator, reader.number("a whole number of percent"), percent=True)
     reader.need("'%'", "%")
     return limit
 
 
-def _space(reader: Reader) -> Limit:
+def _space(reader: Reader) -> values.Limit:
     return _amount(reader, *_metric(reader))
 
 
-def _inode(reader: Reader) -> Limit:
-    return Limit(*_metric(reader), reader.number("a number"), percent=reader.take("%") is not None)
+def _inode(reader: Reader) -> values.Limit:
+    return values.Limit(*_metric(reader), reader.number("a number"), percent=reader.take("%") is not None)
 
 
-def _size(reader: Reader) -> Limit:
-    return Limit(*_metric(reader), reader.number(AMOUNT) * _unit(reader, UNITS))
+def _size(reader: Reader) -> values.Limit:
+    return values.Limit(*_metric(reader), reader.number(AMOUNT) * _unit(reader, UNITS))
 
 
-def _timestamp(reader: Reader) -> Limit:
-    return Limit(*_metric(reader), reader.number("a number") * _unit(reader, SECONDS))
+def _timestamp(reader: Reader) -> values.Limit:
+    return values.Limit(*_metric(reader), reader.number("a number") * _unit(reader, SECONDS))
 
 
-def _metric(reader: Reader) -> tuple[str, Operator]:
+def _metric(reader: Reader) -> tuple[str, values.Operator]:
     metric, operator = reader.skip().kind, reader.take(">", "<", "=", "!=", "changed")
     if operator is None:
         return metric, "="
-    return metric, "!=" if operator.kind == "changed" else cast("Operator", operator.kind)
+    return metric, "!=" if operator.kind == "changed" else cast("values.Operator", operator.kind)
 
 
 AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
 
 
-def _amount(reader: Reader, metric: str, operator: Operator) -> Limit:
+def _amount(reader: Reader, metric: str, operator: values.Operator) -> values.Limit:
     """Bytes in some unit, or a whole number of percent."""
     is_whole = reader.kind == "NUMBER"
     value = reader.figure(AMOUNT)
     if is_whole and reader.take("%"):
-        return Limit(metric, operator, value, percent=True)
-    return Limit(metric, operator, value * _unit(reader, UNITS))
+        return values.Limit(metric, operator, value, percent=True)
+    return values.Limit(metric, operator, value * _unit(reader, UNITS))
 
 
 def _unit(reader: Reader, units: Mapping[str, int]) -> int:
@@ -289,13 +261,13 @@ def _unit(reader: Reader, units: Mapping[str, int]) -> int:
     return units[unit.kind] if unit else 1
 
 
-def _checksum(reader: Reader) -> Checksum:
+def _checksum(reader: Reader) -> values.Checksum:
     reader.need("'failed'", "failed")
     algorithm = reader.take(*SUMS)
     reader.need("'checksum'", "checksum")
     if not reader.take("expect"):
-        return Checksum(algorithm.kind if algorithm else "")
-    return Checksum(*_sum(reader, algorithm.kind if algorithm else ""))
+        return values.Checksum(algorithm.kind if algorithm else "")
+    return values.Checksum(*_sum(reader, algorithm.kind if algorithm else ""))
 
 
 def _sum(reader: Reader, algorithm: str = "") -> tuple[str, str]:
@@ -309,28 +281,28 @@ def _sum(reader: Reader, algorithm: str = "") -> tuple[str, str]:
     raise reader.error(f"a checksum of {lengths} hexadecimal digits", token)
 
 
-def _permission(reader: Reader) -> Permission:
+def _permission(reader: Reader) -> values.Permission:
     reader.need("'failed'", "failed")
     reader.need("'permission'", "permission")
     token = reader.next
     digits = str(reader.number("a mode"))
     if "8" in digits or "9" in digits or int(digits, 8) > MODE_BITS:
         raise reader.error("an octal number up to 7777", token)
-    return Permission(int(digits, 8))
+    return values.Permission(int(digits, 8))
 
 
-def _owner_test(reader: Reader) -> Owner:
+def _owner_test(reader: Reader) -> values.Owner:
     reader.need("'failed'", "failed")
     what = reader.need("'uid' or 'gid'", "uid", "gid").kind
-    return Owner(cast("Literal['uid', 'gid']", what), _owner(reader, "a name or a number"))
+    return values.Owner(cast("Literal['uid', 'gid']", what), _owner(reader, "a name or a number"))
 
 
-def _match(reader: Reader) -> Match:
+def _match(reader: Reader) -> values.Match:
     negated = reader.take("not") is not None
     reader.need("'match'", "match")
     if path := reader.take("PATH"):
-        return Match(path=path.value, negated=negated)
-    return Match(read_regex(reader, "STRING"), negated=negated)
+        return values.Match(path=path.value, negated=negated)
+    return values.Match(read_regex(reader, "STRING"), negated=negated)
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
@@ -343,19 +315,19 @@ def read_regex(reader: Reader, *kinds: str) -> str:
     return token.value
 
 
-def _ping(reader: Reader) -> Ping:
+def _ping(reader: Reader) -> values.Ping:
     reader.need("'failed'", "failed")
     reader.need("'icmp'", "icmp")
     reader.need("'type'", "type")
     reader.need("'echo'", "echo")
-    count = reader.number("a number of requests") if reader.take("count") else PING_COUNT
-    return Ping(count, reader.timeout(NET_TIMEOUT))
+    count = reader.number("a number of requests") if reader.take("count") else values.PING_COUNT
+    return values.Ping(count, reader.timeout(values.NET_TIMEOUT))
 
 
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-def _connection(reader: Reader) -> Connection:
+def _connection(reader: Reader) -> values.Connection:
     """``[host H] port P`` or ``unixsocket PATH``; without a host ``host`` is left empty."""
     reader.need("'failed'", "failed")
     host, port, path = "", 0, ""
@@ -370,10 +342,12 @@ def _connection(reader: Reader) -> Connection:
     protocol = _protocol(reader)
     if protocol.name == "ntp3":
         kind = "udp"
-    return Connection(host, port, path, cast("Literal['tcp', 'udp']", kind), protocol, reader.timeout(NET_TIMEOUT))
+    return values.Connection(
+        host, port, path, cast("Literal['tcp', 'udp']", kind), protocol, reader.timeout(values.NET_TIMEOUT)
+    )
 
 
-def _url(reader: Reader) -> Connection:
+def _url(reader: Reader) -> values.Connection:
     """``url URL [content = REGEX]``: stands for a host, a port and a request over http."""
     reader.need("'failed'", "failed")
     reader.need("'url'", "url")
@@ -383,15 +357,17 @@ def _url(reader: Reader) -> Connection:
         operator = reader.need("'=' or '!='", "=", "!=").kind
         content = read_regex(reader, "STRING")
     request = (url["path"] or "/") + (url["query"] or "")
-    protocol = Protocol("http", request, content=content, content_operator=cast("Operator", operator))
-    return Connection(url["host"], int(url["port"] or 80), "", "tcp", protocol, reader.timeout(NET_TIMEOUT), url[0])
+    protocol = values.Protocol("http", request, content=content, content_operator=cast("values.Operator", operator))
+    return values.Connection(
+        url["host"], int(url["port"] or 80), "", "tcp", protocol, reader.timeout(values.NET_TIMEOUT), url[0]
+    )
 
 
-def _protocol(reader: Reader) -> Protocol:
+def _protocol(reader: Reader) -> values.Protocol:
     if reader.kind in ("send", "expect"):
         return _dialogue(reader)
     if not reader.take("protocol"):
-        return Protocol()
+        return values.Protocol()
     name = reader.need(f"a protocol ({', '.join(PROTOCOLS)})", *PROTOCOLS).kind
     match name:
         case "http":
@@ -400,52 +376,52 @@ def _protocol(reader: Reader) -> Protocol:
             return _apache_status(reader)
         case "radius":
             reader.need("'secret'", "secret")
-            return Protocol(name, secret=reader.string("a secret"))
+            return values.Protocol(name, secret=reader.string("a secret"))
         case "sip":
             return _sip(reader)
-    return Protocol(name)
+    return values.Protocol(name)
 
 
-def _dialogue(reader: Reader) -> Protocol:
+def _dialogue(reader: Reader) -> values.Protocol:
     lines: list[tuple[Literal["send", "expect"], str]] = []
     while line := reader.take("send", "expect"):
         if line.kind == "send":
             lines.append(("send", reader.string("a text")))
         else:
             lines.append(("expect", read_regex(reader, "STRING")))
-    return Protocol("generic", dialogue=tuple(lines))
+    return values.Protocol("generic", dialogue=tuple(lines))
 
 
-def _http(reader: Reader) -> Protocol:
+def _http(reader: Reader) -> values.Protocol:
     """``[request PATH [checksum SUM] [hostheader NAME]]``."""
     if not reader.take("request"):
-        return Protocol("http")
+        return values.Protocol("http")
     request = reader.path("a path")
     checksum = _sum(reader)[1] if reader.take("checksum") else ""
     hostheader = reader.string("a host name") if reader.take("hostheader") else ""
-    return Protocol("http", request, checksum, hostheader)
+    return values.Protocol("http", request, checksum, hostheader)
 
 
-def _apache_status(reader: Reader) -> Protocol:
-    limits: list[Limit] = []
+def _apache_status(reader: Reader) -> values.Protocol:
+    limits: list[values.Limit] = []
     while not limits or reader.take("or"):
         if reader.kind not in APACHE_LIMITS:
             raise reader.error(f"one of {', '.join(APACHE_LIMITS)}")
-        limits.append(Limit(*_metric(reader), reader.number("a number"), percent=True))
+        limits.append(values.Limit(*_metric(reader), reader.number("a number"), percent=True))
         reader.need("'%'", "%")
-    return Protocol("apache-status", limits=tuple(limits))
+    return values.Protocol("apache-status", limits=tuple(limits))
 
 
-def _sip(reader: Reader) -> Protocol:
+def _sip(reader: Reader) -> values.Protocol:
     target = reader.need("an address", "MAIL", "STRING").value if reader.take("target") else ""
-    hops = reader.number("a number of hops") if reader.take("maxforward") else MAX_FORWARD
-    return Protocol("sip", target=target, maxforward=hops if hops <= MAX_HOPS else MAX_FORWARD)
+    hops = reader.number("a number of hops") if reader.take("maxforward") else values.MAX_FORWARD
+    return values.Protocol("sip", target=target, maxforward=hops if hops <= MAX_HOPS else values.MAX_FORWARD)
 
 
 class Reading(NamedTuple):
     """How a test is read, and which checks have it."""
 
-    read: Callable[[Reader], Test]
+    read: Callable[[Reader], values.Test]
     kinds: frozenset[str]
 
 
