@@ -95,9 +95,9 @@ class Timing:
     def pause(self, failures: int, slow: int = 0) -> float:
         """The pause after so many failures in a row; 0 failures: a link that worked has just broken.
 
-        After ``slow`` attempts that a server took and did not bring to an end in time it is up to three times as long,
-        and so is the next attempt's ``patience``: a server to which thousands come back at once would do nothing but
-        begin handshakes that are given up.
+        After ``slow`` attempts that a server greeted and did not bring to an end in time it is up to three times as
+        long, and so is the next attempt's ``patience``: a server to which thousands come back at once would do nothing
+        but begin handshakes that are given up.
         """
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
@@ -142,6 +142,7 @@ class _Transport(TcpTransport):
     """TCP and TLS of one connection; closes without a farewell, for which a dead peer makes one wait 30 s."""
 
     is_secure = False
+    has_greeted = False
     peer = ""
     """The address at the other end."""
 
@@ -160,10 +161,6 @@ class _Transport(TcpTransport):
                 self._bare_io_writer = self._io_writer = writer
                 return
 
-    @property
-    def is_taken(self) -> bool:
-        return self._bare_io_writer is not None
-
     async def connect_tls(self, uri: Any, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
         """Goes on with a new reader: what came in the clear until now is not taken for the server's word."""
         assert self._io_writer is not None
@@ -180,6 +177,7 @@ class _Transport(TcpTransport):
         """The next line of the handshake; news of the server in the midst of it are passed over."""
         while True:
             line: bytes = await super().readline()  # type: ignore[no-untyped-call]
+            self.has_greeted = True
             if not (self.is_secure and line.startswith(b"INFO ")):
                 return line
 
@@ -240,9 +238,9 @@ class _Link(Client):
         self._own("liveness", asyncio.create_task(self._live(timing), name="bus liveness"))
 
     @property
-    def is_taken(self) -> bool:
-        """Whether somebody has taken the connection, whatever became of it."""
-        return self._wire.is_taken
+    def has_greeted(self) -> bool:
+        """Whether a server has said a word, whatever became of the connection: it lives."""
+        return self._wire.has_greeted
 
     @property
     def is_over(self) -> bool:
@@ -400,7 +398,7 @@ class NatsBus:
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
         self._slow = 0
-        """Attempts in a row that a server took and did not bring to an end in time."""
+        """Attempts in a row that a server greeted and did not bring to an end in time."""
         self._rotating = asyncio.Lock()
         """There are two links at most: duplicates are told apart by that."""
         self._retiring: asyncio.Task[None] | None = None
@@ -536,7 +534,7 @@ class NatsBus:
         try:
             await asyncio.wait({opening}, timeout=self._timing.patience(self._slow))
             if not opening.done():
-                self._slow += link.is_taken
+                self._slow += link.has_greeted
                 raise TimeoutError
             opening.result()
         except BaseException:
