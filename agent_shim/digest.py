@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,9 +44,8 @@ class MultipleDigest:
         parsed = cls(tuple(_parse_piece(piece) for piece in text.split(";") if piece))
         if not parsed.digests:
             raise DigestError("no digest algorithm found. Supported algorithms: sha1, sha256, sha512")
-        names = [digest.algorithm for digest in parsed.digests]
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(digest.algorithm for digest in parsed.digests).items():
+            if count > 1:
                 raise DigestError(f"Multiple digests of the same algorithm '{name}' found in digests '{parsed}'")
         return parsed
 

@@ -126,6 +126,8 @@ _DEEP: Final = b'{"env":' + b"[" * 3000
 """A finding: deeper than the decoder goes."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
 """A finding: as much as a float does not hold."""
+_MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
+"""A finding: each name was compared with all the others."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (
@@ -197,7 +199,7 @@ TARGETS: Final[dict[str, Target]] = {
     "digest": Target(
         lambda data: digest.MultipleDigest.parse(data.decode(errors="replace")),
         (ShimError,),
-        (b"sha1:" + b"a" * 40 + b";sha256:" + b"b" * 64, b"a" * 40),
+        (b"sha1:" + b"a" * 40 + b";sha256:" + b"b" * 64, b"a" * 40, _MANY),
         (b";", b":", b"sha512"),
     ),
 }
