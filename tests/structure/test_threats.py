@@ -8,11 +8,8 @@ from chaos import crash, disks, messages, network, resources, supervision
 from chaos.cases import CASES
 from tests.structure.source import ROOT, modules
 
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in (ROOT / "docs/security.md").read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| who ")
-]
+TABLE = (ROOT / "docs/security.md").read_text().partition("\n| who |")[2].partition("\n\n")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TABLE.splitlines() if line.startswith("| ")]
 """Who, how, what is in the way, where, held by."""
 
 PLAYED = (crash, disks, messages, network, resources, supervision)
