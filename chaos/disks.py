@@ -60,6 +60,8 @@ async def broken_disk(stand: Stand) -> str:
         expect(state["job_state"] == "running" and stand.live() == jobs, "the jobs do not go on")
         raised = len(stand.alerts()) - alerts
         expect(raised <= 1, f"{raised} alerts")
+        await stand.world.run("stop")
+        expect(not stand.live(), "the jobs cannot be stopped")
         told = " / ".join(error.rpartition(": ")[2] for error in errors)
         return f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete once the disk is well"
 
