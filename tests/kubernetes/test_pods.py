@@ -87,6 +87,7 @@ async def test_readiness_follows_the_bus(namespace: Namespace, bosh: Environment
 
     assert (await pod.get("/healthz"))[0] == 200
     assert (await pod.get("/readyz?level=agent"))[0] == 503
+    await pod.until_probe_fails("statuscode: 503")
     assert (await pod.container())["ready"] is False
     await bosh.server.add_agent(AGENT)
     await pod.until_ready()
@@ -135,7 +136,10 @@ async def test_a_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace
     await pod.exec("touch", "/etc/of-this-life", "/var/vcap/store/kept")
     await pod.kill()
     await bosh.until_state("running")
+    state = await bosh.director.value(AGENT, "get_state")
 
+    assert [job["name"] for job in state["job"]["templates"]] == ["sleeper"]
+    assert (await pod.exec(*JOB_PID)).strip() != ""
     assert await bosh.director.run(AGENT, "list_disk") == [DISK]
     assert await pod.exec("sh", "-c", "ls /etc/of-this-life /var/vcap/store/kept 2>/dev/null || true") == (
         "/var/vcap/store/kept\n"
