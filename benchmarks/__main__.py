@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -86,6 +87,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     """Measure, print, draw."""
     args = parsed()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started stays
     if args.earlier:
         document = json.loads(args.earlier.read_text())
     else:

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -305,6 +306,7 @@ def main() -> int:
         "--from", dest="earlier", type=Path, metavar="FILE", help="draw what an earlier run has printed"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started stays
     if args.crowd:
         asyncio.run(crowd())
         return 0
