@@ -310,19 +310,20 @@ class HttpsBus:
         except (BlobError, OSError) as exc:
             logger.warning("cannot give a blob: %s", exc)
             return web.Response(status=500)
-        size, outcome = 0, "failed"
+        size, sent = os.fstat(file.fileno()).st_size, 0
         try:
             with file:
                 response = web.StreamResponse()
                 response.content_type = "application/octet-stream"
-                response.content_length = os.fstat(file.fileno()).st_size
+                response.content_length = size
                 await response.prepare(request)
-                while chunk := await asyncio.to_thread(file.read, files.CHUNK):
+                # Who has it all may be gone before the last write returns, or the end of the file is seen.
+                while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK)):
+                    sent += len(chunk)
                     async with asyncio.timeout(self._bounds.stall):
                         await response.write(chunk)
-            size, outcome = response.content_length, "done"
         finally:
-            transfers.add("download", outcome, size)
+            transfers.add("download", "done" if sent == size else "failed", size if sent == size else 0)
         return response
 
     async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:
