@@ -278,7 +278,7 @@ async def _watch(stand: Stand, watched: Watched) -> None:
         disk = 0
         for path in (stand.world.base / "data/tmp").rglob("*"):
             with suppress(OSError):
-                disk += path.lstat().st_blocks * 512
+                disk += path.lstat().st_size if path.is_file() else 0
         watched.disk = max(watched.disk, disk)
         await asyncio.sleep(0.05)
 
