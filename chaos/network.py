@@ -50,8 +50,8 @@ async def black_hole(stand: Stand) -> str:
     await stand.deploy(3)
     stand.remember()
     stand.proxy.swallow()
-    links = stand.proxy.connections
-    dead = await until(lambda: stand.proxy.connections > links, 16, "dead link noticed")
+    left = stand.proxy.left
+    dead = await until(lambda: stand.proxy.left > left, 16, "dead link noticed")
     await asyncio.sleep(stand.of(40, 120) - dead)
     stand.proxy.flow()
     back = await stand.answers(CONNECTED)

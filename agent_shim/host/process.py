@@ -22,6 +22,7 @@ import select
 import signal
 import subprocess
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -44,6 +45,8 @@ _STATUS_DELAYS: Final = (0.001, 0.004, 0.016, 0.064)
 
 _watched: dict[int, list[Process]] = {}
 """Every ``Process`` that has not ended, by number: the kernel has one set of children, and so has this module."""
+_due: deque[Process] = deque()
+"""Those whose end was seen and has not been noted yet."""
 takes_orphans = False
 """Whether orphans of our descendants come to us (``host.reaper``)."""
 
@@ -62,6 +65,8 @@ class Process:
         self._pidfd = pidfd
         self._status: int | None = None
         self._is_over = False
+        self._is_due = False
+        """Its end was seen, its turn to be noted is still to come."""
         self._waiters: list[asyncio.Future[None]] = []
         """No event: it has room for 64 of them, and there are hundreds of processes."""
         self._loop = asyncio.get_running_loop()
@@ -70,7 +75,7 @@ class Process:
         if pidfd is None:
             self._look()
         else:
-            self._loop.add_reader(pidfd, self._ended)
+            self._loop.add_reader(pidfd, self._end_seen)
 
     def __repr__(self) -> str:
         return f"<Process {self.pid}>"
@@ -97,8 +102,8 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """Whether its end has been noticed; asks nobody."""
-        return self._is_over
+        """Whether its end was seen; asks nobody."""
+        return self._is_over or self._is_due
 
     async def wait(self) -> int | None:
         """Its exit code, 128+N when signal N killed it, None when nobody can tell (adopted, older kernels)."""
@@ -179,12 +184,21 @@ class Process:
         else:
             self._ended()
 
+    def _end_seen(self) -> None:
+        """Its pidfd is readable: let its end be noted when its turn comes."""
+        assert self._pidfd is not None
+        self._loop.remove_reader(self._pidfd)
+        self._is_due = True
+        if _due and _due[0]._loop is not self._loop:  # noqa: SLF001 - one class, two halves
+            _due.clear()  # of a loop that is closed
+        if not _due:
+            self._loop.call_soon(_note_ends)
+        _due.append(self)
+
     def _ended(self, attempt: int = 0) -> None:
         """It is dead: reap it, or learn from the kernel what its parent reaped."""
         if self._is_over or reap(self.pid):
             return
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
         status = _exit_info(self._pidfd)
         if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS):
             self._timer = self._loop.call_later(_STATUS_DELAYS[attempt], self._ended, attempt + 1)
@@ -206,9 +220,23 @@ class Process:
         if self._timer is not None:
             self._timer.cancel()
         if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
+            if not self._is_due:
+                self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+        self._is_due = False
+
+
+def _note_ends() -> None:
+    """Note one end that is due, and the others in the next turns of the loop.
+
+    So of hundreds that end together the first is acted upon before the last is noted.
+    """
+    process = _due.popleft()
+    if _due:
+        process._loop.call_soon(_note_ends)  # noqa: SLF001 - one class, two halves
+    if process._is_due:  # noqa: SLF001
+        process._ended()  # noqa: SLF001
 
 
 def spawn(
@@ -329,6 +357,11 @@ def reap(pid: int) -> bool:
     for process in _watched.pop(pid, []):
         process._finish(status, now, has_heirs=has_heirs)  # noqa: SLF001 - one class, two halves
     return True
+
+
+def is_watched(pid: int) -> bool:
+    """Whether any ``Process`` stands for this number."""
+    return pid in _watched
 
 
 def _leaves_children(group: int) -> bool:

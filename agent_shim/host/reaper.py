@@ -14,6 +14,8 @@ from agent_shim.host import process
 
 logger = logging.getLogger(__name__)
 
+STRANGERS: Final = 32
+"""Orphans that are reaped in one turn of the event loop."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 
@@ -27,22 +29,43 @@ def reaping() -> Iterator[None]:
     process.takes_orphans = _subreaper(on=True)
     if not process.takes_orphans:
         logger.warning("cannot take in orphans: jobs that fork twice go to process 1, their exit status is not known")
-    loop.add_signal_handler(signal.SIGCHLD, reap_all)
-    reap_all()
+    again: asyncio.Handle | None = None
+
+    def reap_on() -> None:
+        nonlocal again
+        again = loop.call_soon(reap_on) if reap_some() else None
+
+    def child_ended() -> None:
+        if again is None:
+            reap_on()
+
+    loop.add_signal_handler(signal.SIGCHLD, child_ended)
+    reap_on()
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGCHLD)
+        if again is not None:
+            again.cancel()
         _subreaper(on=False)
         process.takes_orphans = False
 
 
-def reap_all() -> None:
-    """Reap every child that is dead now."""
-    with contextlib.suppress(ChildProcessError):
-        # Looked at first and reaped by number: then its number cannot change hands before its status is delivered.
-        while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            process.reap(dead.si_pid)
+def reap_some() -> bool:
+    """Reap dead children, one that somebody waits for at most: there may be hundreds. Whether there may be more."""
+    for _ in range(STRANGERS):
+        try:
+            # Looked at first and reaped by number: then its number cannot change hands before its status is delivered.
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        if dead is None:
+            return False
+        is_stranger = not process.is_watched(dead.si_pid)
+        process.reap(dead.si_pid)
+        if not is_stranger:
+            break
+    return True
 
 
 def _subreaper(*, on: bool) -> bool:

@@ -202,18 +202,6 @@ class Bucket:
                 raise
 
 
-class Turns:
-    """Lets ``size`` pass in each turn of the event loop: what is done at once for many does not hold it for long."""
-
-    def __init__(self, size: int) -> None:
-        self._gate = asyncio.Semaphore(size)
-
-    async def take(self) -> None:
-        """Return when it is this caller's turn."""
-        async with self._gate:
-            await asyncio.sleep(0)
-
-
 def _living(held: Mapping[Identity, Process]) -> list[Identity]:
     return [each for each, holder in held.items() if holder.is_alive]
 

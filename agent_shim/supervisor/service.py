@@ -27,7 +27,7 @@ from agent_shim.supervisor.faults import Complaint
 from agent_shim.supervisor.identity import Identity, Traces
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
 from agent_shim.supervisor.presence import LateError, Presence, Timing, kind_of
-from agent_shim.supervisor.programs import Bucket, Programs, Turns
+from agent_shim.supervisor.programs import Bucket, Programs
 from agent_shim.supervisor.state import ACTIVE, UP, State, Trigger, after, reported
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,6 @@ class Shared:
     """Something that is saved has changed."""
     was_oom: Callable[[], bool]
     """Whether the kernel has killed something for want of memory that nobody has laid claim to yet."""
-    ends: Turns
-    """Taken before an end is noted: of many at once the first is started again before the last is noted."""
     may_start: asyncio.Event
     """Cleared while no program may be started: what shall run waits, as starting."""
 
@@ -364,7 +362,6 @@ class Service:
     async def _watch(self) -> None:
         """Wait for the end of the process; another one that took its place is followed."""
         how = await self._presence.gone(self.spec)
-        await self._shared.ends.take()
         if self._look():
             self.tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
             await self.react(self.spec.change)
@@ -381,7 +378,6 @@ class Service:
             self.tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
             self._move(Trigger.SETTLED)
         else:
-            await self._shared.ends.take()
             if not self._look():
                 self._lost(how)
 

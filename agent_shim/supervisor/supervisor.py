@@ -26,7 +26,7 @@ from agent_shim.supervisor.checks import Checks
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.presence import Timing
-from agent_shim.supervisor.programs import Bucket, Programs, Turns
+from agent_shim.supervisor.programs import Bucket, Programs
 from agent_shim.supervisor.readings import ProcessInfo, Readings, ServiceInfo
 from agent_shim.supervisor.service import Event, Record, Service, Shared
 from agent_shim.supervisor.state import MONITORED, State, job_state
@@ -45,7 +45,6 @@ KILL_SHARE: Final = 0.9
 """The part of it after which what has not ended is killed."""
 BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
-ENDS_AT_ONCE: Final = 8
 TRIM_PERIOD: Final = 10.0
 MEMORY_PERIOD: Final = 1.0
 """Seconds between looks at processes whose memory bpm.yml limits."""
@@ -96,7 +95,6 @@ class Supervisor:
             on_event,
             self._changed,
             self._kills.claim,
-            Turns(ENDS_AT_ONCE),
             may_start,
         )
         self._obstacle = ""

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Final, Self
 
 IP_FREEBIND: Final = 15  # include/uapi/linux/in.h
+ESTABLISHED: Final = 1  # include/net/tcp_states.h
 
 
 class Proxy:
@@ -27,6 +28,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._made: list[asyncio.StreamWriter] = []
         self._pumps: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -35,6 +37,11 @@ class Proxy:
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
+
+    @property
+    def left(self) -> int:
+        """How many connections were left by who made them, even where nothing comes through."""
+        return sum(not _is_held(writer) for writer in self._made)
 
     async def __aenter__(self) -> Self:
         listener = socket.socket()
@@ -70,6 +77,7 @@ class Proxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.add(writer)
+        self._made.append(writer)
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
@@ -89,3 +97,12 @@ class Proxy:
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()
+
+
+def _is_held(writer: asyncio.StreamWriter) -> bool:
+    """Whether neither end of a connection has closed it."""
+    try:
+        state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        return state[0] == ESTABLISHED
+    except OSError:
+        return False

@@ -26,7 +26,7 @@ from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.identity import Traces
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.presence import LateError, Timing
-from agent_shim.supervisor.programs import Bucket, Turns
+from agent_shim.supervisor.programs import Bucket
 from agent_shim.supervisor.service import Event, Record, Service, Shared
 from agent_shim.supervisor.state import State
 
@@ -340,7 +340,6 @@ class Walk:
             tell=self.events.append,
             changed=lambda: None,
             was_oom=lambda: False,
-            ends=Turns(8),
             may_start=may_start,
         )
         self.service = Service(SPEC, self._shared)
