@@ -53,6 +53,15 @@ class Limits:
     total: int = 1 << 30
     period: float = 60.0
 
+    @property
+    def most(self) -> int:
+        """Bytes that are kept of one log at a time.
+
+        Even if they do not shrink, and half as many come while they are packed, their archive has its place within
+        ``total``, beside others.
+        """
+        return self.total // 2
+
 
 class Found(NamedTuple):
     """A file below ``sys/log``; ``size`` is what it takes, without a hole."""
@@ -87,9 +96,18 @@ class Rotation:
         due, archives = await asyncio.to_thread(look, self._root, limit)
         if due:
             logger.info("rotating %s", ", ".join(due))
-            done = await helper.work(helper.Rotate(str(self._root), due, self._limits.keep), nice=10)
-            for outcome in filter(lambda outcome: outcome.error, done.outcomes):
-                logger.error("%s", outcome.error)
+            request = helper.Rotate(str(self._root), due, self._limits.keep, self._limits.most)
+            done = await helper.work(request, nice=10)
+            for path, outcome in zip(due, done.outcomes, strict=True):
+                if outcome.error:
+                    logger.error("%s", outcome.error)
+                elif outcome.left_out:
+                    logger.warning(
+                        "%s was too large to keep: its first %d bytes are gone, the last %d are in its archive",
+                        path,
+                        outcome.left_out,
+                        self._limits.most,
+                    )
             _, archives = await asyncio.to_thread(look, self._root, limit)
         for path in surplus(archives, self._limits.total):
             logger.info("removing %s: archives of logs take more than %d bytes", path, self._limits.total)
@@ -137,16 +155,19 @@ def leave_to_logrotate(rule: Path) -> None:
 
 
 def look(root: Path, limit: int) -> tuple[list[str], list[Found]]:
-    """The logs below ``root`` of more than ``limit`` bytes, and all archives; no link is followed or named. Blocks."""
-    logs: list[str] = []
+    """The logs below ``root`` of more than ``limit`` bytes, and all archives; no link is followed or named. Blocks.
+
+    The smaller a log the earlier it comes: a huge one delays nobody.
+    """
+    logs: list[Found] = []
     archives: list[Found] = []
     for found in _walk(root, "", DEPTH):
         if found.path.endswith(".log"):
             if found.size > limit:
-                logs.append(found.path)
+                logs.append(found)
         elif ARCHIVE.fullmatch(found.path):
             archives.append(found)
-    return logs, archives
+    return [log.path for log in sorted(logs, key=lambda log: log.size)], archives
 
 
 def _walk(root: Path, below: str, depth: int) -> Iterator[Found]:

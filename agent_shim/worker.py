@@ -139,8 +139,8 @@ def _rotate(request: Rotate) -> Done:
     try:
         for path in request.paths:
             try:
-                rotating.rotate(root, path, request.keep)
-                outcomes.append(Outcome())
+                moved = rotating.rotate(root, path, request.keep, request.most)
+                outcomes.append(Outcome(left_out=moved.left_out))
             except HostError as exc:
                 outcomes.append(Outcome(error=str(exc)))
     finally:

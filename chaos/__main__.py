@@ -109,16 +109,19 @@ async def play_all(
     return rows
 
 
-def play_in_guest(cases: Sequence[Case], command: str, times: int) -> list[Row]:
+def play_in_guest(cases: Sequence[Case], command: str, times: int, *, is_full: bool = False) -> list[Row]:
     """The same in a virtual machine, one for all of them; only our own agent is in there."""
     if command != COMMAND:
         return [Row(case.id, case.fault, "not run", "this agent is not in the virtual machine") for case in cases]
     with tempfile.TemporaryDirectory() as name:
         rows = Path(name, "rows.md")
         options = ["--times", str(times), "--into", f"/out/{rows.name}"]
+        if is_full:
+            options.append("--full")
         words = ["python3", "-m", "chaos", *options, *(case.id for case in cases)]
+        limit = (FULL_LIMIT if is_full else LIMIT) * times * len(cases)
         try:
-            guest.run(words, Path(name), limit=120 + LIMIT * times * len(cases))
+            guest.run(words, Path(name), limit=120 + limit)
             found, why = earlier(rows.read_text()), "it is not among what the virtual machine brought"
         except (guest.GuestError, OSError) as exc:
             found, why = {}, f"no virtual machine: {exc}"
@@ -212,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     there = [] if guest.is_here() else [one for one in chosen if one.guest]
     here = [one for one in chosen if one not in there]
     rows = asyncio.run(play_all(here, asked.agent_command, asked.times, is_full=asked.full, enter=enter))
-    for row in play_in_guest(there, asked.agent_command, asked.times) if there else []:
+    for row in play_in_guest(there, asked.agent_command, asked.times, is_full=asked.full) if there else []:
         rows.append(row)
         enter(row)
     sys.stdout.write(f"{table(rows)}\n")

@@ -7,17 +7,21 @@ import gzip
 import io
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from agent_shim.demo.director import RpcRemoteError
+from agent_shim.logs import REMARKS
 from benchmarks.world import AGENT
 from chaos.cases import case
 from chaos.stand import CannotInjectError, Stand, expect, injecting, small, until
@@ -188,41 +192,107 @@ async def hostile(stand: Stand) -> str:
     return f"{told} kinds refused, nothing outside"
 
 
-@case("D-07", "logs that grow, rotate and vanish while they are fetched", scale="400 files, 400 MB", is_long=True)
+@case(
+    "D-07",
+    "logs that grow, rotate and vanish while they are fetched",
+    scale="400 files, 200 MB",
+    has_full=True,
+    is_long=True,
+)
 async def moving_logs(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(1)
-    logs = stand.world.base / "data/sys/log/job0"
+    logs, count = stand.world.base / "data/sys/log/job0", stand.of(400, 20_000)
     logs.mkdir(parents=True, exist_ok=True)
-    for number in range(400):
-        (logs / f"{number}.log").write_bytes(os.urandom(1000) * 1000)
+    await asyncio.to_thread(_write_half_random, logs, count)
     (logs / "loop.log").symlink_to("loop.log")
+    (logs / "out.log").symlink_to("/etc/passwd")
     os.mkfifo(logs / "fifo.log")
     stand.remember()
-    moving = True
-
-    async def move() -> None:
-        number = 0
-        while moving:
-            await asyncio.sleep(0.005)
-            (logs / f"{number % 400}.log").unlink(missing_ok=True)
-            with (logs / f"{(number + 7) % 400}.log").open("ab") as file:
-                file.write(b"more\n" * 1000)
-            number += 1
-
-    mover = asyncio.create_task(move())
+    before, watched = stand.size(), Watched()
+    moving = asyncio.create_task(_move(logs, count))
+    watching = asyncio.create_task(_watch(stand, watched))
     begun_at = time.monotonic()
-    result = await stand.world.director.run(AGENT, "fetch_logs", "job", [])
-    took = time.monotonic() - begun_at
-    moving = False
-    await mover
+    try:
+        result = await stand.world.director.run(AGENT, "fetch_logs", "job", [])
+    finally:
+        took = time.monotonic() - begun_at
+        for task in (moving, watching):
+            task.cancel()
+        await asyncio.wait([moving, watching])
     blob = stand.world.store / result["blobstore_id"]
-    with tarfile.open(blob) as tar:
-        names = {name.rpartition("/")[2] for name in tar.getnames()}
-    count = len(names)
-    expect(count > 100, f"only {count} members of logs of which most are always there")
-    expect("fifo.log" not in names, "a FIFO is packed")
-    return f"{count} members in {took:.1f} s"
+    names, remarks = await asyncio.to_thread(_members, blob)
+    size = blob.stat().st_size
+    expect(took < 300, f"it took {took:.0f} s")
+    expect(len(names) > count * 0.6, f"only {len(names)} members of logs of which most are always there")
+    expect(not {"fifo.log", "out.log"} & names, "a FIFO or a link that leads out is packed")
+    expect("gone before it was read" in remarks, "it is not told what vanished")
+    expect("leads out of the directory" in remarks, "it is not told which link leads out")
+    expect(watched.disk <= size, f"{watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive")
+    grown = watched.memory - before.memory
+    expect(grown < 30 << 20, f"the agent grew by {grown >> 20} MiB")
+    return (
+        f"{len(names)} members in {took:.1f} s; {watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive; "
+        f"the agent {grown / (1 << 20):+.1f} MiB, its worker {watched.worker >> 20} MiB"
+    )
+
+
+def _write_half_random(logs: Path, count: int) -> None:
+    """Half a megabyte each, half of it random."""
+    line = b"all work and no play makes a dull log\n"
+    for number in range(count):
+        (logs / f"{number}.log").write_bytes(os.urandom(250_000) + line * (250_000 // len(line)))
+
+
+async def _move(logs: Path, count: int) -> None:
+    """Files vanish, are rotated, and grow, everywhere at once, until it is cancelled."""
+    chance = random.Random(7)
+    while True:
+        gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
+        (logs / gone).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (logs / moved).rename(logs / f"{moved}.1")
+        with (logs / grown).open("ab") as file:
+            file.write(b"more\n" * 1000)
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Watched:
+    """The most that was seen while something went on, in bytes: resident memory, and files below ``data/tmp``."""
+
+    memory: int = 0
+    worker: int = 0
+    disk: int = 0
+
+
+async def _watch(stand: Stand, watched: Watched) -> None:
+    """Until it is cancelled. The blobstore is another machine's disk."""
+    while True:
+        watched.memory = max(watched.memory, stand.size().memory)
+        for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
+            with suppress(OSError):
+                if b"agent_shim.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+                    watched.worker = max(watched.worker, pages * os.sysconf("SC_PAGESIZE"))
+        disk = 0
+        for path in (stand.world.base / "data/tmp").rglob("*"):
+            with suppress(OSError):
+                disk += path.lstat().st_size if path.is_file() else 0
+        watched.disk = max(watched.disk, disk)
+        await asyncio.sleep(0.05)
+
+
+def _members(archive: Path) -> tuple[set[str], str]:
+    """The names of the files in an archive of logs, and what it says of those that are not as they were."""
+    with tarfile.open(archive) as tar:
+        names, remarks = set(), ""
+        for member in tar:
+            name = member.name.rpartition("/")[2]
+            if name == REMARKS and (file := tar.extractfile(member)):
+                remarks = file.read().decode()
+            names.add(name)
+    return names, remarks
 
 
 @case("D-10", "the hosts file is a mount, then a read-only one")
@@ -264,50 +334,62 @@ while time.time() < ends_at:
     time.sleep(0.01)
 """
 """Numbered lines with their times, a megabyte a second; ends by itself."""
-BIG = 1 << 30
 
 
 @case(
-    "D-08", "rotation of 5 000 logs, a huge one, and one that is written to meanwhile", scale="1 of 50 GB", is_long=True
+    "D-08",
+    "rotation of 5 000 logs, a huge one, and one that is written to meanwhile",
+    scale="1 of 50 GB",
+    has_full=True,
+    is_long=True,
 )
 async def rotation(stand: Stand) -> str:
+    big, total = stand.of(10**9, 50 * 10**9), stand.of(64 << 20, 1 << 30)
+    if (free := shutil.disk_usage(stand.world.scratch).free) < big + 10**10:
+        raise CannotInjectError(f"needs {big // 10**9 + 10} GB of disk, {free // 10**9} are free")
     stand.world.write_settings()
     options = json.loads(stand.world.config.read_text())
-    options["AgentShim"]["logs"] = {"size": "1M", "keep": 50, "total": "64M", "period": 2}
+    options["AgentShim"]["logs"] = {"size": "1M", "keep": 50, "total": str(total), "period": 2}
     stand.world.config.write_text(json.dumps(options))
     logs = stand.world.base / "data/sys/log/job0"
     logs.mkdir(parents=True)
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
-    moving = logs / "moving.log"
+    moving, many = logs / "moving.log", logs / "many"
+    await asyncio.to_thread(_write_logs, stand.world.scratch / "many", big)
     writer = await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, str(moving), "40")
-    await asyncio.to_thread(_write_logs, logs)
+    (stand.world.scratch / "many").rename(many)
 
     def large() -> list[str]:
-        return [path.name for path in logs.glob("*.log") if path != moving and path.stat().st_size > 1 << 20]
+        return [path.name for path in many.glob("*.log") if path.stat().st_size > 1 << 20]
 
     took = await until(lambda: not large(), 30, "all that are too large are rotated")
     await stand.answers(1)
     await writer.wait()
     await stand.heartbeat(35)
-    size = sum(path.stat().st_size for path in logs.glob("*.gz"))
-    expect(size <= 64 << 20, f"{size >> 20} MiB of archives")
+    size = sum(path.stat().st_size for path in logs.rglob("*.gz"))
+    expect(size <= total, f"{size >> 20} MiB of archives")
+    kept = len(list(many.glob("*.log.1.gz")))
+    expect(kept == 101, f"{kept} of 101 have an archive")
+    said = f"many/big.log was too large to keep: its first {big - total // 2} bytes are gone"
+    expect(said in (stand.world.scratch / "agent.log").read_text(), "it is not told what is gone")
     lost, window = _lost(moving)
     expect(window < 1, f"lines of {window:.1f} s are lost")
     archives = len(list(logs.glob("moving.log.*.gz")))
-    said = f"{archives} archives of one that is written to without a pause, {lost} lines lost, {window * 1000:.0f} ms"
-    return f"{took:.0f} s; {said} at most"
+    told = f"{archives} archives of one that is written to without a pause, {lost} lines lost, {window * 1000:.0f} ms"
+    return f"{took:.0f} s; of the huge one {total >> 21} MiB are kept; {told} at most"
 
 
-def _write_logs(logs: Path) -> None:
-    """Small ones, a hundred that are too large, and one that is very large."""
+def _write_logs(logs: Path, big: int) -> None:
+    """Small ones, a hundred that are too large, and one of ``big`` bytes, each of them on the disk."""
+    logs.mkdir()
     for number in range(5000):
         (logs / f"{number}.log").write_bytes(b"all work and no play\n" * (100_000 if number % 50 == 0 else 10))
     line = b"all work and no play makes a dull log\n" * 27_000
     with (logs / "big.log").open("wb") as file:
-        while file.tell() < BIG:
-            file.write(line)
+        while (left := big - file.tell()) > 0:
+            file.write(line[:left])
 
 
 def _lost(log: Path) -> tuple[int, float]:

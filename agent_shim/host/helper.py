@@ -130,11 +130,15 @@ class Mirror(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rotate(msgspec.Struct, frozen=True, tag=True):
-    """Rotate the log files ``paths`` below ``root`` (``host.rotating``), keeping ``keep`` archives of each."""
+    """Rotate the log files ``paths`` below ``root`` (``host.rotating``), keeping ``keep`` archives of each.
+
+    Of a file with more than ``most`` bytes the end is kept.
+    """
 
     root: str
     paths: list[str]
     keep: int
+    most: int
 
 
 Request = Install | Get | Put | Pack | Mirror | Rotate
@@ -143,12 +147,14 @@ Request = Install | Get | Put | Pack | Mirror | Rotate
 class Outcome(msgspec.Struct, frozen=True):
     """How it went with one target: the text of what failed, or "", and whether its archive was gzip.
 
-    ``newest`` is when the youngest file of a source was modified (seconds since 1970).
+    ``newest`` is when the youngest file of a source was modified (seconds since 1970), ``left_out`` the bytes of a log
+    that were not kept.
     """
 
     error: str = ""
     compressed: bool = True
     newest: int = 0
+    left_out: int = 0
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from isal import isal_zlib
 
@@ -17,17 +17,24 @@ from agent_shim.errors import HostError
 from agent_shim.host import files
 
 LEVEL: Final = 2
-MAX_REST: Final = 1 << 30
-"""Bytes that are fetched between the copy and the cut; who writes faster than that is packed loses the rest."""
 GZIP: Final = 31
 """For zlib: a gzip head, and the largest window."""
 
 
-def rotate(root: int, path: str, keep: int) -> int:
-    """Rotate ``path`` below the directory with descriptor ``root``, keeping ``keep`` archives; bytes that were moved.
+class Moved(NamedTuple):
+    """Bytes of a log that are in its archive now, and of those before them that are nowhere any more."""
 
-    0 for what is no plain file any more, or empty. Raises ``HostError``; the file is as it was then. What is written
-    while the last bytes are copied is copied too; what comes in the moment before the cut is lost.
+    size: int = 0
+    left_out: int = 0
+
+
+def rotate(root: int, path: str, keep: int, most: int) -> Moved:
+    """Rotate ``path`` below the directory with descriptor ``root``, keeping ``keep`` archives of it.
+
+    Of a log with more than ``most`` bytes the end is kept, so many; a line at the beginning of its archive says so.
+    Nothing is moved of what is no plain file any more, or empty. Raises ``HostError``; the file is as it was then. What
+    is written while the last bytes are copied is copied too, up to half of ``most``: who writes faster than that is
+    packed loses the rest. What comes in the moment before the cut is lost.
     """
     parent, _, name = path.rpartition("/")
     directory = files.open_beneath(root, parent, os.O_RDONLY | os.O_DIRECTORY) if parent else os.dup(root)
@@ -36,8 +43,8 @@ def rotate(root: int, path: str, keep: int) -> int:
         try:
             status = os.fstat(source)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
-                return 0
-            return _rotate(directory, name, source, status, keep)
+                return Moved()
+            return _rotate(directory, name, source, status, keep, most)
         finally:
             os.close(source)
     except OSError as exc:
@@ -48,7 +55,7 @@ def rotate(root: int, path: str, keep: int) -> int:
         os.close(directory)
 
 
-def _rotate(directory: int, name: str, source: int, status: os.stat_result, keep: int) -> int:
+def _rotate(directory: int, name: str, source: int, status: os.stat_result, keep: int, most: int) -> Moved:
     _shift(directory, name, keep)
     fresh = f"{name}.1.gz"
     target = os.open(
@@ -58,7 +65,7 @@ def _rotate(directory: int, name: str, source: int, status: os.stat_result, keep
         with suppress(PermissionError):  # root that may not give files away
             os.fchown(target, status.st_uid, status.st_gid)
         os.fchmod(target, stat.S_IMODE(status.st_mode) & 0o777)
-        moved = _pack(source, target, status.st_size)
+        moved = _pack(source, target, status.st_size, most)
     except BaseException:
         os.unlink(fresh, dir_fd=directory)
         raise
@@ -81,10 +88,13 @@ def _shift(directory: int, name: str, keep: int) -> None:
             os.rename(old, f"{name}.{number + 1}.gz", src_dir_fd=directory, dst_dir_fd=directory)
 
 
-def _pack(source: int, target: int, size: int) -> int:
-    """Copy ``size`` bytes and what came meanwhile, then cut the source, with as little as possible in between."""
+def _pack(source: int, target: int, size: int, most: int) -> Moved:
+    """Copy what ends at ``size`` and what came meanwhile, then cut the source, with little in between."""
     packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
-    begin = _first_data(source)
+    first = _first_data(source)
+    begin = max(first, size - most)
+    if begin > first:
+        _write(target, packer.compress(f"({begin - first} bytes before this were too many to keep)\n".encode()))
     os.lseek(source, begin, os.SEEK_SET)
     moved = 0
     while begin + moved < size and (chunk := os.read(source, files.CHUNK)):
@@ -95,12 +105,12 @@ def _pack(source: int, target: int, size: int) -> int:
     os.fsync(target)
     rest = 0
     # The sync may have taken seconds. Cut is when a look finds nothing more, not after so many bytes.
-    while rest < MAX_REST and (chunk := os.read(source, files.CHUNK)):
+    while rest < most // 2 and (chunk := os.read(source, files.CHUNK)):
         rest += len(chunk)
         _write(target, packer.compress(chunk))
     os.ftruncate(source, 0)
     _write(target, packer.flush())
-    return moved + rest
+    return Moved(moved + rest, begin - first)
 
 
 def _first_data(source: int) -> int:

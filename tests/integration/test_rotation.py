@@ -13,12 +13,13 @@ import pytest
 
 from agent_shim import rotation
 from agent_shim.errors import HostError
-from agent_shim.host import process, rotating
+from agent_shim.host import files, process, rotating
 from agent_shim.paths import Paths
 from agent_shim.rotation import Limits, Rotation
 from tests.support.programs import eventually
 
 SMALL = Limits(size=100, keep=2, total=1 << 20)
+MOST = 1 << 30
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ for number in range(4000):
     try:
         await eventually(log.exists)
         while writer.is_alive:
-            await asyncio.to_thread(rotating.rotate, root, "web/web.log", 10_000)
+            await asyncio.to_thread(rotating.rotate, root, "web/web.log", 10_000, MOST)
     finally:
         os.close(root)
     await writer.wait()
@@ -120,12 +121,63 @@ def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", slow)
     root = os.open(logs, os.O_RDONLY)
     try:
-        moved = rotating.rotate(root, "web/web.log", 7)
+        moved = rotating.rotate(root, "web/web.log", 7, MOST)
     finally:
         os.close(root)
 
-    assert moved == len(b"first\n") + len(burst)
+    assert moved == (len(b"first\n") + len(burst), 0)
     assert archived(log) == b"first\n" + burst
+    assert log.stat().st_size == 0
+
+
+async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its archive has a place among those there are; what is gone is told, in the archive too."""
+    log, older = logs / "web/runaway.log", logs / "web/older.log.1.gz"
+    older.write_bytes(os.urandom(400_000))
+    content = os.urandom(5_000_000)
+    log.write_bytes(content)
+    limits = Limits(size=1_000_000, total=1_000_000)
+
+    await rotator(logs, limits).rotate()
+
+    kept = archived(log)
+    assert kept == b"(4500000 bytes before this were too many to keep)\n" + content[-500_000:]
+    assert log.stat().st_size == 0
+    assert older.exists()
+    told = "web/runaway.log was too large to keep: its first 4500000 bytes are gone, the last 500000 are in its archive"
+    assert told in caplog.text
+
+
+async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
+    """So it delays nobody."""
+    sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
+    for name, size in sizes.items():
+        (logs / name).write_bytes(b"x" * size)
+
+    due, _ = rotation.look(logs, 1000)
+
+    assert due == ["b.log", "web/a.log", "a.log"]
+
+
+def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as much again as is kept of a log may come while that is packed; then it is cut."""
+    log, size = logs / "web/web.log", 4 * files.CHUNK
+    log.write_bytes(b"x" * size)
+    read = os.read
+
+    def written_meanwhile(descriptor: int, count: int) -> bytes:
+        with log.open("ab") as file:
+            file.write(b"y" * count)
+        return read(descriptor, count)
+
+    monkeypatch.setattr(os, "read", written_meanwhile)
+    root = os.open(logs, os.O_RDONLY)
+    try:
+        moved = rotating.rotate(root, "web/web.log", 7, size)
+    finally:
+        os.close(root)
+
+    assert moved == (size + size // 2, 0)
     assert log.stat().st_size == 0
 
 
@@ -184,10 +236,11 @@ async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path)
     root = os.open(logs, os.O_RDONLY)
     try:
         with pytest.raises(HostError, match=r"cannot (rotate|open) web/link\.log"):
-            rotating.rotate(root, "web/link.log", 7)
+            rotating.rotate(root, "web/link.log", 7, MOST)
         with pytest.raises(HostError, match="cannot open web/dir"):
-            rotating.rotate(root, "web/dir/x.log", 7)
-        assert rotating.rotate(root, "web/second.log", 7) == rotating.rotate(root, "web/pipe.log", 7) == 0
+            rotating.rotate(root, "web/dir/x.log", 7, MOST)
+        for name in ("second", "pipe"):
+            assert rotating.rotate(root, f"web/{name}.log", 7, MOST) == (0, 0)
     finally:
         os.close(root)
 
