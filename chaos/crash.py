@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.release import archive
@@ -44,70 +49,182 @@ async def killed_often(stand: Stand) -> str:
     return f"back after {longest:.2f} s at most, 0 jobs restarted"
 
 
-async def _insist(world: World, method: str, *arguments: object) -> object:
-    """As a Director whose task was lost asks again."""
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                return await world.director.run(AGENT, method, *arguments, timeout=2)
-            except RpcTimeoutError:
-                continue
-            except RpcRemoteError as exc:
-                if "could not be found" not in str(exc):
-                    raise
-
-
-@case("C-02", "SIGKILL at points spread over an apply (2 packages, 2 jobs)", scale="40 points in time", is_long=True)
+@case(
+    "C-02",
+    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs)",
+    scale="each eighth",
+    has_full=True,
+    is_long=True,
+)
 async def killed_in_apply(stand: Stand) -> str:
+    world = stand.world
     await stand.boot()
-    spec = stand.world.spec(2, 2, 4 * MB)
-    await stand.world.run("prepare", spec)
-    took = await stand.world.run("apply", spec)
-    await stand.world.run("stop")
+    spec = world.spec(2, 2, MB // 4)
+    await world.run("prepare", spec)
+    await world.run("apply", spec)
+    await world.run("stop")
     stand.remember()
     stand.involved = None
-    for number in range(40):
-        version = f"v{number}"
-        spec = stand.world.spec(2, 2, 4 * MB, version=version)
-        asking = asyncio.create_task(_insist(stand.world, "apply", spec))
-        await asyncio.sleep(took * 1.2 * number / 40)
-        if number % 2:
-            agent = stand.world.agent
-            assert agent is not None
-            for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(child), signal.SIGKILL)
-        await stand.kill_agent()
-        await asking
-        await _insist(stand.world, "apply", spec)
-        expect(_whole(stand.world, spec), f"after the kill at point {number} something is half installed")
-    return f"40 kills within {took:.2f} s; each repeated apply complete"
+    clean = _installed(world, "1")
+
+    async def apply(version: str) -> Told:
+        spec = world.spec(2, 2, MB // 4, version=version)
+        number = int(version[1:])
+        told = await killed(stand, number, WHO[number % 3], [world.base], partial(_ask, stand, "apply", spec))
+        await world.run("apply", spec)
+        where = f"after the kill at {told.get('call')} of {told.get('path')}"
+        expect(_installed(world, version) == clean, f"{where} something is not as after an apply that nobody killed")
+        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        await _tidied([world.base], where)
+        for path in world.store.iterdir():
+            path.unlink()
+        return told
+
+    count, last = await _sweep(apply, stand.of(8, 1))
+    return (
+        f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one that nobody killed"
+    )
 
 
-def _whole(world: World, spec: dict[str, object]) -> bool:
-    packages = spec["packages"]
-    assert isinstance(packages, dict)
-    return all((world.base / "packages" / name / "content").stat().st_size >= 4 * MB - 100 for name in packages)
+Told = dict[str, Any]
+"""What a tracer has said of a kill; empty if there are not so many calls."""
+WHO: Final = ("caller", "all", "root")
+"""Who dies: the worker alone where it makes the call, the agent and its worker, the agent alone."""
 
 
-@case("C-03", "SIGKILL while state files are written", scale="40 points in time", is_long=True)
+async def killed(
+    stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
+) -> Told:
+    """Have somebody killed at the ``number``th call of ``work`` that changes a file below ``places``.
+
+    An agent that was killed is back afterwards; ``work`` may fail then, or not be over.
+    """
+    pid = stand.pid
+    argv = ["-m", "chaos.tracer", str(pid), str(number), who, *map(str, places)]
+    tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert tracer.stdout is not None
+    assert tracer.stderr is not None
+    try:
+        if await tracer.stdout.readline() != b"following\n":
+            raise CannotInjectError((await tracer.stderr.read()).decode()[-200:].strip() or "no tracer")
+        working = asyncio.ensure_future(work())
+        telling = asyncio.create_task(tracer.stdout.readline())
+        await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
+        if not telling.done() and working.exception() is None:
+            telling.cancel()
+            return {}
+        told: Told = json.loads(await asyncio.wait_for(telling, 10))
+        if pid in told["killed"]:
+            stand.expected_ends += 1
+            working.cancel()
+            await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
+            await stand.answers(10)
+        with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
+            await working
+        return told
+    finally:
+        if tracer.returncode is None:
+            tracer.terminate()
+        await tracer.wait()
+
+
+async def _ask(stand: Stand, method: str, *arguments: object) -> None:
+    await stand.world.run(method, *arguments)
+
+
+async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
+    """Each ``step``th call, up to the first two that there are no more: two runs differ by a call or two.
+
+    How many kills, and the number of the last.
+    """
+    count, last, beyond, number = 0, 0, 0, 1
+    while beyond < 2:
+        if await point(f"v{number}"):
+            count, last, beyond = count + 1, number, 0
+        else:
+            beyond += 1
+        number += step
+    expect(count > 1, "nothing was killed")
+    return count, last
+
+
+async def _tidied(places: Sequence[Path], where: str) -> None:
+    """Nothing half written stays; what is being written just now has another name each time."""
+
+    def left() -> set[Path]:
+        return {path for place in places for path in place.rglob(".*.tmp-*")}
+
+    first = left()
+    await until(lambda: not first & left(), 5, f"{where} {len(first)} temporary files go")
+
+
+def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
+    """Modes and contents of all files of packages and jobs; where a version stands in one, that does not count."""
+    found = {}
+    for place in (world.base / "packages", world.base / "jobs"):
+        for top in place.iterdir():
+            for path in (one for one in top.rglob("*") if one.is_file()):
+                content = path.read_bytes()
+                if path.name == "version":
+                    expect(content == version.encode(), f"{path} is of another version")
+                    content = b""
+                found[str(path.relative_to(world.base))] = path.stat().st_mode, hashlib.sha256(content).digest()
+    return found
+
+
+@case(
+    "C-03",
+    "SIGKILL at every system call that writes state: settings, specs, tasks, disks, jobs, copies",
+    scale="each third",
+    has_full=True,
+    is_long=True,
+)
 async def killed_in_writes(stand: Stand) -> str:
+    world = stand.world
     await stand.boot()
-    spec = await stand.deploy(2)
+    await stand.deploy(2)
     stand.remember()
-    chance = random.Random(3)
-    for number in range(40):
-        cert = {"trusted_certs": "", "disk_associations": [], "unknown": f"{number}"}
-        telling = asyncio.create_task(stand.world.director.tell(AGENT, "update_settings", cert))
-        again = asyncio.create_task(stand.world.director.tell(AGENT, "apply", spec))
-        await asyncio.gather(telling, again)
-        await asyncio.sleep(chance.uniform(0, 0.05))
-        await stand.kill_agent()
-        await stand.answers(5)
-        wrong = [line for line in await stand.broken() if line.startswith("I7")]
-        expect(not wrong, "; ".join(wrong))
-    await stand.world.until_running()
-    return "40 kills: every file old or new, every boot ok"
+    stand.involved = None
+    base, wrong, written = world.base, list[str](), set[str]()
+    places = [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
+
+    def look() -> None:
+        wrong.extend(stand.documents())
+
+    async def work(version: str) -> None:
+        document = json.loads(world.source.read_text())
+        document["vm"]["name"] = version
+        world.source.write_text(json.dumps(document))
+        spec = world.spec(2, 0, version=version)
+        update = {"trusted_certs": "", "disk_associations": [], "unknown": version}
+        requests = (
+            ("update_settings", update),
+            ("add_persistent_disk", f"disk-{version}", {"path": f"/dev/{version}"}),
+            ("stop",),
+            ("apply", spec),
+            ("start",),
+            ("remove_persistent_disk", f"disk-{version}"),
+        )
+        for request in requests:
+            await world.run(*request)
+
+    async def point(version: str) -> Told:
+        told = await killed(stand, int(version[1:]), "root", places, partial(work, version))
+        written.add(Path(told.get("path", "")).name.lstrip(".").partition(".tmp-")[0])
+        where = f"after the kill at {told.get('call')} of {told.get('path')}"
+        expect(not wrong, f"{where}: {'; '.join(wrong)}")
+        await work(version)
+        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        await _tidied(places, where)
+        return told
+
+    stand.between = look
+    count, last = await _sweep(point, stand.of(3, 1))
+    stand.between = lambda: None
+    await world.until_running()
+    names = {name for name in written if name.endswith(".json")}
+    told = f"{count} kills, the last at call {last}, in writes of {len(names)} documents among others"
+    return f"{told}: each old or new, every boot ok"
 
 
 @case("C-04", "SIGKILL of the supervisor, which is the agent; a job dies while there is none", is_long=True)

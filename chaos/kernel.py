@@ -20,7 +20,7 @@ from typing import Any
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.pki import Pair
 from agent_shim.host import cages, cgroups
-from benchmarks.world import AGENT
+from benchmarks.world import AGENT, BYSTANDER, bystander
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, until
 
@@ -233,23 +233,32 @@ async def hanging_disk(stand: Stand) -> str:
     expect("persistent" in (await stand.call("get_state", "full"))["vitals"]["disk"], "no vitals of the disk")
     stand.remember()
     store, lasting = stand.world.base / "store", stand.of(60, 600)
-    longest, beats = 0.0, len(stand.monitor.of("heartbeat", AGENT))
-    with _suspended(name):
-        writer = await asyncio.create_subprocess_exec("sh", "-c", f"echo x >{store}/x; sync {store}/x")
-        ends_at = time.monotonic() + lasting
-        while time.monotonic() < ends_at:
-            for request in (("ping",), ("get_state", "full")):
-                begun_at = time.monotonic()
-                await stand.call(*request, timeout=10)
-                longest = max(longest, time.monotonic() - begun_at)
-            await asyncio.sleep(0.5)
-        expect(writer.returncode is None, "the disk did not hang")
-        beats = len(stand.monitor.of("heartbeat", AGENT)) - beats
-        expect(beats >= lasting // 30, f"{beats} heartbeats in {lasting} s")
+    longest, others, beats = 0.0, 0.0, len(stand.monitor.of("heartbeat", AGENT))
+    async with bystander(stand.world):
+        with _suspended(name):
+            writer = await asyncio.create_subprocess_exec("sh", "-c", f"echo x >{store}/x; sync {store}/x")
+            ends_at = time.monotonic() + lasting
+            while time.monotonic() < ends_at:
+                for request in (("ping",), ("get_state", "full")):
+                    longest = max(longest, await _seconds(stand, AGENT, *request))
+                others = max(others, await _seconds(stand, BYSTANDER, "ping"))
+                await asyncio.sleep(0.5)
+            expect(writer.returncode is None, "the disk did not hang")
+            beats = len(stand.monitor.of("heartbeat", AGENT)) - beats
+            expect(beats >= lasting // 30, f"{beats} heartbeats in {lasting} s")
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
-    expect(longest < 2, f"a request took {longest:.1f} s")
-    return f"a request took {longest * 1000:.0f} ms at most, {beats} heartbeats in {lasting} s"
+    told = f"a request took {longest * 1000:.0f} ms at most, one to somebody who only echoes {others * 1000:.0f}"
+    # An emulated processor that others use too may be away for a second: from everybody.
+    expect(longest < 2 + others, told)
+    return f"{told}; {beats} heartbeats in {lasting} s"
+
+
+async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
+    """What a request takes."""
+    begun_at = time.monotonic()
+    await stand.world.director.value(agent, method, *arguments, timeout=20)
+    return time.monotonic() - begun_at
 
 
 @contextmanager

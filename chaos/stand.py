@@ -239,7 +239,7 @@ class Stand:
         if again:
             found.append(f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}")
         if self.is_dead:
-            return found + self._secrets() + self._documents()
+            return found + self._secrets() + self.documents()
         try:
             await self.call("ping", timeout=1.0)
         except RpcTimeoutError:
@@ -247,7 +247,7 @@ class Stand:
         found += await self._tasks()
         found += await self._grown()
         found += await self._zombies()
-        return found + self._left() + self._documents() + self._talk() + self._secrets()
+        return found + self._left() + self.documents() + self._talk() + self._secrets()
 
     async def _grown(self) -> list[str]:
         before, now = self._before, self.size()
@@ -287,7 +287,8 @@ class Stand:
         ]
         return [f"I6: left behind: {' '.join(map(str, left[:3]))}"] if left else []
 
-    def _documents(self) -> list[str]:
+    def documents(self) -> list[str]:
+        """The state files that are not complete (I7)."""
         found = []
         text = "managed_disk_settings.json"  # a cid alone, whatever its name says
         for path in [*(self.world.base / "bosh").glob("*.json"), *(self.world.base / "data/bosh").glob("*.json")]:

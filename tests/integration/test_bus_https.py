@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.bus import https
+from agent_shim.bus import https, tls
 from agent_shim.bus.https import HttpsBus
 from agent_shim.demo.pki import Authority
 from agent_shim.errors import ActionError
 from agent_shim.host import helper
 from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer
+from tests.support.old_tls import lenient, outdated
 from tests.support.programs import eventually
 
 
@@ -272,6 +273,26 @@ async def test_what_is_no_tls_ends_only_its_connection(bus: HttpsBus) -> None:
     writer.close()
 
     assert await Cli(bus.port).value("ping") == "ping"
+
+
+async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who offers TLS 1.1 alone is turned away, though OpenSSL would let us; one without our rule would speak it."""
+
+    async def spoken() -> str:
+        context = ssl.create_default_context(cadata=authority().ca)
+        context.check_hostname = False
+        async with on_https(agent.handle, tmp_path) as bus:
+            _, writer = await asyncio.open_connection("127.0.0.1", bus.port, ssl=outdated(context))
+            version = str(writer.get_extra_info("ssl_object").version())
+            writer.close()
+            return version
+
+    real = tls.server_context
+    monkeypatch.setattr(tls, "server_context", lambda mbus: lenient(real(mbus)))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await spoken()
+    monkeypatch.setattr(tls, "server_context", lambda mbus: outdated(real(mbus)))
+    assert await spoken() == "TLSv1.1"
 
 
 async def test_handler_that_breaks_is_500(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from agent_shim.bus import tls
 from agent_shim.demo.pki import Authority
 from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus, until
+from tests.support.old_tls import lenient, outdated
 
 REQUEST = b'{"method":"ping","reply_to":"director.d.agent.r"}'
 
@@ -263,6 +265,30 @@ async def test_plain_server_is_not_talked_to() -> None:
         assert "secure connection" in bus.stats.last_error
 
     assert seen == []
+
+
+async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody in between who offers TLS 1.1 alone gets no word, though OpenSSL would let us; others do speak it."""
+    real, seen = tls.client_context, list[str]()
+
+    async def script(wire: Wire) -> None:
+        seen.append(await wire.expect(""))
+
+    old = FakeServer(script, authority=Authority())
+    outdated(old.context)
+    monkeypatch.setattr(tls, "client_context", lambda mbus: lenient(real(mbus)))
+    async with old.serving() as server:
+        async with on_bus(server.mbus) as bus:
+            await until(lambda: bus.stats.attempts >= 3)
+        assert seen == []
+
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert (await reader.readline()).startswith(b"INFO ")
+        await writer.start_tls(outdated(real(server.mbus)), server_hostname="127.0.0.1")
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.1"
+        writer.write(b"CONNECT {}\r\n")
+        await until(lambda: seen == ["CONNECT {}"])
+        writer.close()
 
 
 async def test_words_in_the_clear_are_not_believed() -> None:

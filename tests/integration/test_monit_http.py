@@ -227,16 +227,23 @@ async def test_texts_and_pages_are_shown(world: World) -> None:
 
 
 async def test_mail_port_answers_and_takes_nothing() -> None:
-    """A CPI that tries it sees a live agent; what is said there is not read."""
+    """A CPI that tries it sees a live agent; of a mail as monit would write it nothing is read, and it is hung up."""
+    mail = b"From: monit@localhost\r\nService: web\r\nEvent: does not exist\r\nAction: alert\r\nDate: now\r\n\r\n.\r\n"
     async with monit_http.refusing_mail("127.0.0.1:0") as where:
         assert where is not None
         reader, writer = await asyncio.open_connection(*where)
-        with contextlib.suppress(ConnectionError):
-            writer.write(b"HELO x\r\nMAIL FROM:<a>\r\n")
-        answer = await reader.readline()
+        said = b""
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                writer.write(
+                    b"HELO x\r\nMAIL FROM:<monit@localhost>\r\nRCPT TO:<postmaster@localhost>\r\nDATA\r\n" + mail
+                )
+                while data := await reader.read(1000):
+                    said += data
         writer.close()
 
-        assert answer.startswith(b"554 ")
+        assert said.startswith(b"554 ")
+        assert said.count(b"\r\n") == 1
 
 
 def free_port() -> int:

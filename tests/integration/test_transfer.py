@@ -141,6 +141,7 @@ async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: 
         ("http://name.invalid/b?" + SECRET, "Excuting GET request: name.invalid:80: "),
         ("gopher://h/b?" + SECRET, "Excuting GET request: h:None: "),
         ("http://[bad/b?" + SECRET, "Excuting GET request: the host: "),
+        ("http:///b?" + SECRET, "Excuting GET request: "),
         ("", "Excuting GET request: "),
     ],
 )

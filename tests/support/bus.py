@@ -149,10 +149,10 @@ class FakeServer:
         self._info = info
         self._authority = authority
         pair = pair or authority.server()
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_pair(self._context, pair.certificate, pair.private_key)
-        self._context.load_verify_locations(cadata=authority.ca)
-        self._context.verify_mode = ssl.CERT_REQUIRED
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_pair(self.context, pair.certificate, pair.private_key)
+        self.context.load_verify_locations(cadata=authority.ca)
+        self.context.verify_mode = ssl.CERT_REQUIRED
 
     @property
     def mbus(self) -> Mbus:
@@ -171,7 +171,7 @@ class FakeServer:
         try:
             writer.write(self._info)
             if b"tls_required" in self._info:
-                await writer.start_tls(self._context)
+                await writer.start_tls(self.context)
             await script(Wire(reader, writer))
         except (OSError, EOFError):
             pass
