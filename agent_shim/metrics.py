@@ -175,7 +175,7 @@ class Histogram:
 
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-LAG_PERIOD: Final = 0.5
+LAG_PERIOD: Final = 1.0
 KEEP: Final = 1.0
 """How long a rendered page is good for: ten scrapers cost as much as one."""
 

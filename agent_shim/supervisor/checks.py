@@ -97,12 +97,20 @@ class Checks:
         self._period = period
         self._watches: dict[str, _Watch] = {}
         self._looks: set[asyncio.Task[None]] = set()
+        self._plan_changed = asyncio.Event()
+
+    def plan_changed(self) -> None:
+        """There may be rules now where there were none."""
+        self._plan_changed.set()
 
     async def run(self) -> NoReturn:
-        """Look at whose turn it is, ``STEPS`` times a cycle."""
+        """Look at whose turn it is, ``STEPS`` times a cycle, as long as there are rules."""
         due = time.monotonic()
         try:
             while True:
+                while not self._ruled():
+                    self._plan_changed.clear()
+                    await self._plan_changed.wait()
                 due = max(due + self._period / STEPS, time.monotonic())
                 await asyncio.sleep(due - time.monotonic())
                 for look in [look for look in self._looks if look.done()]:
@@ -113,9 +121,11 @@ class Checks:
             for look in self._looks:
                 look.cancel()
 
+    def _ruled(self) -> list[Service]:
+        return [each for each in self._services() if each.spec.rules and each.spec.kind in ACTED_ON]
+
     async def _step(self) -> None:
-        ruled = [each for each in self._services() if each.spec.rules and each.spec.kind in ACTED_ON]
-        watched = [(service, self._watch(service)) for service in ruled if service.state in UP]
+        watched = [(service, self._watch(service)) for service in self._ruled() if service.state in UP]
         self._watches = {service.name: watch for service, watch in watched}
         due = [(service, watch) for service, watch in watched if watch.is_due(self._period)]
         if not due:

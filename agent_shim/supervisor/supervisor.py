@@ -48,6 +48,8 @@ RESTARTS_PER_SECOND: Final = 20.0
 TRIM_PERIOD: Final = 10.0
 MEMORY_PERIOD: Final = 1.0
 """Seconds between looks at processes whose memory bpm.yml limits."""
+SELDOM: Final = 5
+"""Of these periods one look where bpm was never used: most instances never use it."""
 
 
 class Saved(msgspec.Struct):
@@ -158,11 +160,10 @@ class Supervisor:
     async def _watch_memory(self) -> None:
         """Kill processes that use more memory than their bpm.yml allows; they are restarted as after any death."""
         while True:
-            await asyncio.sleep(MEMORY_PERIOD)
-            if not self.bpm.is_in_use:  # most instances have none: a thread each second for nothing
-                continue
-            for hog in await asyncio.to_thread(self.bpm.kill_hogs):
+            is_in_use = self.bpm.is_in_use
+            for hog in await asyncio.to_thread(self.bpm.kill_hogs) if is_in_use else ():
                 self._shared.tell(self._event_of(hog))
+            await asyncio.sleep(MEMORY_PERIOD * (1 if is_in_use else SELDOM))
 
     def _event_of(self, hog: Hog) -> Event:
         label = plan.bpm_label(hog.job, hog.process)
@@ -269,6 +270,7 @@ class Supervisor:
             if key not in self._lives:
                 self._lives[key] = asyncio.create_task(service.live(), name=f"service {service.name}")
                 self._lives[key].add_done_callback(self._life_ended)
+        self._checks.plan_changed()
         self._changed()
 
     def _let_go(self, key: str, service: Service) -> None:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_shim.host import proc, process
+from agent_shim.host import clock, proc, process
 from agent_shim.supervisor import checks
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
@@ -72,7 +72,18 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
         await until(supervisor, "web", "running")
         await eventually(lambda: told(world, "Resource limit matched"))
 
-        assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle
+        # Each of the two times is known to a tick of the kernel's clock.
+        assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle - 2 / clock.TICKS
+
+
+async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
+    """Where there are none nobody wakes for them."""
+    async with checking(world, world.job("web", None, "exit 0")) as supervisor:
+        await until(supervisor, "web", "running")
+        await asyncio.sleep(2 * world.timing.cycle)
+        await supervisor.configure([world.job("web", None, "exit 0", "if memory > 1 kb then alert")])
+
+        await eventually(lambda: told(world, "Resource limit matched"))
 
 
 async def test_cycles_of_a_service_begin_with_its_process(world: World) -> None:
