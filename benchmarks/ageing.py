@@ -17,21 +17,19 @@ from typing import Final
 from agent_shim.bus.nats import NatsBus, Timing
 from agent_shim.demo.broker import NatsServer
 from agent_shim.settings import Mbus
-from benchmarks.measuring import Figure, figure, pss
+from benchmarks.crowds import AGAIN
+from benchmarks.measuring import Figure, Figures, figure, pss
 from benchmarks.world import AGENT, COMMAND, World, world
 
 ACTIONS: Final = 10_000
 RESTARTS: Final = 1000
 RECONNECTS: Final = 1000
 JOBS: Final = 200
-FIRST_AGAIN: Final = 32.0
-"""Seconds after which the next death of a process is a first one again, and it is restarted at once."""
 CALM: Final = 5.0
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the counts."""
-    found = {}
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(5, 1))
@@ -48,16 +46,15 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
         found["growth_after_1000_restarts"] = await grown(w, restart(w, max(JOBS, int(RESTARTS * scale))))
     if command == COMMAND:
         found["growth_after_1000_reconnects"] = await reconnects(max(20, int(RECONNECTS * scale)))
-    return found
 
 
 async def grown(w: World, work: object) -> Figure:
     """MB that the agent has afterwards and had not before."""
     await asyncio.sleep(CALM)
-    before = pss(w.pid)
+    before = w.pss()
     await work  # type: ignore[misc]
     await asyncio.sleep(CALM)
-    return figure([pss(w.pid) - before], "MB")
+    return figure([w.pss() - before], "MB")
 
 
 async def act(w: World, count: int) -> None:
@@ -77,7 +74,7 @@ async def act(w: World, count: int) -> None:
 async def restart(w: World, count: int) -> None:
     """Kill all processes, as often as it takes, with time between for each death to be a first one."""
     for _ in range(count // JOBS):
-        await asyncio.sleep(FIRST_AGAIN)
+        await asyncio.sleep(AGAIN)
         before = w.pids()
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)

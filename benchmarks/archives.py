@@ -17,7 +17,7 @@ from isal import isal_zlib
 from agent_shim.demo.release import archive
 from benchmarks.installs import unpack
 from benchmarks.large import fill
-from benchmarks.measuring import MB, Figure, figure, timed
+from benchmarks.measuring import MB, Figure, Figures, figure, timed
 from benchmarks.world import AGENT, World, world
 
 ROUNDS: Final = 3
@@ -28,9 +28,8 @@ SMALL_LOGS: Final = 20_000
 SMALL_LOG: Final = 4096
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of all sizes and counts."""
-    found = {}
     async with world(command) as w:
         await w.start_agent()
         found["unpack_one_file_of_200_MB"] = await unpacked(w, "large", int(LARGE * scale))
@@ -38,7 +37,6 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
         found["unpack_2000_files_of_10_KB"] = await unpacked(w, "many", 0, small)
         found |= await packed(w, "fetch_logs_of_400_MB", 40, int(LOGS * scale / 40))
         found |= await packed(w, "fetch_logs_of_20000_small_files", int(SMALL_LOGS * scale), SMALL_LOG)
-    return found
 
 
 async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | None = None) -> Figure:

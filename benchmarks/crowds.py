@@ -13,32 +13,37 @@ import time
 from pathlib import Path
 from typing import Final
 
-from benchmarks.measuring import Figure, Stopwatch, cpu_seconds, figure, pss
+from benchmarks.measuring import Figures, Stopwatch, figure
 from benchmarks.world import AGENT, ENVIRONMENT, World, world
 
 SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3
 KILLED: Final = 200
-IDLE: Final = 60.0
-CALM: Final = 12.0
-AGAIN: Final = 35.0
-"""Seconds after which the next death is a first one again."""
+IDLE: Final = 30.0
+"""Seconds from one heartbeat to the next: in so many there is one, and twice as many where there is a budget."""
+PINGED: Final = 15.0
+CALM: Final = 6.0
+AGAIN: Final = 32.0
+"""Seconds after which the next death of a process is a first one again, and it is restarted at once."""
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the numbers of processes and of the idle time."""
-    found: dict[str, Figure] = {}
-    for size in SIZES:
-        found |= await crowd(command, max(2, int(size * scale)), size, IDLE * max(scale, 0.2))
-    return found
-
-
-async def crowd(command: str, jobs: int, size: int, idle: float) -> dict[str, Figure]:
-    """``size`` names the figures of ``jobs`` processes."""
+    slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()
         await asyncio.sleep(CALM)
-        empty, alone = pss(w.pid), await share(w, idle / 2)
+        alone = await share(w, IDLE * slower)
+    for size in SIZES:
+        await crowd(command, max(2, int(size * scale)), size, slower, alone, found)
+
+
+async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
+    """``size`` names the figures of ``jobs`` processes; ``alone`` is the agent's share without any."""
+    async with world(command) as w:
+        await w.start_agent()
+        await asyncio.sleep(CALM)
+        empty = w.pss()
         await w.director.run(AGENT, "apply", w.spec(jobs, 0))
         begun_at = time.monotonic()
         await w.run("start")
@@ -46,19 +51,17 @@ async def crowd(command: str, jobs: int, size: int, idle: float) -> dict[str, Fi
         started = time.monotonic() - begun_at
         await w.until_running()
         await asyncio.sleep(CALM)
-        cpu = await share(w, idle)
+        cpu = await share(w, (2 if size == KILLED else 1) * IDLE * slower)
         lags: list[float] = []
         pinging = asyncio.create_task(ping(w, lags))
-        await asyncio.sleep(idle / 3)
+        await asyncio.sleep(PINGED * slower)
         pinging.cancel()
         await asyncio.wait([pinging])
         name = f"{size}_processes"
-        found = {
-            f"{name}_started": figure([started], "s"),
-            f"{name}_idle_cpu": figure([cpu], "%", floor=[alone], floor_is="the agent without any"),
-            f"{name}_memory_added": figure([pss(w.pid) - empty], "MB"),
-            f"{name}_slowest_ping": figure([max(lags)], "s"),
-        }
+        found[f"{name}_started"] = figure([started], "s")
+        found[f"{name}_idle_cpu"] = figure([cpu], "%", floor=[alone], floor_is="the agent without any")
+        found[f"{name}_memory_added"] = figure([w.pss() - empty], "MB")
+        found[f"{name}_slowest_ping"] = figure([max(lags)], "s")
         if size == KILLED:
             firsts, lasts, floors = [], [], []
             for number in range(ROUNDS):
@@ -71,14 +74,13 @@ async def crowd(command: str, jobs: int, size: int, idle: float) -> dict[str, Fi
             found[f"{name}_killed_last_back"] = figure(
                 lasts, "s", floor=floors, floor_is="the same number of processes spawned one after the other"
             )
-        return found
 
 
 async def share(w: World, seconds: float) -> float:
     """Processor time in percent of one core."""
-    used, watch = cpu_seconds(w.pid), Stopwatch()
+    used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
-    return (cpu_seconds(w.pid) - used) / watch.seconds * 100
+    return (w.cpu_seconds() - used) / watch.seconds * 100
 
 
 async def ping(w: World, into: list[float]) -> None:

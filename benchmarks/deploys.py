@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from benchmarks.measuring import MB, Figure, figure
+from benchmarks.measuring import MB, Figures, figure
 from benchmarks.world import AGENT, World, world
 
 INSTANCES: Final = 20
@@ -23,7 +23,7 @@ ROUNDS: Final = 3
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the number of instances, which are one agent that is deployed again and again."""
     async with world(command) as w:
         await w.start_agent()
@@ -33,17 +33,15 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
             polled.append(await update(w, f"polled-{number}", POLL))
             bare.append(await update(w, f"bare-{number}", 0))
             nothing.append(await no_op(w))
+        floor_is = "the same asked without a pause"
+        found["deploy_of_one_instance_as_the_director_polls"] = figure(polled, "s", floor=bare, floor_is=floor_is)
+        found["deploy_of_what_is_deployed"] = figure(nothing, "s")
         begun_at = time.monotonic()
         instances = max(2, int(INSTANCES * scale))
         row = [await update(w, f"row-{number}", POLL) for number in range(instances)]
         whole = time.monotonic() - begun_at
-    floor_is = "the same asked without a pause"
-    return {
-        "deploy_of_one_instance_as_the_director_polls": figure(polled, "s", floor=bare, floor_is=floor_is),
-        "deploy_of_what_is_deployed": figure(nothing, "s"),
-        "each_of_20_instances_one_after_the_other": figure(row, "s", floor=bare, floor_is=floor_is),
-        "20_instances_one_after_the_other": figure([whole / instances * INSTANCES], "s"),
-    }
+    found["each_of_20_instances_one_after_the_other"] = figure(row, "s", floor=bare, floor_is=floor_is)
+    found["20_instances_one_after_the_other"] = figure([whole / instances * INSTANCES], "s")
 
 
 async def update(w: World, version: str, poll: float) -> float:

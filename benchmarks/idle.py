@@ -13,7 +13,7 @@ from typing import Final
 from agent_shim.demo.director import HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from benchmarks.large import fill, watched
-from benchmarks.measuring import MB, Figure, Stopwatch, cpu_seconds, figure, pss
+from benchmarks.measuring import MB, Figures, Stopwatch, figure, pss
 from benchmarks.world import AGENT, BYSTANDER, ECHO, World, bystander, world
 
 JOBS: Final = 5
@@ -24,7 +24,7 @@ WATCHED: Final = 95.0
 LOGS: Final = 100 * MB
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the time idled away and of the logs."""
     interpreter = subprocess.Popen([sys.executable, "-c", "import asyncio, ssl; asyncio.run(asyncio.sleep(3600))"])
     try:
@@ -37,35 +37,32 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
             await w.until_running()
             await asyncio.to_thread(scrape, port)
             await asyncio.sleep(CALM)
-            floor, floor_is = [pss(least.pid)], "a bare nats-py echo"
-            found = {
-                "pss_5_processes_scraped": figure([pss(w.pid)], "MB", floor=floor, floor_is=floor_is),
-                "pss_of_an_interpreter_with_asyncio_and_ssl": figure([pss(interpreter.pid)], "MB"),
-            }
+            floor, floor_is = [least.pss()], "a bare nats-py echo"
+            found["pss_5_processes_scraped"] = figure([w.pss()], "MB", floor=floor, floor_is=floor_is)
+            found["pss_of_an_interpreter_with_asyncio_and_ssl"] = figure([pss(interpreter.pid)], "MB")
             found |= await still(w, least, WATCHED * max(scale, 0.35))
             found |= await busy(w, int(LOGS * scale))
             await asyncio.sleep(CALM)
-            found["pss_after_apply_and_fetch_logs"] = figure([pss(w.pid)], "MB", floor=floor, floor_is=floor_is)
-            return found
+            found["pss_after_apply_and_fetch_logs"] = figure([w.pss()], "MB", floor=floor, floor_is=floor_is)
     finally:
         interpreter.kill()
         interpreter.wait()
 
 
-async def still(w: World, least: World, seconds: float) -> dict[str, Figure]:
+async def still(w: World, least: World, seconds: float) -> Figures:
     """Processor time in percent of one core, and milliseconds of it for each heartbeat."""
     monitor, watch = HealthMonitor(), Stopwatch()
-    used, floor = cpu_seconds(w.pid), cpu_seconds(least.pid)
+    used, floor = w.cpu_seconds(), least.cpu_seconds()
     windows: list[float] = []
     beats: list[float] = []
     async with monitor.on(w.server.peer(HEALTH_MONITOR)):
         while watch.seconds < seconds:
-            before, seen = cpu_seconds(w.pid), len(monitor.of("heartbeat", AGENT))
+            before, seen = w.cpu_seconds(), len(monitor.of("heartbeat", AGENT))
             await asyncio.sleep(WINDOW)
-            spent = (cpu_seconds(w.pid) - before) * 1000
+            spent = (w.cpu_seconds() - before) * 1000
             (beats if len(monitor.of("heartbeat", AGENT)) > seen else windows).append(spent)
-    share = (cpu_seconds(w.pid) - used) / watch.seconds * 100
-    least_share = (cpu_seconds(least.pid) - floor) / watch.seconds * 100
+    share = (w.cpu_seconds() - used) / watch.seconds * 100
+    least_share = (least.cpu_seconds() - floor) / watch.seconds * 100
     found = {
         "idle_cpu_5_processes": figure([share], "%", floor=[least_share], floor_is="a bare nats-py echo"),
     }
@@ -75,7 +72,7 @@ async def still(w: World, least: World, seconds: float) -> dict[str, Figure]:
     return found
 
 
-async def busy(w: World, size: int) -> dict[str, Figure]:
+async def busy(w: World, size: int) -> Figures:
     """How long pings take while the agent installs, packs, starts and stops; what a bystander waits is the machine."""
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:

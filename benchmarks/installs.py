@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from benchmarks.measuring import MB, Figure, figure, timed
+from benchmarks.measuring import MB, Figure, Figures, figure, timed
 from benchmarks.world import World, world
 
 ROUNDS: Final = 3
@@ -20,9 +20,8 @@ COUNTS: Final = (1, 10, 100)
 JOBS: Final = 50
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the large packages."""
-    found = {}
     async with world(command) as w:
         await w.start_agent()
         packages, size = LARGE
@@ -34,7 +33,6 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
         await w.run("apply", spec)
         again = [await w.run("apply", spec) for _ in range(ROUNDS)]
         found["apply_of_what_is_there"] = figure(again, "s")
-    return found
 
 
 async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:

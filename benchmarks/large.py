@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import statistics
-import sys
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.demo.release import archive
+from agent_shim.errors import HostError
+from benchmarks.measuring import Figures
 from benchmarks.world import AGENT, BYSTANDER, World, bystander, world
 
 POOL: Final = 4 << 20
@@ -207,15 +208,14 @@ PARTS: Final[dict[Callable[[World, float], Awaitable[dict[str, Any]]], int]] = {
 }
 
 
-async def measure(command: str, scale: float) -> dict[str, Any]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """All figures, each part in a world of its own, which leaves nothing behind."""
-    found: dict[str, Any] = {"scale": scale}
     for part, size in PARTS.items():
         async with world(command) as w, bystander(w):
             free = shutil.disk_usage(w.scratch).free
             if free < size * scale * ROOM:
-                sys.exit(f"cannot measure: {free / 1e9:.0f} GB are free below {w.scratch}; try a smaller --scale")
-            print(f"bench: {part.__name__}", file=sys.stderr, flush=True)
+                raise HostError(
+                    f"cannot measure: {free / 1e9:.0f} GB are free below {w.scratch}; try a smaller --scale"
+                )
             await w.start_agent()
             found |= await part(w, scale)
-    return found

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.host import proc
-from benchmarks.measuring import Figure, figure, timed
+from benchmarks.measuring import Figures, figure, timed
 from benchmarks.world import AGENT, World, world
 
 ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
+PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
+"""Seconds before a process is killed: a supervisor that looks now and then is met at any time between two looks."""
+SCRIPT: Final = "its script run from here, until the pidfile is there"
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` does not matter."""
     async with world(command) as w:
         await w.start_agent()
@@ -31,6 +34,9 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
             runnings.append(starts[-1] + await w.until_running())
             stops.append(await w.run("stop"))
             await start_by_hand(w, by_hand)
+        found["start_answered"] = figure(starts, "s")
+        found["start_until_5_running"] = figure(runnings, "s", floor=by_hand, floor_is=f"{JOBS} times {SCRIPT}")
+        found["stop_of_5"] = figure(stops, "s")
         await w.run("start")
         await w.until_running()
         states: list[float] = []
@@ -43,18 +49,10 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
                 await w.director.value(AGENT, "ping")
             with timed(passes):
                 proc.table()
-        successors = await killed(w)
-    floors = [ping + one_pass for ping, one_pass in zip(pings, passes, strict=True)]
-    scripts = "its script run from here, until the pidfile is there"
-    return {
-        "start_answered": figure(starts, "s"),
-        "start_until_5_running": figure(runnings, "s", floor=by_hand, floor_is=f"{JOBS} times {scripts}"),
-        "stop_of_5": figure(stops, "s"),
-        "get_state_full": figure(states, "s", floor=floors, floor_is="a ping and one pass over /proc"),
-        "killed_until_successor_lives": figure(
-            successors, "s", floor=[each / JOBS for each in by_hand], floor_is=scripts
-        ),
-    }
+        floors = [ping + one_pass for ping, one_pass in zip(pings, passes, strict=True)]
+        found["get_state_full"] = figure(states, "s", floor=floors, floor_is="a ping and one pass over /proc")
+        each_by_hand = [each / JOBS for each in by_hand]
+        found["killed_until_successor_lives"] = figure(await killed(w), "s", floor=each_by_hand, floor_is=SCRIPT)
 
 
 async def start_by_hand(w: World, into: list[float]) -> None:
@@ -77,7 +75,9 @@ async def start_by_hand(w: World, into: list[float]) -> None:
 async def killed(w: World) -> list[float]:
     """A killed process until a successor lives; each job is killed once, its first failure."""
     samples = []
-    for job, pid in sorted(w.pids().items()):
+    for (job, pid), pause in zip(sorted(w.pids().items()), PAUSES, strict=True):
+        await w.until_running()
+        await asyncio.sleep(pause)
         begun_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(60):

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 MB: Final = 1024 * 1024
 Figure = dict[str, Any]
+Figures = dict[str, Figure]
+"""By their names. A part puts each in as soon as it has it: what fails later takes nothing away."""
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:

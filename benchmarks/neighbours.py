@@ -9,7 +9,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Final
 
-from benchmarks.measuring import Figure, cpu_seconds, figure, pss
+from benchmarks.measuring import Figures, figure
 from benchmarks.world import ECHO, World, world
 
 AGENTS: Final = 8
@@ -19,17 +19,15 @@ CALM: Final = 5.0
 IDLE: Final = 30.0
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the idle time. One job for each; they boot one after the other."""
-    found: dict[str, Figure] = {}
     least = await memory(ECHO, jobs=0)
     each = await memory(command, jobs=1, idle=IDLE * max(0.2, scale), found=found)
     found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")
     found["agents_in_4_GiB"] = figure([ROOM // (sum(each) / len(each))], "agents")
-    return found
 
 
-async def memory(command: str, *, jobs: int, idle: float = 0.0, found: dict[str, Figure] | None = None) -> list[float]:
+async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
     """MB of each agent while all of them run."""
     async with AsyncExitStack() as opened:
         worlds: list[World] = []
@@ -43,8 +41,8 @@ async def memory(command: str, *, jobs: int, idle: float = 0.0, found: dict[str,
                 await w.until_running()
         await asyncio.sleep(CALM)
         if found is not None:
-            before = [cpu_seconds(w.pid) for w in worlds]
+            before = [w.cpu_seconds() for w in worlds]
             await asyncio.sleep(idle)
-            shares = [(cpu_seconds(w.pid) - used) / idle * 100 for w, used in zip(worlds, before, strict=True)]
+            shares = [(w.cpu_seconds() - used) / idle * 100 for w, used in zip(worlds, before, strict=True)]
             found["idle_cpu_of_each_of_8_agents"] = figure(shares, "%")
-        return [pss(w.pid) for w in worlds]
+        return [w.pss() for w in worlds]

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Final
 
-from benchmarks.measuring import Figure, figure, timed
+from benchmarks.measuring import Figures, figure, timed
 from benchmarks.world import AGENT, ECHO, World, world
 
 BLOCKS: Final = 5
@@ -14,7 +14,7 @@ SERIAL: Final = 100
 AT_ONCE: Final = 500
 
 
-async def measure(command: str, scale: float) -> dict[str, Figure]:
+async def measure(command: str, scale: float, found: Figures) -> None:
     """Blocks of both take turns, so that what else the machine does hits both; ``scale`` does not matter."""
     trips: dict[str, list[float]] = {"ours": [], "least": []}
     rates: dict[str, list[float]] = {"ours": [], "least": []}
@@ -26,10 +26,8 @@ async def measure(command: str, scale: float) -> dict[str, Figure]:
                 await serial(w, trips[name])
                 rates[name].append(await pipelined(w))
     floor_is = "a bare nats-py echo"
-    return {
-        "ping": figure(trips["ours"], "s", floor=trips["least"], floor_is=floor_is),
-        "pipelined_pings_per_second": figure(rates["ours"], "1/s", floor=rates["least"], floor_is=floor_is),
-    }
+    found["ping"] = figure(trips["ours"], "s", floor=trips["least"], floor_is=floor_is)
+    found["pipelined_pings_per_second"] = figure(rates["ours"], "1/s", floor=rates["least"], floor_is=floor_is)
 
 
 async def serial(w: World, into: list[float]) -> None:

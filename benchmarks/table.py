@@ -56,45 +56,95 @@ def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """What was measured on what, and a line for each figure."""
-    machine = document["machine"]
-    said = [
-        f"Measured on {document['date']} on a machine with {machine['cores']} cores (Linux {machine['kernel']}, "
-        f"Python {machine['python']}), load average {machine.get('load_before', '?')} before; one run of `./dev bench`"
-        + ("" if document.get("scale", 1) == 1 else f" at a scale of {document['scale']:g}")
-        + ".",
-        "",
-    ]
-    columns = ["figure", "median", "least to greatest", "floor", "ratio", "must / aim", ""]
-    columns += [other["agent_command"] for other in others]
+    """What was measured on what, a line for each figure, what the floors are, and what was not measured and why."""
+    floors = _Floors()
+    columns = ["figure", "median", "least to greatest", "floor", "ratio", "must / aim"]
+    columns += [f"{other['agent']} (times ours)" for other in others]
     rows = [columns, ["---"] * len(columns)]
     for name, figure in document["figures"].items():
-        if isinstance(figure, dict) and "median" in figure:
-            rows.append([*_row(name, figure), *(_beside(name, other) for other in others)])
-    return "\n".join([*said, *(f"| {' | '.join(row)} |" for row in rows), ""])
+        if "median" in figure:
+            rows.append([*_row(name, figure, floors), *(_beside(name, figure, other) for other in others)])
+    lines = [_measured(document, others), "", *(f"| {' | '.join(row)} |" for row in rows), "", floors.said(), ""]
+    for one in (document, *others):
+        for part, why in one["missing"].items():
+            lines += [f"Not measured of {one['agent']}, in all or in part: `{part}`: {why.replace('|', '/')}", ""]
+    return "\n".join(lines)
 
 
-def _row(name: str, figure: dict[str, Any]) -> list[str]:
+class _Floors:
+    """Numbers for what the floors are, which would be said in every second line."""
+
+    def __init__(self) -> None:
+        self._known: list[str] = []
+
+    def number(self, floor_is: str) -> int:
+        if floor_is not in self._known:
+            self._known.append(floor_is)
+        return self._known.index(floor_is) + 1
+
+    def said(self) -> str:
+        return "Floors: " + "; ".join(f"({self.number(each)}) {each}" for each in self._known) + "."
+
+
+def _measured(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    machine = document["machine"]
+    on = f"{machine['cores']} cores (Linux {machine['kernel']}, Python {machine['python']})"
+    each = "each agent in one run of `./dev bench`"
+    said = [f"Measured on {document['date']} on a machine with {on}, {each}: {_run(document)}"]
+    for other in others:
+        is_same = all(machine[fact] == other["machine"][fact] for fact in ("cores", "kernel"))
+        day = "" if other["date"] == document["date"] else f"on {other['date']} "
+        said.append(f"on {'the same' if is_same else 'another'} machine {day}{_run(other)}")
+    return "; ".join(said) + ". Times are UTC, the load is the average of the minute before."
+
+
+def _run(document: dict[str, Any]) -> str:
+    scale = "" if document["scale"] == 1 else f", at a scale of {document['scale']:g}"
+    load = document["machine"]["load_before"]
+    return f"{document['agent']} from {document['from']} to {document['to']} (load {load}{scale})"
+
+
+def _row(name: str, figure: dict[str, Any], floors: _Floors) -> list[str]:
     unit, budget = figure["unit"], BUDGETS.get(name)
-    is_one = figure["samples"] == 1
-    return [
-        f"`{name}`",
+    has_floor = "floor" in figure
+    words = [
+        name.replace("_", " "),
         worded(figure["median"], unit),
-        "one sample" if is_one else f"{worded(figure['min'], unit)} to {worded(figure['max'], unit)}",
-        f"{worded(figure['floor'], unit)} ({figure['floor_is']})" if "floor" in figure else "",
-        f"{figure['ratio']:g}" if "ratio" in figure else "",
-        f"{worded(budget.must, unit)} / {worded(budget.aim, unit)}" if budget else "",
-        budget.verdict(figure["median"]) if budget else "",
+        "one sample" if figure["samples"] == 1 else _pair(figure["min"], figure["max"], unit, " to "),
+        f"{worded(figure['floor'], unit)} ({floors.number(figure['floor_is'])})" if has_floor else "",
+        digits(figure["ratio"]) if "ratio" in figure else "",
+        "",
     ]
+    if budget:
+        words[-1] = _pair(budget.must, budget.aim, unit, " / ")
+        if verdict := budget.verdict(figure["median"]):
+            words[-1] += f", **{verdict}**"
+    return words
 
 
-def _beside(name: str, other: dict[str, Any]) -> str:
+def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
     found = other["figures"].get(name)
-    return worded(found["median"], found["unit"]) if found else ""
+    if found is None:
+        return "not measured" if figure["part"] in other["missing"] else ""
+    words = worded(found["median"], found["unit"])
+    return f"{words} (×{digits(found['median'] / figure['median'], 2)})" if figure["median"] > 0 else words
+
+
+def _pair(first: float, second: float, unit: str, between: str) -> str:
+    """Two values, with their unit once if it is one."""
+    words = worded(first, unit), worded(second, unit)
+    numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
+    return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)
 
 
 def worded(value: float, unit: str) -> str:
-    """For people: three digits, and milliseconds where seconds would begin with zeros."""
-    if unit == "s" and abs(value) < 1:
-        return f"{value * 1000:.3g} ms"
-    return f"{value:,.0f} {unit}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g} {unit}"
+    """For people: three digits, and milliseconds or microseconds where seconds would begin with zeros."""
+    if unit == "s" and 0 < abs(value) < 1:
+        return f"{digits(value * 1000)} ms" if abs(value) >= 0.001 else f"{digits(value * 1e6)} µs"
+    return f"{digits(value)} {unit.removeprefix('1')}"
+
+
+def digits(value: float, count: int = 3) -> str:
+    """So many digits of a number, and thousands apart."""
+    rounded = float(f"{value:.{count}g}")
+    return f"{rounded:,.0f}".replace(",", " ") if abs(rounded) >= 100 else f"{rounded:g}"

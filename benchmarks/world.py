@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,9 @@ from agent_shim.bus.nats import NatsBus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.release import archive
+from agent_shim.errors import HostError
 from agent_shim.host import process
+from benchmarks.measuring import cpu_seconds, pss
 
 AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
@@ -84,8 +86,29 @@ class World:
             return self.agent.pid
         return int(Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0])
 
+    @property
+    def beside(self) -> Path:
+        """Where a command that runs more than the agent says so, by process number.
+
+        ``*.pid`` are measured with the agent. The group that ``group`` leads is ended with the world: it outlives an
+        agent that is killed or started again.
+        """
+        return self.scratch / "beside"
+
+    def pss(self) -> float:
+        """Memory (MB) of the agent and of what runs beside it."""
+        return sum(map(pss, self.together()))
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the same so far."""
+        return sum(map(cpu_seconds, self.together()))
+
+    def together(self) -> list[int]:
+        """The numbers of the agent and of what runs beside it."""
+        return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
+
     async def start_agent(self) -> float:
-        """Start the agent; seconds from exec to its first pong."""
+        """Start the agent; seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
         if not self.config.exists():
             self.write_settings()
         begun_at = time.monotonic()
@@ -98,13 +121,21 @@ class World:
                     await self.director.value(self.agent_id, "ping", timeout=patience)
                     return time.monotonic() - begun_at
                 except RpcTimeoutError:
-                    continue
+                    if not self.is_apart and self.agent is not None and self.agent.is_over:
+                        raise HostError(f"cannot start the agent: it has ended: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+    @property
+    def _log(self) -> Path:
+        return self.scratch / "agent.log"
 
     def exec_agent(self) -> None:
         """Start the agent with the settings that are there; it need not come up."""
-        log = self.scratch / "agent.log"
         env = {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": str(ROOT)} if self.command == ECHO else {})}
-        self.agent = process.spawn(self.argv(), env=env, cwd=self.scratch, stdout=log, stderr=log)
+        self.agent = process.spawn(self.argv(), env=env, cwd=self.scratch, stdout=self._log, stderr=self._log)
 
     def argv(self) -> list[str]:
         """The words of the command."""
@@ -140,6 +171,11 @@ class World:
             self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
             await self.agent.wait()
             self.agent = None
+
+    def end_what_is_beside(self) -> None:
+        """Before the processes of the jobs, which it would start again."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
         """What the agent is started with; the first start does it unless it was done before."""
@@ -281,6 +317,7 @@ async def world(command: str) -> AsyncIterator[World]:
                     yield made
                 finally:
                     await made.stop_agent()
+                    made.end_what_is_beside()
                     for pid in made.pids().values():
                         survivor = process.adopt(pid)
                         if survivor is not None:

@@ -1,0 +1,58 @@
+"""``./dev run python -m benchmarks.go_agent BINARY [--monit MONIT] [...]``: ``./dev bench`` for the Go agent and monit.
+
+BINARY is a bosh-agent, MONIT the monit that it has beside it (the one on PATH unless told; a stemcell has 5.2.5, and
+later ones refuse to be told by the agent to start anything). What follows is given to ``./dev bench``. Needs root:
+everything runs in mount, network and pid namespaces of its own, with an empty ``/var/vcap`` and the rest of the disk
+read-only but for ``/tmp``, and ends with them. Memory and processor time are those of both programs together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+SCRIPT: Final = Path(__file__).with_name("go_agent.sh")
+
+_INSIDE: Final = """
+set -eu
+ip link set lo up
+mkdir -p /var/vcap
+mount -t tmpfs tmpfs /var/vcap
+mount --bind /tmp /tmp
+mount -o remount,bind,ro /
+"$@" || exit
+"""
+
+
+def main() -> int:
+    """Measure; the JSON goes to standard output."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("binary", type=Path)
+    parser.add_argument("--monit", default=shutil.which("monit"), type=Path, help="default: the one on PATH")
+    args, rest = parser.parse_known_args()
+    if os.geteuid() != 0:
+        parser.error("the namespaces need root")
+    for program in (args.binary, args.monit):
+        if program is None or not os.access(program, os.X_OK):
+            parser.error(f"there is no program {program or 'monit'}")
+    binary, monit = args.binary.resolve(), args.monit.resolve()
+    command = f"{shlex.join(map(str, (SCRIPT, binary, monit)))} {{config}} {{base}}"
+    bench = [sys.executable, "-m", "benchmarks", "--agent-command", command, "--agent-name", name(monit), *rest]
+    namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    return subprocess.run([*namespaces, "sh", "-c", _INSIDE, "sh", *bench], check=False).returncode
+
+
+def name(monit: Path) -> str:
+    """What the figures are headed with."""
+    said = subprocess.run([monit, "-V"], capture_output=True, text=True, check=True).stdout
+    return f"Go agent and monit {said.split('version', 1)[1].split()[0]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

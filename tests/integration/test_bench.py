@@ -1,0 +1,101 @@
+"""``./dev bench``, with agents that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import proc
+from benchmarks.__main__ import measure
+from benchmarks.go_agent import SCRIPT
+from benchmarks.idle import free_port
+from benchmarks.measuring import Figures, figure
+from benchmarks.world import World, world
+
+
+async def good(command: str, scale: float, found: Figures) -> None:
+    found["good"] = figure([scale], "s")
+
+
+async def half(command: str, scale: float, found: Figures) -> None:
+    found["half"] = figure([scale], "s")
+    raise TimeoutError
+
+
+async def test_a_part_that_fails_keeps_what_it_has_and_stops_no_other() -> None:
+    figures, missing = await measure("agent", {"half": half, "good": good}, 1.0)
+    assert {name: found["part"] for name, found in figures.items()} == {"half": "half", "good": "good"}
+    assert missing == {"half": "TimeoutError in __main__.measure"}
+
+
+async def test_an_agent_that_ends_at_once_is_reported_with_its_last_words() -> None:
+    with pytest.raises(HostError, match="it has ended: no such bus"):
+        async with world("sh -c 'echo no such bus >&2; exit 1'") as w:
+            await w.start_agent()
+
+
+async def test_what_runs_beside_an_agent_is_measured_with_it_and_ends_with_the_world() -> None:
+    keeper = (
+        "mkdir beside; setsid sleep 1000 & echo $! >one; cp one beside/group; mv one beside/one.pid; exec sleep 1000"
+    )
+    async with world(f'sh -c "{keeper}"') as w:
+        w.exec_agent()
+        async with asyncio.timeout(20):
+            while not (w.beside / "one.pid").exists():
+                await asyncio.sleep(0.01)
+        beside = proc.stat(int((w.beside / "one.pid").read_text()))
+        assert beside is not None
+        assert w.together() == [w.pid, beside.pid]
+    async with asyncio.timeout(20):
+        while (now := proc.stat(beside.pid)) and now.is_alive and now.start_ticks == beside.start_ticks:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_go_agent_has_one_monit_beside_it_that_is_restarted_when_it_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are stand-ins here that do nothing: what is tried is the script between them."""
+    monkeypatch.setenv("MONIT_PORT", (await free_port()).rpartition(":")[2])
+    agent, monit = tmp_path / "agent", tmp_path / "monit"
+    agent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    monit.write_text('#!/bin/sh\necho $$ >"$(sed -n "s/^set pidfile //p" "$3")"\nexec sleep 1000\n')
+    for program in (agent, monit):
+        program.chmod(0o755)
+    async with world(f"{SCRIPT} {agent} {monit} {{config}} {{base}}") as w:
+        w.exec_agent()
+        first, keeper = await beside(w, 0), (w.beside / "group").read_text()
+        await w.kill_agent()
+        w.exec_agent()
+        async with asyncio.timeout(20):
+            while Path(f"/proc/{w.pid}/comm").read_text() != "sleep\n":
+                await asyncio.sleep(0.01)
+        assert (await beside(w, 0), (w.beside / "group").read_text()) == (first, keeper)
+        assert await beside(w, first, says="Waiting for monit to reload: before=1") != first
+        assert proc.stat(first) is None
+
+
+async def beside(w: World, other_than: int, *, says: str = "") -> int:
+    """The number of the monit once it is another one; the agent says something again and again until then."""
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(FileNotFoundError, ValueError):
+                if (number := int((w.beside / "monit.pid").read_text())) != other_than:
+                    return number
+            if says:
+                with (w.scratch / "agent.log").open("a") as log:
+                    log.write(f"{says}\n")
+            await asyncio.sleep(0.05)
+
+
+async def test_a_second_go_agent_on_a_network_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would talk to the monit of the first."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MONIT_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(HostError, match="another one listens on port"):
+            async with world(f"{SCRIPT} /bin/true /bin/true {{config}} {{base}}") as w:
+                await w.start_agent()

@@ -1,0 +1,64 @@
+"""The table of docs/performance.md, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import table
+from benchmarks.measuring import figure
+
+MACHINE = {"cores": 2, "kernel": "6.18", "python": "3.11.2", "load_before": 0.1}
+
+
+def document(agent: str, figures: dict[str, Any], **more: Any) -> dict[str, Any]:
+    made = {name: {**values, "part": "boots"} for name, values in figures.items()}
+    times = {"date": "2026-11-22", "from": "04:00", "to": "04:20", "scale": 1.0}
+    return {"agent": agent, **times, "machine": MACHINE, "figures": made, "missing": {}, **more}
+
+
+OURS = document("ours", {"ping": figure([0.0003, 0.00031, 0.002], "s", floor=[0.0002], floor_is="an echo")})
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (0.162016, "s", "162 ms"),
+        (0.0104, "s", "10.4 ms"),
+        (0.000273, "s", "273 µs"),
+        (2.1534, "s", "2.15 s"),
+        (0.0, "s", "0 s"),
+        (25123.9, "1/s", "25 100 /s"),
+        (21.666, "MB", "21.7 MB"),
+        (-0.12, "MB", "-0.12 MB"),
+    ],
+)
+def test_a_figure_has_three_digits_and_a_unit_that_suits_it(value: float, unit: str, words: str) -> None:
+    assert table.worded(value, unit) == words
+
+
+def test_a_line_has_the_spread_the_floor_its_ratio_and_the_budget() -> None:
+    text = table.render(OURS, [])
+    assert "| ping | 310 µs | 300 µs to 2 ms | 200 µs (1) | 1.55 | 500 / 300 µs, **aim missed** |" in text
+    assert "Floors: (1) an echo." in text
+
+
+def test_another_agent_stands_beside_with_how_many_times_ours() -> None:
+    theirs = document("theirs", {"ping": figure([0.0651], "s")}, **{"from": "05:00", "to": "05:40"})
+    text = table.render(OURS, [theirs])
+    assert "**aim missed** | 65.1 ms (×210) |" in text
+    assert "; on the same machine theirs from 05:00 to 05:40 (load 0.1)." in text
+
+
+def test_another_machine_is_said_to_be_another() -> None:
+    theirs = document("theirs", {}, machine={**MACHINE, "kernel": "5.10"}, scale=0.5)
+    text = table.render(OURS, [theirs])
+    assert "; on another machine theirs from 04:00 to 04:20 (load 0.1, at a scale of 0.5)." in text
+
+
+def test_what_was_not_measured_is_said_with_the_reason() -> None:
+    theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
+    text = table.render(OURS, [theirs])
+    assert "**aim missed** | not measured |" in text
+    assert "Not measured of theirs, in all or in part: `boots`: HostError: it has ended" in text
