@@ -62,7 +62,6 @@ class Action:
     injected: dict[str, Any]
     task_from_protocol: int
     persistent: bool
-    secret: bool
 
     def is_task(self, protocol: int) -> bool:
         return self.mode is Mode.TASK and protocol >= self.task_from_protocol
@@ -102,12 +101,12 @@ _INJECTED: Final = (Agent, ProtocolVersion, asyncio.Event)
 
 
 def action(
-    method: str, mode: Mode, *, task_from_protocol: int = 0, persistent: bool = False, secret: bool = False
+    method: str, mode: Mode, *, task_from_protocol: int = 0, persistent: bool = False
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
     """Register a coroutine function as the action ``method``.
 
     Its first parameter is the ``Agent``; those of type ``ProtocolVersion`` and ``asyncio.Event`` (set when the task is
-    cancelled) are filled in; all others are the arguments on the wire, in order. ``secret`` ones are never logged.
+    cancelled) are filled in; all others are the arguments on the wire, in order.
     """
 
     def register(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -120,7 +119,7 @@ def action(
             parameters.append((name, hints[name]))
             required += parameter.default is inspect.Parameter.empty
         ACTIONS[method] = Action(
-            method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent, secret
+            method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
         )
         return function
 

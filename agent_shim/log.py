@@ -14,9 +14,12 @@ import re
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+
+from agent_shim.errors import HostError, ShimError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,23 @@ _CONTROLS: Final = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7
 _INSIDE: Final = {code: escape for code, escape in _CONTROLS.items() if code != ord("\n")}
 
 
+def _trace(error: BaseException | None) -> str:
+    """Where an error arose, and those it came from before it. Only our own have a text: any other may hold a secret."""
+    parts: list[str] = []
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        places = "".join(traceback.format_tb(error.__traceback__))
+        text = f": {error}" if isinstance(error, ShimError | HostError) else ""
+        number = f" [Errno {error.errno}]" if isinstance(error, OSError) and error.errno else ""
+        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        within = "".join(f"\n{_trace(each)}" for each in inner)
+        module = f"{type(error).__module__}.".removeprefix("builtins.")
+        parts.append(f"{places}{module}{type(error).__qualname__}{number}{text}{within}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n".join(reversed(parts))
+
+
 class _Text(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
@@ -69,7 +89,7 @@ class _Text(logging.Formatter):
         return super().formatMessage(record).translate(_CONTROLS)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return "  | " + super().formatException(ei).translate(_INSIDE).replace("\n", "\n  | ")
+        return "  | " + _trace(ei[1]).translate(_INSIDE).replace("\n", "\n  | ")
 
     def format(self, record: logging.LogRecord) -> str:
         members = "".join(f" {name}={_encode(value)}" for name, value in _members(record).items())
@@ -87,7 +107,7 @@ class _Json(logging.Formatter):
             **_members(record),
         }
         if record.exc_info:
-            line["traceback"] = redacted(self.formatException(record.exc_info))
+            line["traceback"] = redacted(_trace(record.exc_info[1]))
         text = _encode(line)
         return text if text.isascii() else text.translate(_CONTROLS)
 

@@ -31,6 +31,8 @@ END: Final = "<!-- /scorecard -->"
 LIMIT: Final = 900.0
 """Seconds that a case may take."""
 FULL_LIMIT: Final = 3 * 3600.0
+FULL: Final = "in full"
+"""How a row begins to say that nothing was made smaller."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,18 @@ class Row:
         """This one, with what remains true of the one known before: the scaled case and the full one both count."""
         if known is None or self.verdict != "held" or known.verdict != "held":
             return self
-        scaled, _, full = known.played.partition("; ")
-        if self.played.startswith("in full"):
-            return replace(known, played=f"{scaled}; {self.played}")
-        return replace(self, played=f"{self.played}; {full}") if full else self
+        row = self if self.times or not known.times else known
+        return replace(row, played="; ".join(filter(None, (row.times, self.full or known.full))))
+
+    @property
+    def times(self) -> str:
+        """When it was played smaller, and how often."""
+        return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
+
+    @property
+    def full(self) -> str:
+        """When it was played in full."""
+        return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
 
 
 async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
@@ -102,7 +112,7 @@ async def play_all(
             if row.verdict != "held":
                 break
         if row.verdict != "not run":
-            how_often = "in full" if is_full else f"{number} of {times}"
+            how_often = FULL if is_full else f"{number} of {times}"
             row = replace(row, played=f"{how_often} on {time.strftime('%Y-%m-%d')}")
         rows.append(row)
         enter(row)

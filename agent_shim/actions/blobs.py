@@ -20,7 +20,7 @@ class Upload(msgspec.Struct, frozen=True):
     payload: str = ""
 
 
-@action("upload_blob", Mode.TASK, secret=True)
+@action("upload_blob", Mode.TASK)
 async def upload_blob(agent: Agent, upload: Upload) -> str:
     """Keep a blob for a coming ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
     try:

@@ -61,7 +61,7 @@ async def compile_package(
     return {"result": {"blobstore_id": done.blob_id, "sha1": done.sha1}}
 
 
-@action("compile_package_with_signed_url", Mode.TASK, secret=True)
+@action("compile_package_with_signed_url", Mode.TASK)
 async def compile_package_with_signed_url(agent: Agent, cancelled: asyncio.Event, request: Signed) -> dict[str, Any]:
     """The same from URL to URL; only the Director knows the id (agent/action/compile_package_with_signed_url.go)."""
     headers = request.blobstore_headers

@@ -85,7 +85,7 @@ async def record_health(agent: Agent) -> None:
         return
 
 
-@action("update_settings", Mode.TASK, persistent=True, secret=True)
+@action("update_settings", Mode.TASK, persistent=True)
 async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     """Take new credentials, blobstores, trusted certificates (agent/action/update_settings.go), without a restart.
 

@@ -46,7 +46,7 @@ async def migrate_disk(agent: Agent, old: str = "", new: str = "") -> dict[str, 
     return {}
 
 
-@action("add_persistent_disk", Mode.TASK, secret=True)
+@action("add_persistent_disk", Mode.TASK)
 async def add_persistent_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
     """Keep what the CPI says of a disk that it has attached."""
     await _refresh(agent)
@@ -64,7 +64,7 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
     return {}
 
 
-@action("add_dynamic_disk", Mode.TASK, secret=True)
+@action("add_dynamic_disk", Mode.TASK)
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
     """Link a disk that jobs find by its cid; the Director sends this again for one that is attached already."""
     await _refresh(agent)

@@ -32,7 +32,7 @@ class Signed(msgspec.Struct, frozen=True):
     blobstore_headers: dict[str, str] = {}
 
 
-@action("sync_dns_with_signed_url", Mode.NOW, secret=True)
+@action("sync_dns_with_signed_url", Mode.NOW)
 async def sync_dns_with_signed_url(agent: Agent, request: Signed) -> str:
     """The same from a URL (agent/action/sync_dns_with_signed_url.go)."""
     source = BlobRef(signed_url=request.signed_url, headers=request.blobstore_headers, digest=request.multi_digest)

@@ -32,7 +32,7 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
     return {"blobstore_id": done.blob_id, "sha1": done.sha1}
 
 
-@action("fetch_logs_with_signed_url", Mode.TASK, secret=True)
+@action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
     """The same to a URL; only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
     done = await agent.logs.send(

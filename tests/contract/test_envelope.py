@@ -232,7 +232,7 @@ async def test_a_bug_in_an_action_is_an_exception_and_not_the_end(
     async def broken(agent: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
-    action = dispatch.Action("broken", Mode.NOW, broken, (), 0, {"agent": Agent}, 0, False, False)
+    action = dispatch.Action("broken", Mode.NOW, broken, (), 0, {"agent": Agent}, 0, False)
     monkeypatch.setitem(ACTIONS, "broken", action)
 
     text = await world.error("broken")

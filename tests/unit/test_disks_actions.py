@@ -134,12 +134,6 @@ async def test_a24_a_dynamic_disk(world: World) -> None:
     assert await actions.remove_dynamic_disk(world.agent, "d") == {}
 
 
-def test_hints_are_not_logged() -> None:
-    """They may hold the password of an iSCSI target."""
-    assert ACTIONS["add_persistent_disk"].secret
-    assert ACTIONS["add_dynamic_disk"].secret
-
-
 def test_a19_list_disk_answers_the_cli_at_once() -> None:
     assert not ACTIONS["list_disk"].is_task(0)
     assert ACTIONS["list_disk"].is_task(3)

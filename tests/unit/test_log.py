@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim import log
+from agent_shim.errors import HostError
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,34 @@ def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, m
         assert json.loads(text)["method"] == hostile
     else:
         assert all(line.startswith("  | ") for line in text.splitlines()[1:])
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_traceback_tells_the_place_and_no_text_of_a_stranger(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be read may be a secret: the interpreter and libraries put it into the texts of their errors."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    log.setup(level="info", form=form)
+
+    secret = "s3cr3t"
+    try:
+        try:
+            int(secret)
+        except ValueError as exc:
+            raise KeyError(secret) from exc
+    except KeyError:
+        logging.getLogger("part").exception("broken")
+    try:
+        raise ExceptionGroup(secret, [OSError(errno.ENOSPC, secret), HostError("cannot write /a: it is full")])
+    except ExceptionGroup:
+        logging.getLogger("part").exception("broken")
+    logging.getLogger().handlers[0].close()
+
+    text = stream.getvalue()
+    assert "test_log.py" in text
+    for told in ("ValueError", "KeyError", "ExceptionGroup", "OSError [Errno 28]", "HostError: cannot write /a"):
+        assert told in text
+    assert secret not in text
 
 
 def said(text: str) -> None:

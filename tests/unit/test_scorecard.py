@@ -1,0 +1,43 @@
+"""Rows of the scorecard: what a new one leaves of the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos.__main__ import Row, earlier, write
+
+SCALED = "1 of 1 on 2026-11-20"
+LATER = "3 of 3 on 2026-11-21"
+FULL = "in full on 2026-11-22"
+
+
+def row(played: str, verdict: str = "held") -> Row:
+    return Row("D-07", "logs", verdict, f"figures of {played}", played)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "played", "figures"),
+    [
+        (SCALED, LATER, LATER, LATER),
+        (SCALED, FULL, f"{SCALED}; {FULL}", SCALED),
+        (f"{SCALED}; {FULL}", LATER, f"{LATER}; {FULL}", LATER),
+        (FULL, SCALED, f"{SCALED}; {FULL}", SCALED),
+        ("", FULL, FULL, FULL),
+        (f"{SCALED}; in full on 2026-11-01", f"{LATER}; {FULL}", f"{LATER}; {FULL}", f"{LATER}; {FULL}"),
+    ],
+)
+def test_a_case_that_held_keeps_when_it_was_played_in_full(before: str, now: str, played: str, figures: str) -> None:
+    """The figures are those of the smaller one, which everybody can play again."""
+    one = row(now).beside(row(before))
+
+    assert (one.played, one.figures) == (played, f"figures of {figures}")
+
+
+def test_what_does_not_hold_any_more_forgets_that_it_did(tmp_path: Path) -> None:
+    """And the other way round; rows are read back from the document as they were written."""
+    document = tmp_path / "rows.md"
+    for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
+        write(document, [one])
+        assert earlier(document.read_text()) == {"D-07": one}
