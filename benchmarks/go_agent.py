@@ -2,8 +2,8 @@
 
 BINARY is a bosh-agent, MONIT the monit that it has beside it (the one on PATH unless told; a stemcell has 5.2.5, and
 later ones refuse to be told by the agent to start anything). What follows is given to ``./dev bench``. Needs root:
-everything runs in mount, network and pid namespaces of its own, with an empty ``/var/vcap`` and the rest of the disk
-read-only but for ``/tmp``, and ends with them. Memory and processor time are those of both programs together.
+everything runs in mount, network and pid namespaces of its own, with an empty ``/var/vcap``, a syslog, and the
+rest of the disk read-only but for ``/tmp``, and ends with them. Memory and processor time are those of both programs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,22 @@ _INSIDE: Final = """
 set -eu
 ip link set lo up
 mkdir -p /var/vcap
-mount -t tmpfs tmpfs /var/vcap
+for place in /var/vcap /run; do mount -t tmpfs tmpfs $place; done
 mount --bind /tmp /tmp
 mount -o remount,bind,ro /
+"$1" -c "$SYSLOG" &
+until [ -S /run/log ]; do sleep 0.05; done
 "$@" || exit
 """
+
+_SYSLOG: Final = """
+import socket
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+listening.bind("/run/log")
+while True:
+    listening.recv(65536)
+"""
+"""The Go agent looks for one ten times a second as long as there is none."""
 
 
 def main() -> int:
@@ -45,7 +56,8 @@ def main() -> int:
     command = f"{shlex.join(map(str, (SCRIPT, binary, monit)))} {{config}} {{base}}"
     bench = [sys.executable, "-m", "benchmarks", "--agent-command", command, "--agent-name", name(monit), *rest]
     namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    return subprocess.run([*namespaces, "sh", "-c", _INSIDE, "sh", *bench], check=False).returncode
+    inside = ["sh", "-c", _INSIDE, "sh", *bench]
+    return subprocess.run([*namespaces, *inside], env={**os.environ, "SYSLOG": _SYSLOG}, check=False).returncode
 
 
 def name(monit: Path) -> str:
