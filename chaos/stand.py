@@ -444,5 +444,6 @@ def end_marked(made: World) -> None:
     marker = str(made.base).encode()
     for stat in proc.table().values():
         with contextlib.suppress(OSError):
-            if marker in Path(f"/proc/{stat.pid}/cmdline").read_bytes() and stat.pid != os.getpid():
+            texts = [Path(f"/proc/{stat.pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+            if any(marker in text for text in texts) and stat.pid != os.getpid():
                 process.send(stat.identity, signal.SIGKILL)
