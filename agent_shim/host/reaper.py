@@ -33,7 +33,9 @@ def reaping() -> Iterator[None]:
 
     def reap_on() -> None:
         nonlocal again
-        again = loop.call_soon(reap_on) if reap_some() else None
+        again = None
+        if reap_some():
+            again = loop.call_soon(reap_on)
 
     def child_ended() -> None:
         if again is None:
