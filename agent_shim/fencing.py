@@ -204,12 +204,12 @@ class Fence:
         return ""
 
     def _write(self, directory: Path, hold: _Hold, *, is_over: bool = False) -> None:
-        """In place: another inode would have another lock."""
+        """In place: another inode would have another lock. By one call: who is killed leaves the old one or the new."""
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:
-            os.pwrite(hold.descriptor, raw, 0)
-            os.ftruncate(hold.descriptor, len(raw))
+            # Blanks take the place of what a longer one before has left.
+            os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _LONGEST)), 0)
             os.fdatasync(hold.descriptor)
         except OSError as exc:
             logger.warning("cannot write the lease of %s: %s", directory, exc)

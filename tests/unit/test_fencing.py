@@ -135,6 +135,27 @@ async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: P
     keeping.cancel()
 
 
+def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After whichever call of the system: a new agent says little at first, where the one before had said more."""
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    before = fence(agent_id="an agent with a name of some length")
+    assert before.hold(tmp_path) == ""
+    end(before)
+    first = Fence(pace=SHORT, host="pod-0", boot="kernel 1")
+    with monkeypatch.context() as patched:
+        for call in ("ftruncate", "fdatasync", "fsync"):
+            patched.setattr(os, call, killed)
+        with pytest.raises(SystemExit):
+            first.hold(tmp_path)
+    end(first)
+
+    assert lease(tmp_path).agent_id == ""
+    assert fence().hold(tmp_path) == ""
+
+
 @pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
 async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) -> None:
     """Somebody may be writing it."""
