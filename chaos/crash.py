@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -218,13 +219,44 @@ async def killed_in_writes(stand: Stand) -> str:
         await _tidied(places, where)
         return told
 
+    async def boot() -> None:
+        os.kill(stand.pid, signal.SIGCONT)
+        await stand.answers(20)
+        await world.until_running()
+
+    async def boot_point(version: str) -> Told:
+        command = world.command
+        world.command = f"sh -c {shlex.quote(STANDING)} sh {command}"
+        await stand.kill_agent()
+        before = world.agent
+        await until(lambda: world.agent is not before and _stands(stand.pid), 10, "the next agent")
+        world.command = command
+        told = await killed(stand, int(version[1:]), "root", places, boot)
+        written.add(Path(told.get("path", "")).name.lstrip(".").partition(".tmp-")[0])
+        where = f"after the kill of a boot at {told.get('call')} of {told.get('path')}"
+        expect(not wrong, f"{where}: {'; '.join(wrong)}")
+        await world.until_running()
+        await _tidied(places, where)
+        return told
+
     stand.between = look
     count, last = await _sweep(point, stand.of(3, 1))
-    stand.between = lambda: None
     await world.until_running()
+    boots, last_of_boot = await _sweep(boot_point, stand.of(3, 1))
+    stand.between = lambda: None
     names = {name for name in written if name.endswith(".json")}
-    told = f"{count} kills, the last at call {last}, in writes of {len(names)} documents among others"
-    return f"{told}: each old or new, every boot ok"
+    told = f"{count} kills at work, the last at call {last}, and {boots} in boots, the last at {last_of_boot}"
+    return f"{told}; in writes of {len(names)} documents among others: each old or new, every boot ok"
+
+
+STANDING: Final = 'kill -STOP $$; exec "$@"'
+"""What waits, before it becomes the agent, for who wants to follow it."""
+
+
+def _stands(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "State:\tT" in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 @case("C-04", "SIGKILL of the supervisor, which is the agent; a job dies while there is none", is_long=True)
