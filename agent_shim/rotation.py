@@ -96,7 +96,8 @@ class Rotation:
         due, archives = await asyncio.to_thread(look, self._root, limit)
         if due:
             logger.info("rotating %s", ", ".join(due))
-            request = helper.Rotate(str(self._root), due, self._limits.keep, self._limits.most)
+            most = max(self._limits.most, 2 * limit)  # who lets logs grow so large wants to keep them
+            request = helper.Rotate(str(self._root), due, self._limits.keep, most)
             done = await helper.work(request, nice=10)
             for path, outcome in zip(due, done.outcomes, strict=True):
                 if outcome.error:
@@ -106,7 +107,7 @@ class Rotation:
                         "%s was too large to keep: its first %d bytes are gone, the last %d are in its archive",
                         path,
                         outcome.left_out,
-                        self._limits.most,
+                        most,
                     )
             _, archives = await asyncio.to_thread(look, self._root, limit)
         for path in surplus(archives, self._limits.total):

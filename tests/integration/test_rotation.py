@@ -136,7 +136,7 @@ async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptu
     older.write_bytes(os.urandom(400_000))
     content = os.urandom(5_000_000)
     log.write_bytes(content)
-    limits = Limits(size=1_000_000, total=1_000_000)
+    limits = Limits(size=200_000, total=1_000_000)
 
     await rotator(logs, limits).rotate()
 
@@ -146,6 +146,16 @@ async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptu
     assert older.exists()
     told = "web/runaway.log was too large to keep: its first 4500000 bytes are gone, the last 500000 are in its archive"
     assert told in caplog.text
+
+
+async def test_a_log_that_may_be_large_is_kept_whole(logs: Path) -> None:
+    """What a deployment says of the size goes before the limit of all archives."""
+    log = logs / "web/web.log"
+    log.write_bytes(b"x" * 150_000)
+
+    await rotator(logs, Limits(size=100_000, total=100_000)).rotate()
+
+    assert archived(log) == b"x" * 150_000
 
 
 async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
