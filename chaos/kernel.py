@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -264,7 +265,7 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
     """A volume on a device mapper, mounted; the name of the device."""
-    name = f"agent-shim-chaos-{os.getpid()}"
+    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the one before may go late
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
     loop = _do("losetup", "--find", "--show", str(image))
