@@ -35,6 +35,7 @@ BUDGETS: Final = {
     "start_answered": Budget(0.1, 0.02),
     "start_until_5_running": Budget(0.3, 0.05),
     "killed_until_successor_lives": Budget(0.1, 0.01),
+    "200_processes_killed_first_back": Budget(0.1, 0.1),
     "200_processes_killed_last_back": Budget(2.0, 0.6),
     "stop_of_5": Budget(0.5, 0.2),
     "fetch_logs_of_400_MB": Budget(300, 500, more_is_better=True),
