@@ -113,6 +113,35 @@ class Timing:
         return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
 
 
+class _Sweeper:
+    """Has the collector look at everything, once in a while for all who have asked for it."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where a look is to come."""
+        self._asked = False
+
+    def ask(self) -> None:
+        """Have a look ``SWEPT`` seconds from now, or up to twice as many."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            self._asked = True
+        else:
+            self._loop = loop
+            loop.call_later(SWEPT, self._look)
+
+    def _look(self) -> None:
+        loop, self._loop = self._loop, None
+        gc.collect()
+        if self._asked and loop is not None:  # too soon for who asked last
+            self._asked = False
+            self._loop = loop
+            loop.call_later(SWEPT, self._look)
+
+
+_sweeper: Final = _Sweeper()
+
+
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
     """The addresses of the host of a URL, in random order; raises ``OSError``."""
     host = url.hostname or ""
@@ -288,7 +317,7 @@ class _Link(Client):
         self._wire.close()
         await _ended(*self._parts)
         # It is a ring of objects, of which the collector sees few and TLS holds half a megabyte: it would come late.
-        asyncio.get_running_loop().call_later(SWEPT, gc.collect)
+        _sweeper.ask()
 
     def _own(self, name: str, part: asyncio.Task[Any]) -> None:
         """A link lives as long as each of its parts: nats-py calls itself connected whichever of them has died."""
