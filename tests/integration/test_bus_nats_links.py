@@ -162,6 +162,29 @@ async def test_what_ended_links_hold_is_given_back(tmp_path: Path, monkeypatch: 
                 gc.enable()
 
 
+async def test_links_that_end_together_are_swept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at everything costs tens of milliseconds: one for all, and one more for who asked in between."""
+    looks = 0
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    monkeypatch.setattr(nats, "SWEPT", 0.05)
+    monkeypatch.setattr(gc, "collect", look)
+    sweeper = nats._Sweeper()
+    for _ in range(20):
+        sweeper.ask()
+    await until(lambda: looks == 1)
+    await until(lambda: looks == 2)
+    await asyncio.sleep(0.2)
+
+    assert looks == 2
+    sweeper.ask()
+    await until(lambda: looks == 3)
+
+
 def _descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
