@@ -34,6 +34,15 @@ def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
     return Rotation(Paths(logs.parents[2]), limits, lambda: told)
 
 
+def rotated(logs: Path, path: str, most: int) -> rotating.Moved:
+    """What was moved of one log."""
+    root = os.open(logs, os.O_RDONLY)
+    try:
+        return rotating.rotate(root, path, 7, most)
+    finally:
+        os.close(root)
+
+
 def archived(log: Path, number: int = 1) -> bytes:
     return gzip.decompress(log.with_name(f"{log.name}.{number}.gz").read_bytes())
 
@@ -119,13 +128,8 @@ def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pyt
             file.write(burst)
 
     monkeypatch.setattr(os, "fsync", slow)
-    root = os.open(logs, os.O_RDONLY)
-    try:
-        moved = rotating.rotate(root, "web/web.log", 7, MOST)
-    finally:
-        os.close(root)
 
-    assert moved == (len(b"first\n") + len(burst), 0)
+    assert rotated(logs, "web/web.log", MOST) == (len(b"first\n") + len(burst), 0)
     assert archived(log) == b"first\n" + burst
     assert log.stat().st_size == 0
 
@@ -181,13 +185,8 @@ def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypat
         return read(descriptor, count)
 
     monkeypatch.setattr(os, "read", written_meanwhile)
-    root = os.open(logs, os.O_RDONLY)
-    try:
-        moved = rotating.rotate(root, "web/web.log", 7, size)
-    finally:
-        os.close(root)
 
-    assert moved == (size + size // 2, 0)
+    assert rotated(logs, "web/web.log", size) == (size + size // 2, 0)
     assert log.stat().st_size == 0
 
 
