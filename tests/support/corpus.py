@@ -1,4 +1,4 @@
-"""The corpus of real control files: it is not part of the project and is read where it lies, beside the checkout."""
+"""The corpus of real control files and of a real Director's requests, in ``tests/data/corpus``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-CORPUS = Path(__file__).resolve().parents[2] / "../shared/corpus"
-
-needs_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus is not beside the checkout")
+CORPUS = Path(__file__).resolve().parents[1] / "data/corpus"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the corpus and what the program it is written for says of it."""
+    """A file of the corpus and the verdict of the program it is written for."""
 
     file: str
     text: str
@@ -31,11 +27,8 @@ class Entry:
 
 
 def entries(kind: str) -> list[Entry]:
-    """All files of a kind (``monit``, ``bpm``), in the order of the index; none without the corpus."""
-    index = CORPUS / kind / "index.tsv"
-    if not index.is_file():
-        return []
-    with index.open(newline="") as rows:
+    """All files of a kind (``monit``, ``bpm``), in the order of the index."""
+    with (CORPUS / kind / "index.tsv").open(newline="") as rows:
         header, *found = csv.reader(rows, delimiter="\t")
     assert header[0] == "file"
     paths = [CORPUS / kind / row[0] for row in found]
