@@ -27,7 +27,8 @@ ENTER = """
 set -eu
 mount --make-rshared /
 mount -t tmpfs -o mode=0755 tmpfs /run
-for place in /var/log /var/lib/cni; do
+# Volumes that the cluster makes for claims have a fixed place too.
+for place in /var/log /var/lib/cni /tmp/hostpath_pv; do
     mkdir -p $place "$SHIM_TEST_NODE$place"
     mount --bind "$SHIM_TEST_NODE$place" $place
 done
@@ -45,6 +46,12 @@ exec catatonit -- "$@"
 
 def main(arguments: list[str]) -> int:
     """Run pytest with these arguments; its exit code, or 1 with a word on what is missing."""
+    options = ["-qm", "kubernetes", "-o", "cache_dir=.pytest_cache/kubernetes", "-o", "faulthandler_timeout=600"]
+    return run_as_node([sys.executable, "-m", "pytest", *options, "tests/kubernetes", *arguments])
+
+
+def run_as_node(command: list[str]) -> int:
+    """Run a command in the namespaces of a node, which it starts (``node.Node``); its exit code, or 1 without one."""
     if os.geteuid() != 0:
         print("cannot start a node: it takes root", file=sys.stderr)
         return 1
@@ -58,11 +65,9 @@ def main(arguments: list[str]) -> int:
         node = Path(scratch)
         (node / PROGRAMS).symlink_to(programs)
         _save_images(node)
-        options = ["-qm", "kubernetes", "-o", "cache_dir=.pytest_cache/kubernetes", "-o", "faulthandler_timeout=600"]
-        test = [sys.executable, "-m", "pytest", *options, "tests/kubernetes", *arguments]
         alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with _cgroup(node.name):
-            done = subprocess.run([*alone, "sh", "-c", ENTER, "sh", *test], env={**os.environ, NODE: scratch})
+            done = subprocess.run([*alone, "sh", "-c", ENTER, "sh", *command], env={**os.environ, NODE: scratch})
     return done.returncode
 
 

@@ -37,7 +37,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
     """A namespace of the test's own, whose pods are gone after it."""
     made = Namespace(node, f"test-{secrets.token_hex(4)}", tmp_path)
-    await made.kubectl("create", "namespace", made.name)
+    await made.create()
     try:
         yield made
     finally:

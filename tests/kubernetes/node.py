@@ -62,6 +62,11 @@ class Node:
             step()
             self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
 
+    @property
+    def authority(self) -> Path:
+        """The certificate of the API server, which signs itself."""
+        return self.where / "api/apiserver.crt"
+
     def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run it to the end, whatever it is."""
         command = ["kubectl", f"--kubeconfig={self.where}/kubeconfig", *arguments]
@@ -95,19 +100,26 @@ class Node:
             "advertise-address": ADDRESS,
             "cert-dir": self.where / "api",
             "token-auth-file": self.where / "tokens.csv",
-            "authorization-mode": "AlwaysAllow",
+            "authorization-mode": "RBAC",
             "service-account-issuer": API,
             "service-account-key-file": key,
             "service-account-signing-key-file": key,
             "service-cluster-ip-range": "198.51.100.0/24",
-            "disable-admission-plugins": "ServiceAccount",
             "allow-privileged": "true",
             "kubelet-preferred-address-types": "InternalIP",
         }
         self._spawn([self._program("kube-apiserver"), *_options(api)])
         self._until("the API server", "kube-apiserver", lambda: self.kubectl("get", "--raw", "/readyz").stdout == "ok")
         client = {"kubeconfig": self.where / "kubeconfig", "leader-elect": "false"}
-        manager = {**client, "cert-dir": self.where / "manager", "pvclaimbinder-sync-period": "1s", "port": "0"}
+        manager = {
+            **client,
+            "cert-dir": self.where / "manager",
+            "pvclaimbinder-sync-period": "1s",
+            "port": "0",
+            "service-account-private-key-file": key,
+            "root-ca-file": self.authority,
+            "enable-hostpath-provisioner": "true",
+        }
         self._spawn([self._program("kube-controller-manager"), *_options(manager)])
         self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
 
@@ -119,6 +131,15 @@ class Node:
         self._until("containerd", "containerd", lambda: subprocess.run(asked, capture_output=True).returncode == 0)
         self.ctr("images", "import", str(self.where / IMAGES))
         self.ctr("images", "tag", f"{pods.IMAGE}:latest", "localhost/agent-shim:latest")
+        self.ctr("images", "tag", f"{pods.IMAGE}:latest", f"localhost/agent-shim@{self.digest()}")
+
+    def digest(self) -> str:
+        """Of our image, as the runtime has it."""
+        for line in self.ctr("images", "list").splitlines():
+            name, _, digest, *_ = line.split()
+            if name == f"{pods.IMAGE}:latest":
+                return digest
+        raise AssertionError("the runtime has no image of ours")
 
     def _start_kubelet(self) -> None:
         config = {

@@ -65,6 +65,13 @@ class Namespace:
             pytest.fail(f"kubectl {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
+    async def create(self) -> None:
+        """Make it, and wait for the account without which no pod is admitted."""
+        await self.kubectl("create", "namespace", self.name)
+        async with asyncio.timeout(LIMIT):
+            while await self.kubectl("get", "serviceaccounts", "-o", "name") == "":
+                await asyncio.sleep(0.1)
+
     async def apply(self, documents: Iterable[Document]) -> None:
         """Make it so, with a volume for each claim."""
         documents = list(documents)

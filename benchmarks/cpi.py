@@ -1,0 +1,388 @@
+"""The Kubernetes CPI on a node of its own: calls as the Director makes them, beside the least that could do the same.
+
+Root and the packages of ``./dev test-kubernetes`` are needed; the node is built the first time. ``on_node`` runs in its
+namespaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import http.client
+import json
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks.measuring import Figure, Figures, figure
+from kubernetes_cpi import names
+from tests.kubernetes import cpi_site, node
+from tests.kubernetes.calls import PATH, Cpi
+from tests.kubernetes.cpi_site import Site, Way
+from tests.kubernetes.deployments import NETWORKS, Instance
+
+ROUNDS: Final = 15
+PODS: Final = 5
+AT_ONCE: Final = 32
+"""``director.max_threads``."""
+INSTANCES: Final = 3
+WAY: Final = Way("live", "live", "base", "privileged")
+PATIENCE_S: Final = 60.0
+START: Final = "import json, msgspec"
+
+
+async def measure(command: str, scale: float, figures: Figures) -> None:
+    """Start a node and take what was measured there."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = Path(scratch, "figures.json")
+        argv = [sys.executable, "-m", "benchmarks.cpi", str(found), str(scale)]
+        # What the node says belongs with the progress.
+        run = "import sys; from tests.kubernetes.__main__ import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
+        done = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *argv, stdout=sys.stderr)
+        code = await done.wait()
+        if found.exists():
+            figures |= json.loads(found.read_text())
+        if code:
+            raise RuntimeError(f"the node ended with {code}")
+
+
+# --- the API server without a CPI -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bare:
+    """Requests with nothing around them: one connection, no retries, no types."""
+
+    namespace: str
+    token: str
+    authority: Path
+
+    def connection(self) -> http.client.HTTPSConnection:
+        address = node.API.removeprefix("https://")
+        context = ssl.create_default_context(cafile=str(self.authority))
+        return http.client.HTTPSConnection(address, context=context, timeout=PATIENCE_S)
+
+    def ask(self, link: http.client.HTTPSConnection, method: str, path: str, body: Any = None) -> Any:
+        """The decoded answer, which must be good."""
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        content = None if body is None else json.dumps(body)
+        link.request(method, f"/api/v1/namespaces/{self.namespace}/{path}", content, headers)
+        response = link.getresponse()
+        said = response.read()
+        if response.status >= http.client.BAD_REQUEST:
+            raise RuntimeError(f"{method} {path}: {response.status}: {said.decode()}")
+        return json.loads(said)
+
+    def until_ready(self, pod: str) -> None:
+        """Follow a watch until the kubelet calls it ready."""
+        link = self.connection()
+        headers = {"Authorization": f"Bearer {self.token}"}
+        link.request(
+            "GET", f"/api/v1/namespaces/{self.namespace}/pods?watch=1&fieldSelector=metadata.name={pod}", None, headers
+        )
+        for line in link.getresponse():
+            conditions = json.loads(line)["object"]["status"].get("conditions") or []
+            if any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
+                break
+        link.close()
+
+    def make(self, secret: Any, pod: Any) -> float:
+        """Seconds from the first request until the pod is ready."""
+        began = time.monotonic()
+        link = self.connection()
+        if secret is not None:
+            self.ask(link, "POST", "secrets", secret)
+        self.ask(link, "POST", "pods", pod)
+        self.until_ready(pod["metadata"]["name"])
+        return time.monotonic() - began
+
+    def remove(self, pod: str) -> None:
+        link = self.connection()
+        self.ask(link, "DELETE", f"pods/{pod}", {"gracePeriodSeconds": 0})
+        with contextlib.suppress(RuntimeError):  # an attachment has none
+            self.ask(link, "DELETE", f"secrets/{pod}")
+
+
+def copied(document: Any, before: str, after: str) -> Any:
+    """The same object under another name, as somebody would write it by hand."""
+    text = json.dumps({key: one for key, one in document.items() if key != "status"}).replace(before, after)
+    made = json.loads(text)
+    for key in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink"):
+        made["metadata"].pop(key, None)
+    made.get("spec", {}).pop("nodeName", None)
+    return made
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
+    """How long a process takes, from exec to its end."""
+    began = time.monotonic()
+    subprocess.run(argv, input=request, capture_output=True, check=True, env={"PATH": PATH})
+    return time.monotonic() - began
+
+
+def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tuple[float, list[float], list[Any]]:
+    """Processes at once: seconds until all have ended, the most memory of each in MB, and their responses."""
+    began = time.monotonic()
+    running = []
+    for number, request in enumerate(requests):
+        given, said = home / f"request-{number}", home / f"response-{number}"
+        given.write_bytes(request)
+        with given.open("rb") as stdin, said.open("wb") as stdout:
+            environment = {"PATH": PATH, "TMPDIR": str(home), "HOME": str(home)}
+            running.append(
+                subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env=environment, cwd=home)
+            )
+    memory = {process.pid: 0.0 for process in running}
+    # Looked at while they run: what the kernel tells at the end counts this process too, from before the exec.
+    while left := [process for process in running if process.poll() is None]:
+        for process in left:
+            memory[process.pid] = max(memory[process.pid], high_water(process.pid))
+        time.sleep(0.02)
+    seconds = time.monotonic() - began
+    return (
+        seconds,
+        list(memory.values()),
+        [json.loads((home / f"response-{number}").read_bytes()) for number in range(len(requests))],
+    )
+
+
+def high_water(pid: int) -> float:
+    """The most memory that a process has had, in MB; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def request(cpi: Cpi, method: str, *arguments: Any) -> bytes:
+    context = {"director_uuid": cpi.director, "request_id": "cpi-1", "vm": {"stemcell": {"api_version": 3}}}
+    return msgspec.json.encode({"method": method, "arguments": arguments, "context": context, "api_version": 3})
+
+
+# --- on the node ------------------------------------------------------------------------------------------------------
+
+
+async def on_node(figures: Figures, scale: float, scratch: Path) -> None:
+    """Everything, on a node that is started here."""
+    here = node.Node(node.here())
+    here.start()
+    async with AsyncExitStack() as stack:
+        site = await stack.enter_async_context(cpi_site.site(here, WAY, scratch))
+        config = json.loads((scratch / "cpi.json").read_text())
+        bare = Bare(site.namespace.name, config["cluster"]["token"], here.authority)
+        count = max(1, round(ROUNDS * scale))
+        await asyncio.to_thread(_calls, site, figures, count)
+        await _vms(site, bare, figures, max(1, round(PODS * scale)))
+        await _at_once(site, figures, max(2, round(AT_ONCE * scale)))
+        await _deploys(site, bare, figures)
+
+
+def _calls(site: Site, figures: Figures, count: int) -> None:
+    argv, ask = list(site.cpi.command), request(site.cpi, "info")
+    floor = [seconds_of([sys.executable, "-I", "-c", START]) for _ in range(count)]
+    made = [seconds_of(argv, ask) for _ in range(count)]
+    figures["cpi info"] = _seconds(made, floor, "an interpreter that imports json and msgspec")
+
+
+def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure:
+    return figure([one * 1000 for one in made], "ms", floor=[one * 1000 for one in floor], floor_is=what)
+
+
+async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
+    director = site.deployments
+    instance = await director.first_deploy()
+    # In a thread: the bus goes through this process.
+    await asyncio.to_thread(_small_calls, site, bare, figures, instance, count * 3)
+    link = bare.connection()
+    pod = bare.ask(link, "GET", f"pods/{instance.vm}")
+    secret = bare.ask(link, "GET", f"secrets/{instance.vm}")
+    name = names.attachment(instance.vm, instance.disk)
+    attachment = bare.ask(link, "GET", f"pods/{name}")
+    by_hand, by_cpi = [], []
+    for _ in range(count):
+        other = f"vm-by-hand-{uuid.uuid4().hex[:16]}"
+        arguments = _arguments(site, await _admitted(site))
+        made = settings_by_hand(secret, instance.vm, other, arguments), copied(pod, instance.vm, other)
+        by_hand.append(await asyncio.to_thread(bare.make, *made))
+        await asyncio.to_thread(bare.remove, other)
+        fresh = Instance("one")
+        began = time.monotonic()
+        await _create_vm(site, fresh)
+        by_cpi.append(time.monotonic() - began)
+        await site.cpi.call("delete_vm", fresh.vm)
+    figures["cpi create_vm"] = _seconds(by_cpi, by_hand, "the same Secret and pod made by hand, until ready")
+    by_hand, by_cpi = [], []
+    for _ in range(count):
+        disk = await director.create_disk(instance)
+        # The claim is bound by its first user, which is the storage's time.
+        await site.cpi.call("attach_disk", instance.vm, disk)
+        await site.cpi.call("detach_disk", instance.vm, disk)
+        began = time.monotonic()
+        await site.cpi.call("attach_disk", instance.vm, disk)
+        by_cpi.append(time.monotonic() - began)
+        await site.cpi.call("detach_disk", instance.vm, disk)
+        other = f"by-hand-{uuid.uuid4().hex[:16]}"
+        made_by_hand = copied(json.loads(json.dumps(attachment).replace(instance.disk, disk)), name, other)
+        by_hand.append(await asyncio.to_thread(bare.make, None, made_by_hand))
+        await asyncio.to_thread(bare.remove, other)
+    figures["cpi attach_disk, live"] = _seconds(by_cpi, by_hand, "the same attachment pod made by hand, until ready")
+
+
+def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, count: int) -> None:
+    def three_requests() -> float:
+        began = time.monotonic()
+        link = bare.connection()
+        for _ in range(3):
+            bare.ask(link, "GET", f"pods/{instance.vm}")
+        link.close()
+        return time.monotonic() - began
+
+    floor = [seconds_of([sys.executable, "-I", "-c", START]) + three_requests() for _ in range(count)]
+    what = "the start of an interpreter and three bare requests"
+    for method, arguments in (("has_vm", [instance.vm]), ("attach_disk", [instance.vm, instance.disk])):
+        ask = request(site.cpi, method, *arguments)
+        made = [seconds_of(list(site.cpi.command), ask) for _ in range(count)]
+        figures[f"cpi {method}{', nothing to do' if method == 'attach_disk' else ''}"] = _seconds(made, floor, what)
+
+
+async def _create_vm(site: Site, instance: Instance) -> None:
+    """One that no agent will be asked of: its bus lets it in, and it answers its probe."""
+    agent = await _admitted(site)
+    instance.agent = agent
+    instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, agent))
+
+
+async def _admitted(site: Site) -> str:
+    agent = str(uuid.uuid4())
+    await site.deployments.world.server.add_agent(agent)
+    return agent
+
+
+def _arguments(site: Site, agent: str) -> list[Any]:
+    world = site.deployments.world
+    env = {"bosh": {"mbus": {"cert": world.credentials(agent, bootstrap=True)}, "blobstores": world.blobstores()}}
+    return [agent, site.deployments.stemcell, site.deployments.vm_type, NETWORKS, [], env]
+
+
+async def _at_once(site: Site, figures: Figures, count: int) -> None:
+    requests = [request(site.cpi, "create_vm", *_arguments(site, await _admitted(site))) for _ in range(count)]
+    site.cpi.home.mkdir(exist_ok=True)
+    argv = list(site.cpi.command)
+    seconds, memory, responses = await asyncio.to_thread(largest_of, argv, requests, site.cpi.home)
+    failed = [one["error"]["message"] for one in responses if one["error"]]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {count} create_vm at once failed: {failed[0]}")
+    figures[f"cpi {count} create_vm at once"] = figure([seconds * 1000], "ms")
+    figures["cpi memory of a create_vm"] = figure(memory, "MB")
+    deletes = [request(site.cpi, "delete_vm", one["result"][0]) for one in responses]
+    await asyncio.to_thread(largest_of, argv, deletes, site.cpi.home)
+
+
+@dataclass
+class ByHand(Cpi):
+    """Somebody who has written the manifests already, disks and all, and knows what the Director will ask."""
+
+    answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(self.answer, method, arguments)
+
+
+async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
+    """The first deploy of some instances with disks, by the CPI and by hand: all else is the same."""
+    director, real = site.deployments, site.cpi
+    began = time.monotonic()
+    deployed = await asyncio.gather(*(director.first_deploy(f"db{number}") for number in range(INSTANCES)))
+    by_cpi = time.monotonic() - began
+    link = bare.connection()
+    vm, disk = deployed[0].vm, deployed[0].disk
+    pod, secret = bare.ask(link, "GET", f"pods/{vm}"), bare.ask(link, "GET", f"secrets/{vm}")
+    claim = bare.ask(link, "GET", f"persistentvolumeclaims/{disk}")
+    disks: dict[str, str] = {}
+
+    def answer(method: str, arguments: Sequence[Any]) -> Any:
+        if method == "create_vm":
+            return [_made_by_hand(bare, secret, pod, claim, vm, arguments, disks), {}]
+        if method == "create_disk":
+            return disks[arguments[2]]
+        return f"/disks/{arguments[1]}" if method == "attach_disk" else None
+
+    director.cpi = ByHand([], real.home, answer=answer)
+    began = time.monotonic()
+    await asyncio.gather(*(director.first_deploy(f"by{number}") for number in range(INSTANCES)))
+    by_hand = time.monotonic() - began
+    director.cpi = real
+    what = "the same with manifests made by hand, disks from the beginning"
+    figures[f"cpi first deploy of {INSTANCES} instances with disks"] = _seconds([by_cpi], [by_hand], what)
+
+
+def _made_by_hand(
+    bare: Bare, secret: Any, pod: Any, claim: Any, vm: str, arguments: Sequence[Any], disks: dict[str, str]
+) -> str:
+    name = f"vm-by-hand-{uuid.uuid4().hex[:16]}"
+    disk = disks[name] = f"disk-by-hand-{uuid.uuid4().hex[:16]}"
+    link = bare.connection()
+    made = copied(claim, claim["metadata"]["name"], disk)
+    made["metadata"].pop("annotations", None)
+    made["spec"].pop("volumeName", None)
+    bare.ask(link, "POST", "persistentvolumeclaims", made)
+    settings = settings_by_hand(secret, vm, name, arguments)
+    other = copied(pod, vm, name)
+    other["spec"]["volumes"].append({"name": disk, "persistentVolumeClaim": {"claimName": disk}})
+    other["spec"]["containers"][0]["volumeMounts"].append({"name": disk, "mountPath": f"/disks/{disk}"})
+    bare.make(settings, other)
+    return name
+
+
+def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) -> Any:
+    """The Secret of another VM with the settings for a create_vm with these arguments."""
+    made = copied(secret, vm, name)
+    agent, env = arguments[0], arguments[5]
+    made["data"] = {key: _settings_of(one, agent, env) for key, one in made["data"].items()}
+    return made
+
+
+def _settings_of(encoded: str, agent: str, env: Any) -> str:
+    """The settings of another agent in the place of these; what is none stays."""
+    document = json.loads(base64.b64decode(encoded))
+    if "agent_id" not in document:
+        return encoded
+    document["agent_id"] = agent
+    document["env"]["bosh"] |= env["bosh"] | {
+        "mbus": {**document["env"]["bosh"].get("mbus", {}), **env["bosh"]["mbus"]}
+    }
+    return base64.b64encode(json.dumps(document).encode()).decode()
+
+
+def main() -> int:
+    target, scale = Path(sys.argv[1]), float(sys.argv[2])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was measured is lost
+    figures: Figures = {}
+    scratch = Path(tempfile.mkdtemp())
+    try:
+        asyncio.run(on_node(figures, scale, scratch))
+    finally:
+        target.write_text(json.dumps(figures))
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The BOSH release that carries the CPI."""

@@ -1,0 +1,223 @@
+"""``./dev cpi-release``: a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
+
+One job, ``kubernetes_cpi``, whose properties are made from the types of the configuration, and one package with an
+interpreter, the libraries of requirements/cpi.lock and the program, all compiled: its packaging copies, and nothing is
+fetched where it is compiled. The interpreter is a copy of the one that runs this; so the release is for Linux systems
+with its glibc or a younger one, and for its architecture. The same tree, interpreter and lock give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kubernetes_cpi import schema
+from kubernetes_cpi.config import Config
+
+ROOT: Final = Path(__file__).parents[1]
+HERE: Final = Path(__file__).parent
+NAME: Final = "bosh-kubernetes-cpi"
+JOB: Final = "kubernetes_cpi"
+TEMPLATES: Final = {"cpi.erb": "bin/cpi", "cpi.json.erb": "config/cpi.json"}
+OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
+    "agent.mbus": {"description": "Address of the message bus, where `kubernetes_cpi.agent.mbus` is empty."},
+    "ntp": {"description": "Time servers, where `kubernetes_cpi.agent.ntp` is empty."},
+}
+"""Properties that deployment manifests set for every CPI alike."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="./dev cpi-release", description="Make a BOSH release with the CPI.")
+    parser.add_argument(
+        "--version", default=own_version(), help="version of the release (default: that of the project)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the tarball goes (default: dist)")
+    arguments = parser.parse_args()
+    try:
+        made = release(arguments.version, arguments.out)
+    except subprocess.CalledProcessError as exc:
+        print(f"cpi-release: cannot make it: {exc}", file=sys.stderr)
+        return 1
+    except OSError as exc:
+        print(f"cpi-release: cannot make it: {exc.strerror}: {exc.filename}", file=sys.stderr)
+        return 1
+    print(made)
+    return 0
+
+
+def release(version: str, out: Path) -> Path:
+    """Make the tarball in ``out``; its path."""
+    with tempfile.TemporaryDirectory() as scratch:
+        content = Path(scratch)
+        package_tree(content)
+        package = tarball(tree(content))
+    job = tarball(job_files())
+    of_job = _entry(JOB, job) | {"packages": [JOB]}
+    of_package = _entry(JOB, package) | {"dependencies": []}
+    manifest = {
+        "name": NAME,
+        "version": version,
+        "commit_hash": _commit(),
+        "uncommitted_changes": False,
+        "jobs": [of_job],
+        "packages": [of_package],
+    }
+    whole = tarball(
+        [
+            ("release.MF", _yaml(manifest), 0o644),
+            (f"jobs/{JOB}.tgz", job, 0o644),
+            (f"packages/{JOB}.tgz", package, 0o644),
+            ("LICENSE", (ROOT / "LICENSE").read_bytes(), 0o644),
+        ],
+        level=0,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{NAME}-{version}.tgz"
+    beside = path.with_name(path.name + ".part")
+    beside.write_bytes(whole)
+    beside.replace(path)
+    return path
+
+
+def own_version() -> str:
+    """That of this project."""
+    found = re.search(r'__version__ = "([^"]+)"', (ROOT / "agent_shim/__init__.py").read_text())
+    assert found is not None
+    return found[1]
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+def properties() -> dict[str, dict[str, Any]]:
+    """Each property of the job, with its description and its default."""
+    rows = {key: text for key, _, _, text in schema.rows(Config)}
+    leaves = [key for key in rows if not any(other.startswith(f"{key}.") for other in rows)]
+    found = {
+        f"{JOB}.{key}": {"description": rows[key], "default": functools.reduce(getattr, key.split("."), Config())}
+        for key in leaves
+    }
+    return {**found, **OF_DEPLOYMENTS}
+
+
+def job_files() -> Iterator[tuple[str, bytes, int]]:
+    where = HERE / "jobs" / JOB
+    manifest = {"name": JOB, "templates": TEMPLATES, "packages": [JOB], "properties": properties()}
+    yield "job.MF", _yaml(manifest), 0o644
+    yield "monit", b"", 0o644
+    for name in TEMPLATES:
+        yield f"templates/{name}", (where / "templates" / name).read_bytes(), 0o644
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def package_tree(target: Path) -> None:
+    """``packaging`` and ``python``: interpreter, libraries and program."""
+    shutil.copy(HERE / "packages" / JOB / "packaging", target / "packaging")
+    python = target / "python"
+    subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
+        shutil.copy(shared, python / "lib")
+        _look_beside(python / "bin", shared.parent)
+    # Beside the standard library: the one directory that every build of Python looks into, wherever it lies.
+    library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements/cpi.lock")]
+    subprocess.run([*install, *pinned, "--target", str(library)], check=True, stdout=sys.stderr)
+    shutil.copytree(ROOT / JOB, library / JOB, ignore=shutil.ignore_patterns("__pycache__"))
+    # In a process of its own, with one seed: the order of sets is the order in the compiled modules.
+    compile_all = [
+        str(python / "bin/python3"),
+        "-B",
+        "-m",
+        "compileall",
+        "-qf",
+        "--invalidation-mode",
+        "unchecked-hash",
+    ]
+    arguments = ["-s", str(target), str(library)]
+    subprocess.run([*compile_all, *arguments], check=True, env={"PYTHONHASHSEED": "0"}, stdout=sys.stderr)
+
+
+def _look_beside(programs: Path, where: Path) -> None:
+    """Let programs look for their library in ``../lib`` instead of where it was built for (as chrpath does)."""
+    before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
+    for path in programs.iterdir():
+        content = path.read_bytes()
+        if not path.is_symlink() and before in content:
+            if len(before) < len(after):
+                raise SystemExit(
+                    f"cpi-release: cannot make it: the interpreter has no room for another path than {where}"
+                )
+            path.write_bytes(content.replace(before, after.ljust(len(before), b"\0")))
+
+
+def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
+    """Name, content (a text is the target of a link) and mode of each file, in order."""
+    for path in sorted(top.rglob("*")):
+        name = str(path.relative_to(top))
+        if path.is_symlink():
+            yield name, str(path.readlink()), 0o777
+        elif path.is_file():
+            yield name, path.read_bytes(), 0o755 if os.access(path, os.X_OK) else 0o644
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> bytes:
+    """A packed tarball; the same files give the same bytes."""
+    target = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=target, mode="wb", compresslevel=level, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive,
+    ):
+        for name, content, mode in files:
+            member = tarfile.TarInfo(f"./{name}")
+            member.mode = mode
+            if isinstance(content, str):
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                archive.addfile(member)
+            else:
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return target.getvalue()
+
+
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    """What the manifest of a release says of a job or package; its fingerprint stands for its content."""
+    digest = hashlib.sha256(content).hexdigest()
+    return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _yaml(document: dict[str, Any]) -> bytes:
+    """JSON is YAML."""
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

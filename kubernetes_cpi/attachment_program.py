@@ -1,0 +1,213 @@
+"""The program of attachment pods: bind a disk into a running VM, and unmount it on SIGTERM.
+
+The CPI sends the text of this file to a container as an argument, to be run by any Python from 3.9 on. It imports the
+standard library alone, and no module imports it.
+
+    attach DISK TARGET POD_UID   mount DISK on TARGET; end only when it is unmounted again
+    reboot POD_UID GRACE         end process 1 of the VM's container, which the kubelet starts again
+
+DISK is where the claim is mounted here. TARGET lies below a directory that is shared with the node, and from there with
+the VM. The VM's processes are found by the UID of its pod in their cgroups, which takes the node's pid namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+MS_BIND = 0x1000
+UMOUNT_NOFOLLOW = 8
+AT_FDCWD = -100
+AT_EMPTY_PATH = 0x1000
+OPEN_TREE_CLONE = 1
+MOVE_MOUNT_F_EMPTY_PATH = 4
+MOUNT_ATTR_IDMAP = 0x00100000
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+MOUNTED = "/tmp/mounted"  # noqa: S108 - of a container with one process
+TERMINATION_LOG = "/dev/termination-log"
+RETRY_S = 0.05
+REPORT_S = 5.0
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountAttr(ctypes.Structure):
+    """struct mount_attr of mount_setattr(2)."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "attach":
+        attach(*arguments[1:])
+    else:
+        reboot(arguments[1], float(arguments[2]))
+
+
+def attach(disk: str, target: str, uid: str) -> None:
+    """Mount, say so by a file, and wait for SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.makedirs(target, mode=0o755, exist_ok=True)
+    if is_mounted(target):
+        # An earlier container of this pod has mounted it and was killed.
+        if not is_same_file_system(disk, target):
+            raise SystemExit(f"cannot mount the disk: another file system is mounted on {target}")
+    else:
+        mount(disk, target, uid)
+    with open(MOUNTED, "w"):
+        pass
+    say("mounted")
+    signal.sigwait({signal.SIGTERM})
+    detach(target, uid)
+
+
+def detach(target: str, uid: str) -> None:
+    """Unmount; as long as the VM uses the disk this goes on, whatever asks for the end."""
+    reported = 0.0
+    while is_mounted(target):
+        if libc.umount2(target.encode(), UMOUNT_NOFOLLOW) == 0:
+            continue
+        number = ctypes.get_errno()
+        if number != errno.EBUSY:
+            raise SystemExit(f"cannot unmount the disk: {os.strerror(number)}")
+        if time.monotonic() - reported >= REPORT_S:
+            say("cannot unmount the disk yet: the VM uses it")
+            reported = time.monotonic()
+        time.sleep(RETRY_S)
+    with contextlib.suppress(OSError):
+        os.rmdir(target)
+    if not any(processes(uid)):
+        # The VM is gone: its directory is empty then, or belongs to other disks still.
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(target))
+    say("unmounted")
+
+
+def mount(disk: str, target: str, uid: str) -> None:
+    """Bind the disk; idmapped where the VM has a user namespace of its own."""
+    userns = foreign_userns(uid)
+    if userns is None:
+        check(libc.mount(disk.encode(), target.encode(), None, MS_BIND, None), "mount the disk")
+        return
+    tree = check(libc.syscall(OPEN_TREE, AT_FDCWD, disk.encode(), OPEN_TREE_CLONE | os.O_CLOEXEC), "clone the mount")
+    try:
+        attr = MountAttr(attr_set=MOUNT_ATTR_IDMAP, userns_fd=userns)
+        size = ctypes.c_size_t(ctypes.sizeof(attr))
+        check(libc.syscall(MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, ctypes.byref(attr), size), "idmap the mount")
+        moved = libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
+        check(moved, "mount the disk")
+    finally:
+        # Both keep the mount busy.
+        os.close(tree)
+        os.close(userns)
+
+
+def foreign_userns(uid: str) -> int | None:
+    """Descriptor of the user namespace of the VM's processes; None when it is ours."""
+    own = os.stat("/proc/self/ns/user").st_ino
+    for pid in processes(uid):
+        with contextlib.suppress(OSError):
+            fd = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            if os.fstat(fd).st_ino != own:
+                return fd
+            os.close(fd)
+    return None
+
+
+def reboot(uid: str, grace: float) -> None:
+    """End process 1 of the container in order, by force after the grace."""
+    found = [pid for pid in processes(uid) if is_first(pid)]
+    if not found:
+        raise SystemExit("cannot reboot: no process of the VM is there")
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, REPORT_S)):
+        fds = []
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                fds.append((pid, start_of(pid)))
+                os.kill(pid, number)
+        until = time.monotonic() + patience
+        while any(start_of(pid) == start and start for pid, start in fds):
+            if time.monotonic() > until:
+                break
+            time.sleep(RETRY_S)
+        else:
+            say("ended")
+            return
+    raise SystemExit("cannot reboot: process 1 of the VM does not end")
+
+
+def processes(uid: str) -> Iterator[int]:
+    """Processes of the pod; the path of a cgroup has its UID, with systemd's names for dashes or without."""
+    forms = (uid, uid.replace("-", "_"))
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/cgroup") as file:
+                text = file.read()
+                if any(form in text for form in forms):
+                    yield int(name)
+
+
+def is_first(pid: int) -> bool:
+    """True for process 1 of a container of the pod, not that of its sandbox."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        fields = dict(line.rstrip("\n").split(":", 1) for line in file if ":" in line)
+        numbers = fields.get("NSpid", "").split()
+        return len(numbers) > 1 and numbers[-1] == "1" and fields["Name"].strip() != "pause"
+    return False
+
+
+def start_of(pid: int) -> str:
+    """When the process started, to tell it from another of its number; "" when it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return "" if fields[0] == "Z" else fields[19]
+    return ""
+
+
+def is_mounted(target: str) -> bool:
+    """True when something is mounted there, perhaps of the same file system as its parent."""
+    real = os.path.realpath(target)
+    with open("/proc/self/mountinfo") as file:
+        return any(unescaped(line.split()[4]) == real for line in file)
+
+
+def is_same_file_system(disk: str, target: str) -> bool:
+    """True when the same directory of the same device is mounted on both."""
+    one, other = os.stat(disk), os.stat(target)
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+
+
+def unescaped(field: str) -> str:
+    """A path of mountinfo, where blanks and the like are octal."""
+    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
+
+
+def check(result: int, what: str) -> int:
+    """The result of a system call; ends with the reason when it failed."""
+    if result < 0:
+        raise SystemExit(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def say(text: str) -> None:
+    """Print a line; the CPI reads the last one."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (SystemExit, OSError) as exc:
+        if exc.args and exc.args[0] != 0:
+            text = str(exc)
+            with contextlib.suppress(OSError), open(TERMINATION_LOG, "w") as file:
+                file.write(text)
+            say(text)
+            sys.exit(1)

@@ -1,0 +1,220 @@
+"""Attachments: pods that bind a disk into a VM that runs. The VM keeps its address, processes and data.
+
+An attachment mounts the claim, binds it below a directory of the node that the VM sees, and ends only when it has
+unmounted it again: whatever asks for its end, a disk that is in use stays where it is.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kubernetes_cpi import log, manifests, names, pods
+from kubernetes_cpi.client import PODS, Object
+from kubernetes_cpi.errors import ApiError, CpiError, NotSupportedError, VMCreationFailedError
+from kubernetes_cpi.session import Session
+
+PROGRAM: Final = Path(__file__).with_name("attachment_program.py")
+CONTAINER: Final = "attachment"
+DISK: Final = "/disk"
+TARGET: Final = "/target"
+GRACE_S: Final = 365 * 24 * 3600
+"""An attachment that is deleted waits until the VM lets go of the disk, and is killed by nothing before."""
+TRIES: Final = 3
+
+
+def manifest(session: Session, vm: Object, disk: str) -> Object:
+    """The attachment of a disk to the pod of a VM, on the VM's node."""
+    cid = vm["metadata"]["name"]
+    pod = _helper(
+        session,
+        vm,
+        names.attachment(cid, disk),
+        names.KIND_ATTACHMENT,
+        ["attach", DISK, f"{TARGET}/{cid}/{disk}", vm["metadata"]["uid"]],
+    )
+    pod["metadata"]["labels"][names.DISK] = names.value(disk)
+    spec = pod["spec"]
+    spec["terminationGracePeriodSeconds"] = GRACE_S
+    spec["volumes"] = [
+        {"name": "disk", "persistentVolumeClaim": {"claimName": disk}},
+        {"name": "target", "hostPath": {"path": session.config.disks.host_path, "type": "DirectoryOrCreate"}},
+    ]
+    container = spec["containers"][0]
+    container["volumeMounts"] = [
+        {"name": "disk", "mountPath": DISK},
+        {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"},
+    ]
+    # The kubelet calls the container started, and so the pod ready, when this has returned.
+    wait = "until [ -e /tmp/mounted ]; do sleep 0.02; done"
+    container["lifecycle"] = {"postStart": {"exec": {"command": ["/bin/sh", "-c", wait]}}}
+    return pod
+
+
+def attach(session: Session, vm: Object, disk: str) -> None:
+    """Make the attachment of a disk and wait until it has mounted it."""
+    cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
+    if not manifests.takes_live_disks(vm):
+        raise NotSupportedError(
+            f"cannot attach the disk {disk} to {cid} while it runs: it was made without "
+            "`disks.attach: live`; recreate the VM"
+        )
+    if not vm["spec"].get("nodeName"):
+        raise CpiError(f"cannot attach the disk {disk} to {cid}: no node runs the VM", ok_to_retry=True)
+    body = manifest(session, vm, disk)
+    for _ in range(TRIES):
+        made = _made(session, namespace, body)
+        if pods.is_ready(made):
+            return
+        if not pods.is_ending(made):
+            break
+        if not pods.until_gone(session, namespace, body["metadata"]["name"], session.config.timeouts.unmount):
+            raise CpiError(_held(session, namespace, cid, disk))
+    try:
+        pods.until_ready(session, namespace, made, timeout_s=session.config.timeouts.create_vm)
+    except VMCreationFailedError as exc:
+        pods.end(session, namespace, body["metadata"]["name"])
+        raise CpiError(f"cannot attach the disk {disk} to {cid}: {exc}") from exc
+
+
+def detach(session: Session, vm: str, disk: str) -> bool:
+    """End the attachment of a disk, which unmounts it; False when there is none, ``CpiError`` while the VM uses it."""
+    namespace, name = session.namespace_of(vm), names.attachment(vm, disk)
+    if session.client.delete(PODS, namespace, name) is None:
+        return False
+    try:
+        is_unmounted = pods.until_stopped(session, namespace, name, session.config.timeouts.unmount)
+    except CpiError as exc:
+        raise CpiError(f"cannot detach the disk {disk} from {vm}: {exc}") from exc
+    if not is_unmounted:
+        raise CpiError(_held(session, namespace, vm, disk))
+    return True
+
+
+def find(session: Session, vm: str, disk: str) -> Object | None:
+    """The attachment of a disk to a VM; None when there is none, or one that has unmounted the disk."""
+    pod = session.client.find(PODS, session.namespace_of(vm), names.attachment(vm, disk))
+    return None if pod is None or pods.has_stopped(pod) else pod
+
+
+def of(session: Session, vm: str) -> list[Object]:
+    """All attachments and other helpers of a VM."""
+    kinds = f"{names.KIND_ATTACHMENT},{names.KIND_REBOOT}"
+    selector = f"{names.VM}={vm},{names.KIND} in ({kinds})"
+    return list(session.client.list(PODS, session.namespace_of(vm), labels=selector))
+
+
+def disks_of(attachments: Sequence[Object]) -> list[str]:
+    """The disks that these attachments serve; those that are told to let go do not count."""
+    kept = [pod for pod in attachments if not pods.is_ending(pod)]
+    return [claim for pod in kept for claim in manifests.claims_of(pod)]
+
+
+def end_all(session: Session, vm: str) -> bool:
+    """End the helpers of a VM whose pod is gone; False when there are none."""
+    namespace, found = session.namespace_of(vm), of(session, vm)
+    for pod in found:
+        session.client.delete(PODS, namespace, pod["metadata"]["name"])
+    for pod in found:
+        name = pod["metadata"]["name"]
+        try:
+            is_unmounted = pods.until_stopped(session, namespace, name, session.config.timeouts.delete_vm)
+        except CpiError as exc:
+            log.say(f"{exc}")
+            continue
+        if not is_unmounted:
+            log.say(f"pod {name}: its node has not unmounted the disk; deleted by force")
+            session.client.delete(PODS, namespace, name, grace_s=0)
+    return bool(found)
+
+
+def reboot(session: Session, vm: Object) -> None:
+    """End process 1 of the VM by a helper pod; the kubelet starts the container again, on the same data."""
+    cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
+    grace = vm["spec"].get("terminationGracePeriodSeconds", 0)
+    name = f"reboot-{names.tail(cid)}"
+    before = _restarts(vm)
+    pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
+    body = _helper(session, vm, name, names.KIND_REBOOT, ["reboot", uid, str(grace)])
+    body["spec"]["restartPolicy"] = "Never"
+    session.client.create(PODS, namespace, body)
+    deadline = time.monotonic() + grace + session.config.timeouts.create_vm
+    try:
+        for state in session.client.follow(PODS, namespace, cid, deadline):
+            if state is None or state["metadata"]["uid"] != uid:
+                raise CpiError(f"cannot reboot {cid}: its pod was deleted meanwhile")
+            if _restarts(state) > before and pods.is_ready(state):
+                return
+            helper = session.client.find(PODS, namespace, name)
+            if helper and helper.get("status", {}).get("phase") == "Failed":
+                raise CpiError(f"cannot reboot {cid}: {_last_words(helper)}")
+        raise CpiError(f"cannot reboot {cid}: its agent does not answer again; see `kubectl describe pod {cid}`")
+    finally:
+        pods.end(session, namespace, name, grace_s=0)
+
+
+def _helper(session: Session, vm: Object, name: str, kind: str, arguments: Sequence[str]) -> Object:
+    """A privileged pod on the node of a VM that runs the program."""
+    cid, spec = vm["metadata"]["name"], vm["spec"]
+    disks = session.config.disks
+    pod: Object = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": names.labels(kind, session.director, **{names.VM: cid})},
+        "spec": {
+            "restartPolicy": "Always",
+            "hostPID": True,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "tolerations": [{"operator": "Exists"}],
+            "containers": [
+                {
+                    "name": CONTAINER,
+                    "image": disks.helper_image or spec["containers"][0]["image"],
+                    "imagePullPolicy": session.config.stemcells.pull_policy,
+                    "command": [disks.helper_python, "-I", "-S", "-c", PROGRAM.read_text(), *arguments],
+                    "securityContext": {"privileged": True, "runAsUser": 0},
+                    "resources": {"requests": {"cpu": "1m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
+                }
+            ],
+        },
+    }
+    for key in ("imagePullSecrets", "priorityClassName"):
+        if spec.get(key):
+            pod["spec"][key] = spec[key]
+    return manifests.pinned(pod, spec["nodeName"])
+
+
+def _made(session: Session, namespace: str, body: Object) -> Object:
+    """Make the attachment, or find the one that is there."""
+    try:
+        return session.client.ensure(PODS, namespace, body)[0]
+    except ApiError as exc:
+        hint = (
+            "; live disks need a namespace that admits privileged pods" if exc.status == http.client.FORBIDDEN else ""
+        )
+        raise CpiError(f"{exc}{hint}", ok_to_retry=exc.ok_to_retry) from exc
+
+
+def _held(session: Session, namespace: str, vm: str, disk: str) -> str:
+    try:
+        told = session.client.log_of(namespace, names.attachment(vm, disk), 1).strip()
+    except CpiError as exc:
+        told = str(exc)
+    return (
+        f"cannot detach the disk {disk} from {vm} within {session.config.timeouts.unmount:g} s: {told}. It is "
+        "unmounted as soon as the VM lets go of it; `bosh recreate` ends the VM first"
+    )
+
+
+def _restarts(vm: Object) -> int:
+    return sum(int(one.get("restartCount", 0)) for one in vm.get("status", {}).get("containerStatuses") or [])
+
+
+def _last_words(pod: Object) -> str:
+    statuses = pod.get("status", {}).get("containerStatuses") or [{}]
+    ended = statuses[0].get("state", {}).get("terminated") or {}
+    return str(ended.get("message") or ended.get("reason") or "its helper failed")

@@ -1,0 +1,393 @@
+"""The API server: requests that are retried where that can help, and watches that survive what cuts them.
+
+Every request is one line of the log. The bound of all attempts is `timeouts.retry`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import Any, Final
+
+import msgspec
+
+from kubernetes_cpi import log
+from kubernetes_cpi.config import Timeouts
+from kubernetes_cpi.credentials import Access
+from kubernetes_cpi.errors import ApiError, ConfigError, UnreachableError
+
+Object = dict[str, Any]
+"""An object of the API as it stands in JSON."""
+
+RETRIED: Final = frozenset({429, 500, 502, 503, 504})
+"""Statuses after which the same request may succeed."""
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+WATCH_S: Final = 5
+"""Seconds after which a watch is begun again: a connection that died in silence is not waited for."""
+LIST_CHUNK: Final = 250
+ALREADY_EXISTS: Final = "AlreadyExists"
+MERGE_PATCH: Final = "application/merge-patch+json"
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """A kind of objects: its group and version as in paths, and its plural."""
+
+    prefix: str
+    plural: str
+
+    def path(self, namespace: str, name: str = "", part: str = "") -> str:
+        """The path of an object, of a part of it, or of all objects of a namespace (cluster-wide kinds: "")."""
+        steps = [*(("namespaces", namespace) if namespace else ()), self.plural, name, part]
+        return f"/{self.prefix}/" + "/".join(urllib.parse.quote(step, safe="") for step in steps if step)
+
+
+PODS: Final = Resource("api/v1", "pods")
+SECRETS: Final = Resource("api/v1", "secrets")
+CLAIMS: Final = Resource("api/v1", "persistentvolumeclaims")
+SERVICES: Final = Resource("api/v1", "services")
+EVENTS: Final = Resource("api/v1", "events")
+NODES: Final = Resource("api/v1", "nodes")
+STORAGE_CLASSES: Final = Resource("apis/storage.k8s.io/v1", "storageclasses")
+SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots")
+
+
+class Client:
+    """Requests to one API server, one after another over one connection."""
+
+    def __init__(self, access: Access, timeouts: Timeouts) -> None:
+        self.access = access
+        self._timeouts = timeouts
+        self._server = urllib.parse.urlsplit(access.server)
+        if self._server.scheme not in ("http", "https") or not self._server.hostname:
+            raise ConfigError(f"cannot reach the API server: {access.server!r} is no http or https URL")
+        self._connection: http.client.HTTPConnection | None = None
+        self._tls: ssl.SSLContext | None = None
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        """The object; ``ApiError`` 404 when there is none."""
+        return self._object("GET", resource.path(namespace, name))
+
+    def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
+        """The object, or None."""
+        try:
+            return self.get(resource, namespace, name)
+        except ApiError as exc:
+            if exc.status == http.client.NOT_FOUND:
+                return None
+            raise
+
+    def list(self, resource: Resource, namespace: str, *, labels: str = "", fields: str = "") -> Iterator[Object]:
+        """All objects that the selectors name, read in chunks."""
+        token = ""
+        while True:
+            given = {"limit": LIST_CHUNK, "continue": token, "labelSelector": labels, "fieldSelector": fields}
+            query = urllib.parse.urlencode({key: value for key, value in given.items() if value})
+            page = self._object("GET", f"{resource.path(namespace)}?{query}")
+            yield from page.get("items") or []
+            token = page.get("metadata", {}).get("continue") or ""
+            if not token:
+                return
+
+    def create(self, resource: Resource, namespace: str, body: Object) -> Object:
+        """Make an object; ``ApiError`` 409 when the name is taken, perhaps by an attempt whose answer was lost."""
+        return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
+
+    def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
+        """Make an object unless one of its name is there; the object, and whether it is new."""
+        try:
+            return self.create(resource, namespace, body), True
+        except ApiError as exc:
+            if exc.reason != ALREADY_EXISTS:
+                raise
+        name = body["metadata"]["name"]
+        found = self.find(resource, namespace, name)
+        if found is None:
+            return self.create(resource, namespace, body), True
+        return found, False
+
+    def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
+        """Merge ``body`` into an object; a `resourceVersion` in it makes the change conditional (``ApiError`` 409)."""
+        return self._object("PATCH", resource.path(namespace, name), body)
+
+    def delete(
+        self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
+    ) -> Object | None:
+        """Ask for the end of an object; None when there is none, or not in this ``version``."""
+        options: Object = {"propagationPolicy": "Background"}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        if version:
+            options["preconditions"] = {"resourceVersion": version}
+        try:
+            return self._object("DELETE", resource.path(namespace, name), options)
+        except ApiError as exc:
+            if exc.status == http.client.NOT_FOUND or (version and exc.status == http.client.CONFLICT):
+                return None
+            raise
+
+    def log_of(self, namespace: str, pod: str, lines: int) -> str:
+        """The last lines that a pod has printed."""
+        _, body = self._send("GET", f"{PODS.path(namespace, pod, 'log')}?tailLines={lines}")
+        return body.decode(errors="replace")
+
+    def follow(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        deadline: float,
+        start: Object | None = None,
+        *,
+        tick_s: float = WATCH_S,
+    ) -> Iterator[Object | None]:
+        """Each state of an object, from ``start`` or its present one on; None once it is gone; ends at ``deadline``.
+
+        The last state is given again every ``tick_s``, so that a reader can look at the clock (``time.monotonic``).
+        """
+        state, version = start, (start or {}).get("metadata", {}).get("resourceVersion", "")
+        if start is None:
+            state, version = self._look(resource, namespace, name)
+        yield state
+        pause = FIRST_PAUSE_S
+        while state is not None and (left := deadline - time.monotonic()) > 0:
+            try:
+                for state in self._watch(resource, namespace, name, version, min(left, tick_s)):
+                    yield state
+                    if state is None:
+                        return
+            except (OSError, http.client.HTTPException, _WatchEndedError) as exc:
+                log.say(f"WATCH {resource.plural}/{name}: {_reason(exc)}; looking again")
+                time.sleep(_jittered(pause))
+                pause = min(pause * 2, LONGEST_PAUSE_S)
+            else:
+                pause = FIRST_PAUSE_S
+            state, version = self._look(resource, namespace, name)
+            yield state
+
+    def close(self) -> None:
+        """End the connection."""
+        self._hang_up()
+
+    def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
+        """An object and a version to watch from.
+
+        The object's own is of no use: while others change and it rests, the server forgets that version.
+        """
+        query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
+        page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)
+        items = page.get("items") or []
+        return (items[0] if items else None), page["metadata"]["resourceVersion"]
+
+    # --- transport ------------------------------------------------------------------------------------------------
+
+    def _object(self, method: str, path: str, body: Object | None = None, name: str = "") -> Object:
+        status, data = self._send(method, path, body, name)
+        try:
+            return msgspec.json.decode(data, type=Object)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ApiError(
+                f"cannot {method} {_short(path, name)}: the server's answer is no JSON object: {exc}", status=status
+            ) from None
+
+    def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:
+        """Make a request until it is answered for good; the body of a good answer, ``ApiError`` for a refusal."""
+        until = time.monotonic() + self._timeouts.retry
+        what, is_renewed, attempt = f"{method} {_short(path, name)}", False, 0
+        while True:
+            began, pause = time.monotonic(), _jittered(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
+            attempt += 1
+            refusal: ApiError | UnreachableError
+            try:
+                status, headers, data = self._exchange(method, path, body)
+            except ssl.SSLCertVerificationError as exc:
+                raise ConfigError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
+            except (OSError, http.client.HTTPException) as exc:
+                self._hang_up()
+                log.call(what, _reason(exc), time.monotonic() - began)
+                refusal = UnreachableError(f"cannot {what}: the API server {self.access.server} does not answer: {exc}")
+            else:
+                log.call(what, str(status), time.monotonic() - began)
+                if status < http.client.MULTIPLE_CHOICES:
+                    return status, data
+                refusal = _refusal(what, status, data)
+                if status == http.client.UNAUTHORIZED and not is_renewed:
+                    is_renewed = True
+                    self.access.renew()
+                    self._forget_tls()
+                    continue
+                is_overtaken = status == http.client.CONFLICT and method == "POST" and refusal.reason != ALREADY_EXISTS
+                if status not in RETRIED and not is_overtaken:
+                    raise refusal
+                pause = max(pause, _retry_after(headers))
+            if time.monotonic() + pause >= until:
+                raise refusal
+            time.sleep(pause)
+
+    def _exchange(self, method: str, path: str, body: Object | None) -> tuple[int, Mapping[str, str], bytes]:
+        if self._connection is None:
+            self._connection = self._connect(self._timeouts.request)
+        self._ask(self._connection, method, path, body)
+        with self._connection.getresponse() as response:
+            data = response.read()
+        if response.will_close:
+            self._hang_up()
+        return response.status, dict(response.headers.items()), data
+
+    def _watch(
+        self, resource: Resource, namespace: str, name: str, version: str, seconds: float
+    ) -> Iterator[Object | None]:
+        """States of an object after ``version``, until the server ends the watch."""
+        whole = max(1, round(seconds))
+        query = urllib.parse.urlencode(
+            {
+                "watch": 1,
+                "fieldSelector": f"metadata.name={name}",
+                "resourceVersion": version,
+                "timeoutSeconds": whole,
+            }
+        )
+        began, events = time.monotonic(), 0
+        with closing(self._connect(whole + self._timeouts.request)) as connection:
+            self._ask(connection, "GET", f"{resource.path(namespace)}?{query}", None)
+            with closing(connection.getresponse()) as response:
+                if response.status != http.client.OK:
+                    raise _WatchEndedError(str(response.status))
+                try:
+                    while line := response.readline():
+                        event = msgspec.json.decode(line, type=Object)
+                        events += 1
+                        if event["type"] == "ERROR":
+                            raise _WatchEndedError(str(event.get("object", {}).get("code")))
+                        yield None if event["type"] == "DELETED" else event["object"]
+                except msgspec.DecodeError as exc:
+                    raise _WatchEndedError("cut off") from exc
+                finally:
+                    log.call(f"WATCH {resource.plural}/{name}", f"{events} events", time.monotonic() - began)
+
+    def _ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Object | None) -> None:
+        headers = {"Accept": "application/json", "User-Agent": "kubernetes-cpi"}
+        if body is not None:
+            headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
+        if self.access.token:
+            headers["Authorization"] = f"Bearer {self.access.token}"
+        data = None if body is None else msgspec.json.encode(body)
+        connection.request(method, self._server.path.rstrip("/") + path, data, headers)
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        host, port = self._server.hostname or "", self._server.port
+        proxy = urllib.parse.urlsplit(self.access.proxy)
+        first, first_port = (proxy.hostname, proxy.port) if proxy.hostname else (host, port)
+        connection: http.client.HTTPConnection
+        if self._server.scheme == "https":
+            connection = http.client.HTTPSConnection(first, first_port, timeout=timeout, context=self._context())
+        else:
+            connection = http.client.HTTPConnection(first, first_port, timeout=timeout)
+        if proxy.hostname:
+            connection.set_tunnel(host, port or http.client.HTTPS_PORT)
+        return connection
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            try:
+                self._tls = _tls(self.access)
+            except (ssl.SSLError, ValueError) as exc:
+                raise ConfigError(f"cannot use the CA or client certificate of the cluster: {exc}") from exc
+        return self._tls
+
+    def _forget_tls(self) -> None:
+        self._hang_up()
+        self._tls = None
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+class _WatchEndedError(Exception):
+    """The server ended a watch with an error, 410 among them: the state has to be read again."""
+
+
+class _NamedContext(ssl.SSLContext):
+    """Checks the server's certificate for another name than the one that is connected to."""
+
+    name: str = ""
+
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        return super().wrap_socket(*args, **{**kwargs, "server_hostname": self.name})
+
+
+def _tls(access: Access) -> ssl.SSLContext:
+    if access.tls_server_name:
+        context: ssl.SSLContext = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.name = access.tls_server_name  # type: ignore[attr-defined]
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if not access.is_verified:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif access.ca:
+        context.load_verify_locations(cadata=access.ca)
+    else:
+        context.load_default_certs()
+    if access.certificate:
+        with _private_file(f"{access.certificate}\n{access.key}\n") as path:
+            context.load_cert_chain(path)
+    return context
+
+
+class _private_file:  # noqa: N801 - used as a function
+    """A text as a file that only this process reads: `ssl` takes keys from files alone."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __enter__(self) -> str:
+        self._fd = os.memfd_create("key", os.MFD_CLOEXEC)
+        os.write(self._fd, self._text.encode())
+        return f"/proc/self/fd/{self._fd}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _refusal(what: str, status: int, data: bytes) -> ApiError:
+    """The server's Status object as an error; a page of a proxy as far as it is short."""
+    try:
+        document = msgspec.json.decode(data, type=Object)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        document = {"message": data[:200].decode(errors="replace").strip()}
+    message = document.get("message") or http.client.responses.get(status, "")
+    reason = document.get("reason") or ""
+    return ApiError(f"cannot {what}: {status}: {message}", status=status, reason=reason, ok_to_retry=status in RETRIED)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a throttling server asks for; a date is not understood."""
+    try:
+        return max(0.0, float(headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0
+
+
+def _jittered(seconds: float) -> float:
+    """Somewhat less: callers that failed together come back one by one."""
+    return seconds * (0.5 + os.urandom(1)[0] / 512)
+
+
+def _short(path: str, name: str = "") -> str:
+    """`pods/NAME` for the log, from a path."""
+    plain = urllib.parse.unquote(path.partition("?")[0])
+    steps = plain.split("/")
+    at = steps.index("namespaces") + 2 if "namespaces" in steps else len(steps) - 2
+    return "/".join([*steps[at:], *([name] if name else [])])
+
+
+def _reason(exc: BaseException) -> str:
+    return str(exc) or type(exc).__name__

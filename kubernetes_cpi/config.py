@@ -1,0 +1,158 @@
+"""The configuration: the job's file, with the properties of the cpi-config entry (the request's context) over it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from kubernetes_cpi import schema
+from kubernetes_cpi.errors import ConfigError
+from kubernetes_cpi.schema import Strict, doc
+
+CONTEXT_OF_DIRECTOR: Final = frozenset({"director_uuid", "request_id", "vm"})
+"""Keys of a request's context that the Director sets itself (clouds/external_cpi.rb); all others are properties."""
+
+MAX_NAMESPACE_CHARS: Final = 40
+"""A cid holds the namespace and must fit a label's value of 63 characters."""
+
+AttachWay = Literal["recreate", "live", "never"]
+
+
+class Cluster(Strict, frozen=True):
+    """Address and credentials of the API server; without any, those of the pod that the CPI runs in."""
+
+    server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
+    ca: Annotated[str, doc("Certificate of the CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
+    token: Annotated[str, doc("Bearer token of a service account.")] = ""
+    token_file: Annotated[
+        str,
+        doc("File with the token, read at each call. Empty, without other credentials: the one mounted into the pod."),
+    ] = ""
+    client_certificate: Annotated[str, doc("Client certificate, PEM, instead of a token.")] = ""
+    client_key: Annotated[str, doc("Key of the client certificate, PEM.")] = ""
+    kubeconfig: Annotated[
+        str | dict[str, Any],
+        doc("A kubeconfig, as text or as a hash, instead of all of the above; exec plugins are run."),
+    ] = ""
+    kubeconfig_file: Annotated[str, doc("File with a kubeconfig.")] = ""
+    context: Annotated[str, doc("Context of the kubeconfig. Empty: its current one.")] = ""
+
+
+class Agent(Strict, frozen=True):
+    """Settings of the agents that no request carries."""
+
+    mbus: Annotated[
+        str, doc("Address of the message bus, `nats://IP:4222`; for `bosh create-env` the `https://` one.")
+    ] = ""
+    ntp: Annotated[list[str], doc("Time servers.")] = []
+    blobstore: Annotated[dict[str, Any], doc("Blobstore, where `env.bosh.blobstores` does not name it.")] = {}
+
+
+class Disks(Strict, frozen=True):
+    """Persistent disks."""
+
+    attach: Annotated[
+        AttachWay,
+        doc(
+            "How a disk comes to a VM that runs: `recreate` makes its pod anew (data on a claim keeps credentials, "
+            "packages and logs; the address may change); `live` binds it into the running pod (the namespace must "
+            "admit privileged pods); `never` refuses (disks come at creation or are reserved)."
+        ),
+    ] = "recreate"
+    storage_class: Annotated[str, doc("StorageClass of claims. Empty: the cluster's default.")] = ""
+    access_mode: Annotated[
+        Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"], doc("Access mode of persistent disks.")
+    ] = "ReadWriteOnce"
+    host_path: Annotated[
+        str, doc("Directory of nodes below which live disks are passed on to pods. Must be on a shared mount.")
+    ] = "/var/lib/kubelet/bosh"
+    helper_image: Annotated[
+        str, doc("Image of attachment pods. Empty: the image of the VM, which is on the node already.")
+    ] = ""
+    helper_python: Annotated[
+        str, doc("Python (3.9 or newer) in that image, which runs the program of the attachment.")
+    ] = "/opt/agent_shim/bin/python3"
+
+
+class Networks(Strict, frozen=True):
+    """Defaults for the `cloud_properties` of networks."""
+
+    cni: Annotated[
+        Literal["none", "calico", "kube-ovn", "antrea", "template"],
+        doc("How a pod gets the address of a `manual` network: by the annotation of this CNI, or by `annotations`."),
+    ] = "none"
+    annotations: Annotated[
+        dict[str, str],
+        doc("Annotations of pods on a `manual` network; `((ip))`, `((prefix))`, `((gateway))` are filled in."),
+    ] = {}
+
+
+class Stemcells(Strict, frozen=True):
+    """Images."""
+
+    allow_mutable_images: Annotated[bool, doc("Accept stemcells that name an image without a digest.")] = False
+    pull_policy: Annotated[Literal["IfNotPresent", "Always", "Never"], doc("When nodes pull the image.")] = (
+        "IfNotPresent"
+    )
+
+
+class Timeouts(Strict, frozen=True):
+    """Bounds in seconds."""
+
+    request: Annotated[float, doc("One request to the API server.")] = 30
+    retry: Annotated[float, doc("All attempts of one request: throttling, server errors, lost connections.")] = 60
+    create_vm: Annotated[float, doc("From the pod's creation until its agent answers; image pulls included.")] = 600
+    unschedulable: Annotated[
+        float, doc("For a node that takes the pod, before create_vm fails; longer where nodes are added on demand.")
+    ] = 10
+    crashing: Annotated[float, doc("For a container that ends again and again, before create_vm fails.")] = 10
+    unmount: Annotated[float, doc("For a disk to be let go in detach_disk.")] = 20
+    delete_vm: Annotated[
+        float, doc("Beyond the grace of the VM, for its node to confirm the end; then the pod is deleted by force.")
+    ] = 120
+    resize: Annotated[float, doc("For the storage to grow in resize_disk; it goes on growing afterwards.")] = 30
+
+
+class Config(Strict, frozen=True):
+    """The whole configuration."""
+
+    cluster: Annotated[Cluster, doc("The API server. Without this: the in-cluster service account.")] = Cluster()
+    namespace: Annotated[
+        str,
+        doc("Namespace of the VMs and disks, at most 40 characters. Empty: that of the kubeconfig or service account."),
+    ] = ""
+    agent: Annotated[Agent, doc("Settings of the agents.")] = Agent()
+    disks: Annotated[Disks, doc("Persistent disks.")] = Disks()
+    networks: Annotated[Networks, doc("Defaults of networks.")] = Networks()
+    stemcells: Annotated[Stemcells, doc("Images.")] = Stemcells()
+    vms: Annotated[dict[str, Any], doc("Cloud properties that lie below those of each VM: see the next table.")] = {}
+    timeouts: Annotated[Timeouts, doc("Bounds in seconds.")] = Timeouts()
+
+    def __post_init__(self) -> None:
+        if self.namespace:
+            check_namespace(self.namespace)
+
+
+def check_namespace(name: str) -> None:
+    """Refuse a namespace that does not fit a cid."""
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MAX_NAMESPACE_CHARS:
+        raise ValueError(f"namespace {name!r} is no DNS label of at most {MAX_NAMESPACE_CHARS} characters")
+
+
+def load(file: str | Path, context: Mapping[str, Any]) -> Config:
+    """Read the job's file, lay the properties of ``context`` over it, and check the result."""
+    document: dict[str, Any] = {}
+    if file:
+        try:
+            document = msgspec.json.decode(Path(file).read_bytes(), type=dict[str, Any])
+        except OSError as exc:
+            raise ConfigError(f"cannot read the configuration: {exc.strerror}: {file}") from exc
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise ConfigError(f"cannot read the configuration: {file}: {exc}") from exc
+        schema.read(document, Config, origin=f"the configuration {file}")
+    properties = {key: value for key, value in context.items() if key not in CONTEXT_OF_DIRECTOR}
+    return schema.read(schema.merged(document, properties), Config, origin="the properties of the CPI")

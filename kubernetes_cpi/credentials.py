@@ -1,0 +1,177 @@
+"""Where the API server is and how it knows us: properties, a kubeconfig (exec plugins too), or the service account."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kubernetes_cpi import log
+from kubernetes_cpi.config import Cluster
+from kubernetes_cpi.errors import ConfigError
+
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+EXEC_TIMEOUT_S: Final = 60
+DEFAULT_NAMESPACE: Final = "default"
+
+
+class Access(msgspec.Struct):
+    """An API server with credentials. ``renew`` reads tokens from files, and from exec plugins, again."""
+
+    server: str
+    ca: str = ""
+    """PEM."""
+    is_verified: bool = True
+    tls_server_name: str = ""
+    proxy: str = ""
+    namespace: str = DEFAULT_NAMESPACE
+    token: str = ""
+    token_file: Path | None = None
+    certificate: str = ""
+    key: str = ""
+    plugin: Mapping[str, Any] | None = None
+    origin: str = "the configuration"
+
+    def renew(self) -> None:
+        """Read what may have changed, and hide it from the log."""
+        if self.token_file:
+            self.token = _text(self.token_file, "token").strip()
+        if self.plugin:
+            self._run_plugin(self.plugin)
+        log.hide([self.token, self.key])
+
+    def _run_plugin(self, plugin: Mapping[str, Any]) -> None:
+        """Run a client-go credential plugin (client.authentication.k8s.io)."""
+        import subprocess
+
+        version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")
+        info = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
+        env = {**os.environ, "KUBERNETES_EXEC_INFO": msgspec.json.encode(info).decode()}
+        env |= {one["name"]: one["value"] for one in plugin.get("env") or []}
+        command = [str(plugin.get("command", "")), *map(str, plugin.get("args") or [])]
+        try:
+            done = subprocess.run(
+                command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=EXEC_TIMEOUT_S, check=True
+            )
+            status = msgspec.json.decode(done.stdout, type=dict[str, Any])["status"]
+        except (OSError, subprocess.SubprocessError) as exc:
+            told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
+            raise ConfigError(f"cannot get credentials from {command[0]}: {told or exc}") from exc
+        except (msgspec.DecodeError, KeyError) as exc:
+            raise ConfigError(f"cannot get credentials from {command[0]}: it printed no ExecCredential") from exc
+        self.token = status.get("token") or ""
+        self.certificate = status.get("clientCertificateData") or self.certificate
+        self.key = status.get("clientKeyData") or self.key
+
+
+def access(cluster: Cluster) -> Access:
+    """Find the API server and the credentials that the configuration means."""
+    has_kubeconfig = bool(cluster.kubeconfig or cluster.kubeconfig_file)
+    found = _from_kubeconfig(cluster) if has_kubeconfig else _from_properties(cluster)
+    found.renew()
+    return found
+
+
+def _from_properties(cluster: Cluster) -> Access:
+    has_credentials = bool(cluster.token or cluster.token_file or cluster.client_certificate)
+    mounted = SERVICE_ACCOUNT / "token"
+    if not has_credentials and not mounted.exists():
+        raise ConfigError(
+            "cannot reach a cluster: `cluster` of the configuration names no credentials, and this is no pod with a "
+            f"service account ({mounted} is missing)"
+        )
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    in_cluster = f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else "https://kubernetes.default.svc"
+    ca, namespace = SERVICE_ACCOUNT / "ca.crt", SERVICE_ACCOUNT / "namespace"
+    return Access(
+        server=cluster.server or in_cluster,
+        ca=cluster.ca or (_text(ca, "CA") if ca.exists() else ""),
+        namespace=_text(namespace, "namespace").strip() if namespace.exists() else DEFAULT_NAMESPACE,
+        token=cluster.token,
+        token_file=Path(cluster.token_file) if cluster.token_file else None if has_credentials else mounted,
+        certificate=cluster.client_certificate,
+        key=cluster.client_key,
+    )
+
+
+def _from_kubeconfig(cluster: Cluster) -> Access:
+    origin = f"the kubeconfig {cluster.kubeconfig_file}" if not cluster.kubeconfig else "`cluster.kubeconfig`"
+    base = Path(cluster.kubeconfig_file).parent if cluster.kubeconfig_file else Path()
+    document = cluster.kubeconfig or _text(Path(cluster.kubeconfig_file), "kubeconfig")
+    if isinstance(document, str):
+        document = _parsed(document, origin)
+    context = _named(document, "contexts", "context", cluster.context or document.get("current-context", ""), origin)
+    place = _named(document, "clusters", "cluster", context.get("cluster", ""), origin)
+    user = _named(document, "users", "user", context.get("user", ""), origin) if context.get("user") else {}
+    for unsupported in ("auth-provider", "username"):
+        if user.get(unsupported):
+            raise ConfigError(f"cannot use {origin}: `{unsupported}` of users is not supported; use a token or `exec`")
+    if not place.get("server"):
+        raise ConfigError(f"cannot use {origin}: its cluster {context.get('cluster')!r} has no server")
+    if place.get("insecure-skip-tls-verify"):
+        log.say(f"{origin} says insecure-skip-tls-verify: the API server is not verified")
+    token_file = user.get("tokenFile")
+    return Access(
+        server=place["server"],
+        ca=_data_or_file(place, "certificate-authority", base),
+        is_verified=not place.get("insecure-skip-tls-verify"),
+        tls_server_name=place.get("tls-server-name") or "",
+        proxy=place.get("proxy-url") or "",
+        namespace=context.get("namespace") or DEFAULT_NAMESPACE,
+        token=user.get("token") or "",
+        token_file=base / token_file if token_file else None,
+        certificate=_data_or_file(user, "client-certificate", base),
+        key=_data_or_file(user, "client-key", base),
+        plugin=user.get("exec"),
+    )
+
+
+def _parsed(text: str, origin: str) -> dict[str, Any]:
+    """JSON is YAML as well, and read ten times faster."""
+    try:
+        document = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        import yaml
+
+        try:
+            document = yaml.safe_load(text)
+        except yaml.YAMLError as exc:
+            place = getattr(exc, "problem_mark", None)
+            where = f"line {place.line + 1}" if place else "no YAML"
+            raise ConfigError(f"cannot read {origin}: {where}: {getattr(exc, 'problem', '')}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"cannot read {origin}: it is no hash")
+    return document
+
+
+def _named(document: Mapping[str, Any], many: str, one: str, name: str, origin: str) -> dict[str, Any]:
+    for entry in document.get(many) or []:
+        if entry.get("name") == name:
+            found: dict[str, Any] = entry.get(one) or {}
+            return found
+    known = ", ".join(str(entry.get("name")) for entry in document.get(many) or []) or "none"
+    raise ConfigError(f"cannot use {origin}: no {one} is named {name!r} (there are: {known})")
+
+
+def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
+    if data := entry.get(f"{key}-data"):
+        try:
+            return base64.b64decode("".join(data.split()), validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError) as exc:
+            raise ConfigError(f"cannot use the kubeconfig: `{key}-data` is no base64 of a PEM text") from exc
+    return _text(base / entry[key], key) if entry.get(key) else ""
+
+
+def _text(file: Path, what: str) -> str:
+    try:
+        return file.read_text()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the {what}: {exc.strerror}: {file}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"cannot read the {what}: {file} is no text") from exc

@@ -1,0 +1,307 @@
+"""Persistent disks: claims, and the four ways in which they come to a VM.
+
+At creation: create_vm mounts the disks it is given, and attach_disk has nothing to do. Reserved: the claim is made with
+the VM, and create_disk hands it out. Live: an attachment binds it into the running pod. By recreation: the pod is made
+again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kubernetes_cpi import attachments, claims, log, manifests, names, pods, recreation, schema, vms
+from kubernetes_cpi.client import CLAIMS, PODS, STORAGE_CLASSES, Object
+from kubernetes_cpi.errors import (
+    ApiError,
+    ConfigError,
+    CpiError,
+    DiskNotAttachedError,
+    DiskNotFoundError,
+    NotSupportedError,
+    VMNotFoundError,
+)
+from kubernetes_cpi.properties import DiskProperties
+from kubernetes_cpi.session import Session
+
+MIB: Final = 1024**2
+_UNITS: Final = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
+}  # fmt: skip
+
+
+def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any], vm: str | None) -> str:
+    """Make a claim, or hand out the one that was made with the VM; its cid. Nothing waits for it to be bound."""
+    if size_mib <= 0:
+        raise ConfigError(f"cannot create a disk of {size_mib} MiB")
+    properties = _properties(cloud_properties)
+    request = names.digest(
+        session.director, session.request_id, vm or "", str(size_mib), str(sorted(cloud_properties.items()))
+    )
+    if vm and (reserved := _handed_out(session, vm, size_mib, request)):
+        return reserved
+    namespace = session.namespace_of(vm) if vm else session.namespace
+    # Directors number their requests: one that is made again after it was cut off finds its disk.
+    key = (request,) if session.request_id else (os.urandom(8).hex(),)
+    body = manifests.disk_claim(
+        names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
+    )
+    made, is_new = session.client.ensure(CLAIMS, namespace, body)
+    if not is_new and not _is_untouched(made):
+        body["metadata"]["name"] = names.cid("disk", namespace, os.urandom(8).hex())
+        body["metadata"]["labels"][names.DISK] = body["metadata"]["name"]
+        session.client.create(CLAIMS, namespace, body)
+    cid: str = body["metadata"]["name"]
+    return cid
+
+
+def delete(session: Session, disk: str) -> None:
+    """Delete the claim; while a pod that has let go mounts it still, the cluster keeps it until that ends."""
+    claim = claims.find(session, disk)
+    if claim is None:
+        return
+    namespace = session.namespace_of(disk)
+    try:
+        claims.check_free(claim, claims.users(session, namespace, disk))
+    except claims.InUseError as exc:
+        raise CpiError(f"cannot delete the disk {disk}: {exc}; detach it first") from exc
+    session.client.delete(CLAIMS, namespace, disk)
+
+
+def has(session: Session, disk: str) -> bool:
+    """True when the claim is there and is not being deleted."""
+    return claims.find(session, disk) is not None
+
+
+def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
+    """Bring a disk into a VM; the place where it is, as a hint for the agent."""
+    claims.check_same_namespace(session, vm, disk)
+    pod = _pod(session, vm)
+    if disk in manifests.disks_of(pod):
+        claim = claims.get(session, disk)
+        if claims.annotation(claim, names.HOLDER) != vm:
+            claims.hold(session, disk, vm)
+        recreation.finish(session, pod)
+        if not pods.is_ready(pod):
+            pods.until_ready(session, session.namespace_of(vm), pod, timeout_s=session.config.timeouts.create_vm)
+        return _hint(manifests.DISKS_AT_CREATION, disk)
+    if manifests.takes_live_disks(pod):
+        return _attach_live(session, pod, disk)
+    return _attach_by_recreation(session, pod, disk)
+
+
+def detach(session: Session, vm: str, disk: str) -> None:
+    """Take a disk out of a VM: an attachment unmounts it; a pod that was made with it mounts it until it ends."""
+    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    claim = claims.find(session, disk)
+    is_mounted = pod is not None and disk in manifests.disks_of(pod)
+    is_live = attachments.find(session, vm, disk) is not None
+    if claim is None and not is_live:
+        raise DiskNotFoundError(f"cannot detach the disk {disk}: there is no such claim")
+    holder = claims.annotation(claim, names.HOLDER) if claim else vm
+    was_detached = claim is not None and claims.annotation(claim, names.DETACHED_FROM) == vm
+    if not is_live and holder != vm and not was_detached:
+        raise DiskNotAttachedError(f"cannot detach the disk {disk}: it is not attached to {vm}")
+    claims.let_go(session, disk, vm)
+    if is_live:
+        attachments.detach(session, vm, disk)
+    elif is_mounted:
+        log.say(f"the disk {disk} stays mounted in the pod {vm} until that ends or another VM wants it")
+
+
+def of_vm(session: Session, vm: str) -> list[str]:
+    """The disks that are attached to a VM."""
+    pod = vms.get(session, vm)
+    kept = [disk for disk in manifests.disks_of(pod) if claims.is_held(session, disk, vm)]
+    return [*kept, *attachments.disks_of(attachments.of(session, vm))]
+
+
+def set_metadata(session: Session, disk: str, metadata: Mapping[str, Any]) -> None:
+    """Label and annotate the claim with what the Director says of it."""
+    vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
+
+
+def resize(session: Session, disk: str, size_mib: int) -> None:
+    """Let the claim grow; a file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
+    claim = claims.get(session, disk)
+    _grow(session, claim, size_mib)
+
+
+def update(session: Session, disk: str, size_mib: int, cloud_properties: Mapping[str, Any]) -> None:
+    """Change size and VolumeAttributesClass; ``NotSupportedError`` for all else: the Director copies instead."""
+    claim, properties = claims.get(session, disk), _properties(cloud_properties)
+    spec = claim["spec"]
+    wanted = properties.storage_class or session.config.disks.storage_class
+    if wanted and wanted != spec.get("storageClassName"):
+        raise NotSupportedError(
+            f"cannot change the disk {disk}: its StorageClass is {spec.get('storageClassName')!r}, and stays so"
+        )
+    if properties.access_mode and properties.access_mode not in spec["accessModes"]:
+        raise NotSupportedError(
+            f"cannot change the disk {disk}: its access mode is {spec['accessModes'][0]}, and stays so"
+        )
+    if properties.volume_attributes_class not in ("", spec.get("volumeAttributesClassName")):
+        _patched(session, claim, {"volumeAttributesClassName": properties.volume_attributes_class})
+    _grow(session, claim, size_mib)
+
+
+def bytes_of(quantity: str) -> int:
+    """A quantity of Kubernetes in bytes."""
+    number = quantity.rstrip("kMGTPi")
+    return int(float(number) * _UNITS[quantity[len(number) :]])
+
+
+# --- attach ---------------------------------------------------------------------------------------------------------
+
+
+def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
+    vm = pod["metadata"]["name"]
+    attachment, claim = attachments.find(session, vm, disk), claims.get(session, disk)
+    is_there = attachment is not None and pods.is_ready(attachment)
+    if not is_there or claims.annotation(claim, names.HOLDER) != vm:
+        _free(session, vm, disk, claims.hold(session, disk, vm))
+        try:
+            attachments.attach(session, pod, disk)
+        except CpiError:
+            claims.let_go(session, disk, vm)
+            raise
+    return _hint(manifests.LIVE_DISKS, disk)
+
+
+def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str, str]:
+    vm = pod["metadata"]["name"]
+    if (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "never":
+        raise NotSupportedError(
+            f"cannot attach the disk {disk} to {vm}, which runs: it was made with `attach: never`; reserve a disk with "
+            "the cloud property `persistent_disk`, or choose `recreate` or `live`"
+        )
+    if not recreation.can_recreate(pod):
+        raise NotSupportedError(
+            f"cannot attach the disk {disk} to {vm}, which runs: its {manifests.DATA} is no claim, so that its pod "
+            "cannot be made again; recreate the VM with `disks.attach: recreate` or `live`"
+        )
+    _free(session, vm, disk, claims.hold(session, disk, vm))
+    kept = [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)]
+    try:
+        recreation.recreate(session, pod, [*kept, disk])
+    except CpiError:
+        claims.let_go(session, disk, vm)
+        raise
+    return _hint(manifests.DISKS_AT_CREATION, disk)
+
+
+def _pod(session: Session, vm: str) -> Object:
+    """The pod of a VM; a recreation that was cut off between two pods is carried on."""
+    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    if pod is not None:
+        return pod
+    intent = recreation.unfinished(session, vm)
+    if intent is None:
+        raise VMNotFoundError(f"cannot attach a disk to {vm}: the namespace {session.namespace_of(vm)} has no such pod")
+    return recreation.carry_on(session, vm, intent)
+
+
+def _free(session: Session, vm: str, disk: str, held: claims.Held) -> None:
+    """Make the pods that mount a disk still, though they were told to let go, again without it."""
+    for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
+        pod = session.client.find(PODS, session.namespace_of(other), other)
+        if pod is not None and disk in manifests.disks_of(pod):
+            log.say(f"the disk {disk} is mounted by {other} still, which is made again without it for {vm}")
+            kept = [one for one in manifests.disks_of(pod) if claims.is_held(session, one, other)]
+            recreation.recreate(session, pod, kept)
+        elif pod is not None:
+            recreation.finish(session, pod)
+        elif intent := recreation.unfinished(session, other):
+            # Such a recreation was cut off, and that VM waits for its pod.
+            recreation.carry_on(session, other, intent)
+
+
+def _hint(directory: str, disk: str) -> dict[str, str]:
+    return {"path": f"{directory}/{disk}"}
+
+
+# --- create and change ----------------------------------------------------------------------------------------------
+
+
+def _properties(document: Mapping[str, Any]) -> DiskProperties:
+    return schema.read(document, DiskProperties, origin="the cloud properties of the disk")
+
+
+def _is_untouched(claim: Object) -> bool:
+    """True for a claim that nothing was done with since it was made."""
+    annotations = claim["metadata"].get("annotations") or {}
+    is_used = any(key in annotations for key in (names.HOLDER, names.DETACHED_FROM))
+    is_told = any(key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})])
+    return not is_used and not is_told and "deletionTimestamp" not in claim["metadata"]
+
+
+def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
+    """The disk that was made with the VM, for its first create_disk; "" when there is none to be had."""
+    namespace = session.namespace_of(vm)
+    name = manifests.reserved_name(vm, namespace)
+    for _ in range(claims.ATTEMPTS):
+        claim = claims.find(session, name)
+        if claim is None:
+            return ""
+        if claims.annotation(claim, names.RESERVED_FOR) != vm:
+            # Handed out before: to this very request, whose answer was lost, or to another.
+            return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
+        if bytes_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
+            _grow(session, claim, size_mib)
+        elif claims.annotate(session, claim, {names.RESERVED_FOR: None, names.REQUEST: request}):
+            return name
+    raise CpiError(f"cannot hand out the reserved disk {name}: others change its claim all the time", ok_to_retry=True)
+
+
+def _grow(session: Session, claim: Object, size_mib: int) -> None:
+    """Ask for a larger volume and wait a while for it."""
+    name, wanted = claim["metadata"]["name"], size_mib * MIB
+    has = bytes_of(claim["spec"]["resources"]["requests"]["storage"])
+    if wanted < has:
+        raise NotSupportedError(
+            f"cannot resize the disk {name} to {size_mib} MiB: it has {has // MIB} MiB, and none shrinks"
+        )
+    if wanted == has:
+        return
+    _check_expansion(session, claim)
+    changed = _patched(session, claim, {"resources": {"requests": {"storage": manifests.quantity(size_mib)}}})
+    if changed.get("status", {}).get("phase") != "Bound":
+        return
+    deadline = time.monotonic() + session.config.timeouts.resize
+    for state in session.client.follow(CLAIMS, claim["metadata"]["namespace"], name, deadline, changed):
+        status = (state or {}).get("status", {})
+        has_grown = bytes_of(status.get("capacity", {}).get("storage", "0")) >= wanted
+        is_pending = any(one["type"] == "FileSystemResizePending" for one in status.get("conditions") or [])
+        if state is None or has_grown or is_pending:
+            return
+    log.say(f"the disk {name} has not grown to {size_mib} MiB yet: the cluster goes on with it")
+
+
+def _check_expansion(session: Session, claim: Object) -> None:
+    """Refuse where the StorageClass can be read and does not allow it; else the API server says so."""
+    name = claim["spec"].get("storageClassName")
+    try:
+        found = session.client.find(STORAGE_CLASSES, "", name) if name else None
+    except ApiError as exc:
+        if exc.status != http.client.FORBIDDEN:
+            raise
+        return
+    if found is not None and not found.get("allowVolumeExpansion"):
+        raise NotSupportedError(
+            f"cannot resize the disk {claim['metadata']['name']}: its StorageClass {name} has no allowVolumeExpansion"
+        )
+
+
+def _patched(session: Session, claim: Object, spec: Object) -> Object:
+    """Change a claim; ``NotSupportedError`` when the cluster refuses."""
+    metadata = claim["metadata"]
+    try:
+        return session.client.patch(CLAIMS, metadata["namespace"], metadata["name"], {"spec": spec})
+    except ApiError as exc:
+        if exc.status in (http.client.FORBIDDEN, http.client.UNPROCESSABLE_ENTITY):
+            raise NotSupportedError(f"cannot change the disk {metadata['name']}: {exc}") from exc
+        raise

@@ -1,0 +1,92 @@
+"""The door: bytes of a request in, bytes of a response out, whatever happens between.
+
+Shapes are those of the Director (clouds/external_cpi.rb) and of the CLI (cloud/cpi_cmd_runner.go).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from kubernetes_cpi import log
+from kubernetes_cpi.errors import CpiError, RequestError
+
+INFO: Final = {"api_version": 3, "stemcell_formats": ["kubernetes-light", "docker-light", "warden-light"]}
+"""Asked before every other call (cloud_factory.rb): it needs neither a cluster nor a configuration."""
+USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPONSE"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a Director or the CLI asks; members that are not known are ignored."""
+
+    method: str
+    arguments: list[Any] = []
+    context: dict[str, Any] | None = None
+    api_version: int | None = None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+    ok_to_retry: bool
+
+
+class Response(msgspec.Struct, frozen=True):
+    result: Any
+    error: Failure | None
+    log: str
+
+
+def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
+    """The response to a request; never raises."""
+    began = time.monotonic()
+    log.reset()
+    name, result, error = "request", None, None
+    try:
+        config = _config_file(arguments)
+        request = _decoded(raw)
+        name = request.method
+        result = INFO if name == "info" else _called(request, config)
+    except CpiError as exc:
+        error = Failure(exc.type_name, log.redacted(f"{exc}"), exc.ok_to_retry)
+    except Exception as exc:  # noqa: BLE001 - a bug becomes a response as well; its place goes to stderr
+        import traceback
+
+        log.say(traceback.format_exc())
+        error = Failure(CpiError.type_name, log.redacted(f"cannot {name}: {type(exc).__name__}: {exc}"), False)
+    return _encoded(Response(result, error, log.summary(name, time.monotonic() - began)))
+
+
+def _called(request: Request, config: str) -> Any:
+    from kubernetes_cpi import methods
+
+    return methods.call(request.method, request.arguments, request.context or {}, config)
+
+
+def _encoded(response: Response) -> bytes:
+    try:
+        return msgspec.json.encode(response)
+    except (TypeError, ValueError, RecursionError, msgspec.EncodeError) as exc:
+        failure = Failure(CpiError.type_name, f"cannot write the result: {exc}", False)
+        return msgspec.json.encode(Response(None, failure, ""))
+
+
+def _decoded(raw: bytes) -> Request:
+    try:
+        return msgspec.json.decode(raw, type=Request)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"cannot read the request: {exc}") from None
+
+
+def _config_file(arguments: Sequence[str]) -> str:
+    match arguments:
+        case []:
+            return ""
+        case ["--config", file]:
+            return file
+    sys.stderr.write(USAGE + "\n")
+    raise RequestError(f"cannot read the command line: {USAGE}")

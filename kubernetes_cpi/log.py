@@ -1,0 +1,76 @@
+"""What a person reads in `bosh task N --cpi`: one line per call to the cluster, on standard error, without secrets."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+MIN_SECRET_CHARS: Final = 6
+"""Shorter texts would be found everywhere."""
+HIDDEN: Final = "<redacted>"
+NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
+"""Keys of `env.bosh` that Directors log too (clouds/external_cpi.rb)."""
+
+_USERINFO: Final = re.compile(r"://([^/@\s]+)@")
+
+_secrets: set[str] = set()
+_calls: list[float] = []
+
+
+def reset() -> None:
+    """Forget the secrets and calls of an earlier request."""
+    _secrets.clear()
+    _calls.clear()
+
+
+def say(text: str) -> None:
+    """Write a line, or several."""
+    with contextlib.suppress(OSError):  # a reader that went away is no reason to leave a call half done
+        sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
+        sys.stderr.flush()
+
+
+def call(what: str, outcome: str, seconds: float) -> None:
+    """Write the line of one call to the cluster."""
+    _calls.append(seconds)
+    say(f"{what}: {outcome} ({seconds * 1000:.0f} ms)")
+
+
+def summary(name: str, seconds: float) -> str:
+    """One line about the whole request, for `log` of the response."""
+    calls = f"{len(_calls)} call{'' if len(_calls) == 1 else 's'} to the cluster, {sum(_calls):.2f} s"
+    return redacted(f"{name}: {seconds:.2f} s ({calls})\n")
+
+
+def hide(document: Any) -> None:
+    """Take all texts within ``document`` for secrets; those of groups and tags are not."""
+    _secrets.update(text for text in _texts(document) if len(text) >= MIN_SECRET_CHARS)
+
+
+def redacted(text: str) -> str:
+    """``text`` without the secrets, as they are and in base64."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        for form in (secret, base64.b64encode(secret.encode()).decode()):
+            text = text.replace(form, HIDDEN)
+    return text
+
+
+def _texts(document: Any) -> Iterable[str]:
+    if isinstance(document, str):
+        yield document
+        for userinfo in _USERINFO.findall(document):
+            yield userinfo.partition(":")[2]
+        lines = document.splitlines()
+        if len(lines) > 1:
+            yield from (line for line in lines if not line.startswith("-----"))
+    elif isinstance(document, Mapping):
+        for key, value in document.items():
+            if key not in NOT_SECRET:
+                yield from _texts(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from _texts(value)

@@ -1,0 +1,465 @@
+"""Pods, Secrets and claims as documents. Pure: the same request makes the same documents.
+
+Fields are those of Kubernetes 1.20; newer ones are there only where a tier or a property asks for them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from kubernetes_cpi import names, networks, schema
+from kubernetes_cpi.client import Object
+from kubernetes_cpi.config import Agent, Config
+from kubernetes_cpi.networks import Plan
+from kubernetes_cpi.properties import DiskProperties, Service, Size, VmProperties
+
+CONTAINER: Final = "bosh"
+AGENT_PORT: Final = 9190
+LIVE_DISKS: Final = "/var/vcap/bosh/disks"
+"""Where disks come to a VM that runs; mounts arrive there from the node."""
+DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
+SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
+SETTINGS: Final = "config.json"
+POD: Final = "pod.json"
+"""Key of a VM's Secret: its pod without disks, from which a recreation makes it; no part of the settings' volume."""
+DATA: Final = "/var/vcap/data"
+MARGIN_S: Final = 10
+"""Between the grace of the jobs and that of the pod: the kubelet's clock starts before the hook."""
+
+_BASE_CAPABILITIES: Final = (
+    *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
+)
+_USER: Final = 1000
+"""vcap, in the tier without root."""
+
+
+class Vm(msgspec.Struct, frozen=True):
+    """All that a pod is made from."""
+
+    cid: str
+    namespace: str
+    director: str
+    image: str
+    properties: VmProperties
+    networks: Plan
+    groups: Sequence[str]
+    """`env.bosh.groups`: director, deployment, instance group, and joins of them."""
+    attach: str
+    """recreate, live, or never."""
+    pull_policy: str
+    host_path: str
+    storage_class: str
+    """The default of the configuration."""
+
+    @property
+    def has_data_claim(self) -> bool:
+        """True when `/var/vcap/data` outlives the pod."""
+        chosen = self.properties.ephemeral_disk.type or ("empty_dir" if self.attach == "never" else "claim")
+        return chosen == "claim"
+
+    @property
+    def group(self) -> str:
+        """Label of the VMs of one instance group; "" without one."""
+        return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
+
+
+def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Object:
+    """The settings document of the agent (settings/settings.go); disks come over the bus."""
+    return {
+        "agent_id": agent_id,
+        "vm": {"name": vm.cid, "id": vm.cid},
+        "networks": vm.networks.settings,
+        "disks": {"system": "", "persistent": {}},
+        "mbus": agent.mbus,
+        "ntp": agent.ntp,
+        "blobstore": agent.blobstore or {"provider": "dummy", "options": {}},
+        "env": env,
+    }
+
+
+def secret(vm: Vm, settings: Object, pod: Object) -> Object:
+    """The Secret of a VM; immutable, since what comes later comes over the bus."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": vm.cid, "labels": names.labels(names.KIND_VM, vm.director, **{names.VM: vm.cid})},
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {
+            SETTINGS: msgspec.json.encode(settings).decode(),
+            POD: msgspec.json.encode(pod).decode(),
+        },
+    }
+
+
+def claim(
+    name: str,
+    kind: str,
+    director: str,
+    size: Size,
+    *,
+    storage_class: str,
+    access_mode: str,
+    labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
+    attributes_class: str = "",
+) -> Object:
+    """A PersistentVolumeClaim."""
+    spec: Object = {"accessModes": [access_mode], "resources": {"requests": {"storage": quantity(size)}}}
+    if storage_class:
+        spec["storageClassName"] = storage_class
+    if attributes_class:
+        spec["volumeAttributesClassName"] = attributes_class
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {
+            "name": name,
+            "labels": {**(labels or {}), **names.labels(kind, director)},
+            "annotations": dict(annotations or {}),
+        },
+        "spec": spec,
+    }
+
+
+def disk_claim(name: str, director: str, size: Size, properties: DiskProperties, config: Config) -> Object:
+    """The claim of a persistent disk."""
+    return claim(
+        name,
+        names.KIND_DISK,
+        director,
+        size,
+        storage_class=properties.storage_class or config.disks.storage_class,
+        access_mode=properties.access_mode or config.disks.access_mode,
+        labels={**properties.labels, names.DISK: names.value(name)},
+        annotations={
+            **properties.annotations,
+            **({SNAPSHOT_CLASS: properties.snapshot_class} if properties.snapshot_class else {}),
+        },
+        attributes_class=properties.volume_attributes_class,
+    )
+
+
+SNAPSHOT_CLASS: Final = "cpi.bosh.io/snapshot-class"
+
+
+def data_claim(vm: Vm) -> Object:
+    """The claim of `/var/vcap/data`."""
+    disk = vm.properties.ephemeral_disk
+    return claim(
+        names.data_claim(vm.cid),
+        names.KIND_DATA,
+        vm.director,
+        disk.size,
+        storage_class=disk.storage_class or vm.storage_class,
+        access_mode="ReadWriteOnce",
+        labels={names.VM: vm.cid},
+    )
+
+
+def reserved_name(vm: str, namespace: str) -> str:
+    """The disk that is made with a VM."""
+    return names.cid("disk", namespace, "reserved", vm)
+
+
+def reserved_claim(vm: Vm, config: Config) -> Object:
+    """The claim of a disk that is made with a VM, and is nobody's until create_disk hands it out."""
+    disk = vm.properties.persistent_disk
+    assert disk is not None
+    properties = DiskProperties(storage_class=disk.storage_class)
+    body = disk_claim(reserved_name(vm.cid, vm.namespace), vm.director, disk.size, properties, config)
+    body["metadata"]["annotations"] |= {names.RESERVED_FOR: vm.cid, names.HOLDER: vm.cid}
+    return body
+
+
+def text(document: Object) -> str:
+    """A document as JSON."""
+    return msgspec.json.encode(document).decode()
+
+
+def group_service(service: Service, vm: Vm) -> Object:
+    """A Service in front of the VM's instance group; the annotation changes with each VM that wants it."""
+    spec: Object = {
+        "type": service.type,
+        "selector": {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM},
+        "ports": networks.ports(service.ports),
+        "publishNotReadyAddresses": False,
+    }
+    if service.cluster_ip:
+        spec["clusterIP"] = service.cluster_ip
+    if service.load_balancer_ip:
+        spec["loadBalancerIP"] = service.load_balancer_ip
+    kept = {names.KEEP: "true"} if service.keep else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": service.name,
+            "labels": {
+                **names.labels(names.KIND_SERVICE, vm.director),
+                names.GROUP: vm.group or names.digest(vm.cid),
+                **kept,
+            },
+            "annotations": {**service.annotations, names.VM: vm.cid},
+        },
+        "spec": spec,
+    }
+
+
+def quantity(size: Size) -> str:
+    """A size as Kubernetes has it: integers are MiB."""
+    return f"{size}Mi" if isinstance(size, int) else size
+
+
+# --- the pod --------------------------------------------------------------------------------------------------------
+
+
+def pod(vm: Vm) -> Object:
+    """The pod of a VM, without persistent disks."""
+    properties = vm.properties
+    volumes, mounts = _volumes(vm)
+    container: Object = {
+        "name": CONTAINER,
+        "image": vm.image,
+        "imagePullPolicy": vm.pull_policy,
+        "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", "/usr/sbin/runsvdir-start"],
+        "securityContext": _container_security(properties.tier),
+        "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
+        # The agent alone: create_vm waits for it before there are any jobs.
+        "readinessProbe": {
+            "httpGet": {"path": "/readyz?level=agent", "port": "agent"},
+            "periodSeconds": 1,
+            "timeoutSeconds": 3,
+            "failureThreshold": 3,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "agent"},
+            "initialDelaySeconds": 10,
+            "periodSeconds": 10,
+            "timeoutSeconds": 3,
+            "failureThreshold": 6,
+        },
+        "lifecycle": {
+            "preStop": {
+                "exec": {"command": ["/opt/agent_shim/bin/agent-shim", "drain", "--timeout", str(properties.grace)]}
+            }
+        },
+        "resources": _resources(properties),
+        "volumeMounts": mounts,
+    }
+    spec: Object = {
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": properties.grace + MARGIN_S,
+        "automountServiceAccountToken": properties.service_account_token,
+        "enableServiceLinks": False,
+        "containers": [container],
+        "volumes": volumes,
+        **_scheduling(vm),
+        **_dns(vm.networks),
+    }
+    if security := _pod_security(properties):
+        spec["securityContext"] = security
+    if properties.tier == "userns":
+        spec["hostUsers"] = False
+    for key, value in {
+        "serviceAccountName": properties.service_account,
+        "priorityClassName": properties.priority_class,
+        "runtimeClassName": properties.runtime_class,
+        "imagePullSecrets": [{"name": name} for name in properties.image_pull_secrets],
+        "hostAliases": [{"ip": ip, "hostnames": hosts} for ip, hosts in properties.host_aliases.items()],
+    }.items():
+        if value:
+            spec[key] = value
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": vm.cid,
+            "labels": {**properties.labels, **_group_labels(vm), **names.labels(names.KIND_VM, vm.director)}
+            | {names.VM: vm.cid},
+            "annotations": {**properties.annotations, **vm.networks.annotations, names.ATTACH: vm.attach},
+        },
+        "spec": spec,
+    }
+
+
+def with_disks(pod: Object, disks: Sequence[str]) -> Object:
+    """The pod with these disks mounted from its creation on."""
+    made = copy.deepcopy(pod)
+    for disk in disks:
+        name = f"disk-{names.tail(disk)}"
+        made["spec"]["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": disk}})
+        mounts = made["spec"]["containers"][0]["volumeMounts"]
+        mounts.append({"name": name, "mountPath": f"{DISKS_AT_CREATION}/{disk}"})
+    return made
+
+
+def pinned(pod: Object, node: str) -> Object:
+    """The pod on one node, through the scheduler: a `nodeName` would keep claims from being bound on first use."""
+    made = copy.deepcopy(pod)
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+    _require_node(made["spec"].setdefault("affinity", {}), term)
+    return made
+
+
+def disks_of(pod: Object) -> list[str]:
+    """The disks that a pod has mounted from its creation on."""
+    at_creation = f"{DISKS_AT_CREATION}/"
+    mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
+    return [one["mountPath"].removeprefix(at_creation) for one in mounts if one["mountPath"].startswith(at_creation)]
+
+
+def claims_of(pod: Object) -> list[str]:
+    """All claims that a pod mounts, those that others gave it too."""
+    volumes = pod["spec"].get("volumes") or []
+    return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
+
+
+def takes_live_disks(pod: Object) -> bool:
+    """True when mounts of the node reach the VM."""
+    mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
+    return any(one["mountPath"] == LIVE_DISKS for one in mounts)
+
+
+def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
+    properties = vm.properties
+    settings = {"secretName": vm.cid, "defaultMode": 0o400, "items": [{"key": SETTINGS, "path": SETTINGS}]}
+    volumes: list[Object] = [{"name": "settings", "secret": settings}]
+    mounts: list[Object] = [{"name": "settings", "mountPath": SETTINGS_DIRECTORY, "readOnly": True}]
+    if properties.tier == "restricted":
+        for name, path, source in (
+            ("vcap", "/var/vcap", {}),
+            ("tmp", "/tmp", {}),  # noqa: S108 - in the pod
+            ("run", "/run", {"medium": "Memory", "sizeLimit": "16Mi"}),
+        ):
+            volumes.append({"name": name, "emptyDir": source})
+            mounts.append({"name": name, "mountPath": path})
+    mounts.append({"name": "data", "mountPath": DATA})
+    if vm.has_data_claim:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": names.data_claim(vm.cid)}})
+    else:
+        volumes.append({"name": "data", "emptyDir": {"sizeLimit": quantity(properties.ephemeral_disk.size)}})
+    if vm.attach == "live":
+        # Never an emptyDir: the kubelet would empty the disks that are mounted there when the pod ends.
+        path = f"{vm.host_path}/{vm.cid}"
+        volumes.append({"name": "live-disks", "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
+        mounts.append({"name": "live-disks", "mountPath": LIVE_DISKS, "mountPropagation": "HostToContainer"})
+    for volume in properties.volumes:
+        volumes.append({"name": volume.name, **volume.source})
+        mount: Object = {"name": volume.name, "mountPath": volume.mount_path, "readOnly": volume.read_only}
+        mount |= {"subPath": volume.sub_path} if volume.sub_path else {}
+        mount |= {"mountPropagation": volume.propagation} if volume.propagation else {}
+        mounts.append(mount)
+    return volumes, mounts
+
+
+def _container_security(tier: str) -> Object:
+    if tier == "privileged":
+        return {"privileged": True, "runAsUser": 0}
+    if tier == "restricted":
+        return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    if tier == "userns":
+        # Profiles of runtimes forbid every mount, and a /proc with masked parts cannot be mounted again.
+        return {
+            "runAsUser": 0,
+            "capabilities": {"drop": ["ALL"], "add": [*_BASE_CAPABILITIES, "SYS_ADMIN"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "appArmorProfile": {"type": "Unconfined"},
+            "procMount": "Unmasked",
+        }
+    return {
+        "runAsUser": 0,
+        "capabilities": {"drop": ["ALL"], "add": list(_BASE_CAPABILITIES)},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _pod_security(properties: VmProperties) -> Object:
+    security: Object = {}
+    if properties.tier == "restricted":
+        security = {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    if properties.sysctls:
+        security["sysctls"] = [{"name": name, "value": value} for name, value in properties.sysctls.items()]
+    return security
+
+
+def _ports(properties: VmProperties) -> list[Object]:
+    return [
+        {
+            **({"name": port.name} if port.name else {}),
+            "containerPort": port.port,
+            "protocol": port.protocol,
+            **({"hostPort": port.host_port} if port.host_port else {}),
+        }
+        for port in properties.ports
+    ]
+
+
+def _resources(properties: VmProperties) -> Object:
+    if properties.resources:
+        return dict(properties.resources)
+    requests, limits = {}, {}
+    if properties.cpu:
+        requests["cpu"] = str(properties.cpu)
+    if properties.cpu_limit:
+        limits["cpu"] = str(properties.cpu_limit)
+    if properties.memory:
+        requests["memory"] = limits["memory"] = quantity(properties.memory)
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def _scheduling(vm: Vm) -> Object:
+    properties = vm.properties
+    affinity: Object = copy.deepcopy(properties.affinity)
+    if properties.zone:
+        zone = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": [properties.zone]}
+        _require_node(affinity, {"matchExpressions": [zone]})
+    if vm.group and properties.anti_affinity != "none":
+        term = {
+            "labelSelector": {"matchLabels": {names.GROUP: vm.group}},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+        apart = affinity.setdefault("podAntiAffinity", {})
+        if properties.anti_affinity == "required":
+            apart.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(term)
+        else:
+            weighed = {"weight": 100, "podAffinityTerm": term}
+            apart.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(weighed)
+    found = {
+        "affinity": affinity,
+        "nodeSelector": properties.node_selector,
+        "tolerations": properties.tolerations,
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _require_node(affinity: Object, term: Object) -> None:
+    """Let ``term`` hold beside each of the alternatives that there are."""
+    rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
+    rule["nodeSelectorTerms"] = [
+        schema.merged(one, {key: [*one.get(key, []), *value] for key, value in term.items()}) for one in terms
+    ]
+
+
+def _dns(networks: Plan) -> Object:
+    if not networks.nameservers:
+        return {}
+    return {"dnsPolicy": "None", "dnsConfig": {"nameservers": networks.nameservers}}
+
+
+def _group_labels(vm: Vm) -> dict[str, str]:
+    """Deployment and instance group, which set_vm_metadata says again with more."""
+    labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
+    return labels | ({names.GROUP: vm.group} if vm.group else {})

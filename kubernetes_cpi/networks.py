@@ -1,0 +1,194 @@
+"""Networks of a VM: settings for the agent, annotations and DNS of the pod, and Services for `vip` networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from kubernetes_cpi import names, schema
+from kubernetes_cpi.client import Object
+from kubernetes_cpi.config import Networks
+from kubernetes_cpi.errors import ConfigError, NotSupportedError
+from kubernetes_cpi.properties import NetworkProperties, Port
+
+MAX_NAMESERVERS: Final = 3
+"""As many as a pod's dnsConfig takes."""
+MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
+ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
+"""Of a dynamic network these are those of the instance's last VM, if any (network_settings.rb): no order."""
+
+
+class Network(msgspec.Struct, frozen=True):
+    """One network of a create_vm request; members that are not known are passed to the agent."""
+
+    type: str = "manual"
+    ip: str = ""
+    netmask: str = ""
+    gateway: str = ""
+    dns: list[str] = []
+    default: list[str] = []
+    cloud_properties: dict[str, Any] | None = None
+
+
+class Vip(msgspec.Struct, frozen=True):
+    """An address that leads to one VM."""
+
+    ip: str
+    ports: list[Port]
+    type: str
+
+    @property
+    def name(self) -> str:
+        """The Service's: whichever VM has the address, it is the same Service."""
+        return "vip-" + self.ip.replace(".", "-").replace(":", "-")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Consequences of the networks for a pod."""
+
+    settings: dict[str, Any]
+    annotations: dict[str, str] = {}
+    nameservers: list[str] = []
+    address: str = ""
+    """The address that the pod must get; "" for any."""
+    vips: list[Vip] = []
+
+
+def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
+    """Read the networks of a request and decide how the pod gets them."""
+    plan = Plan(settings={})
+    annotations: dict[str, str] = {}
+    interfaces: list[Object] = []
+    primary, address = "", ""
+    nameservers: list[str] = []
+    for name, given in networks.items():
+        network, properties = _read(name, given)
+        plan.settings[name] = _settings(given, network)
+        if network.type == "vip":
+            plan.vips.append(_vip(name, network, properties))
+            continue
+        if network.dns and (not nameservers or "dns" in network.default):
+            nameservers = network.dns[:MAX_NAMESERVERS]
+        if properties.cni == "multus":
+            interfaces.append(_interface(name, network, properties))
+            continue
+        if primary:
+            raise NotSupportedError(
+                f"cannot put a VM on the networks {primary!r} and {name!r}: a pod has one interface; give one of them "
+                "the cloud property `cni: multus`"
+            )
+        primary = name
+        if network.type == "manual":
+            address = network.ip
+            annotations |= _address_annotations(name, network, properties, defaults)
+        else:
+            annotations |= properties.annotations
+    if interfaces:
+        annotations[MULTUS] = msgspec.json.encode(interfaces).decode()
+    return Plan(plan.settings, annotations, nameservers, address, plan.vips)
+
+
+def service(vip: Vip, vm: str, director: str) -> Object:
+    """The Service of a `vip` network that leads to a VM."""
+    spec: Object = {"type": vip.type, "selector": {names.VM: vm, names.KIND: names.KIND_VM}, "ports": ports(vip.ports)}
+    spec |= {"loadBalancerIP": vip.ip} if vip.type == "LoadBalancer" else {"clusterIP": vip.ip}
+    labels = names.labels(names.KIND_VIP, director, **{names.VM: vm})
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": vip.name, "labels": labels}, "spec": spec}
+
+
+def ports(given: list[Port]) -> list[Object]:
+    """Ports of a Service."""
+    return [
+        {
+            "name": port.name or f"{port.protocol.lower()}-{port.port}",
+            "port": port.port,
+            "targetPort": port.target_port or port.port,
+            "protocol": port.protocol,
+            **({"nodePort": port.node_port} if port.node_port else {}),
+        }
+        for port in given
+    ]
+
+
+def _read(name: str, given: object) -> tuple[Network, NetworkProperties]:
+    try:
+        network = msgspec.convert(given, Network)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"cannot use the network {name!r}: {exc}") from None
+    if network.type not in ("manual", "dynamic", "vip"):
+        raise NotSupportedError(f"cannot use the network {name!r}: its type {network.type!r} is not known")
+    origin = f"the cloud properties of the network {name!r}"
+    return network, schema.read(network.cloud_properties or {}, NetworkProperties, origin=origin)
+
+
+def _settings(given: Mapping[str, Any], network: Network) -> dict[str, Any]:
+    """The network as the agent gets it: the pod's interfaces are there already."""
+    dropped = ADDRESS_OF_FORMER_VM if network.type == "dynamic" else ()
+    return {**{key: value for key, value in given.items() if key not in dropped}, "preconfigured": True}
+
+
+def _vip(name: str, network: Network, properties: NetworkProperties) -> Vip:
+    if not network.ip or not properties.ports:
+        raise ConfigError(
+            f"cannot use the vip network {name!r}: it needs an address, and `ports` in its cloud properties"
+        )
+    return Vip(network.ip, properties.ports, properties.service_type)
+
+
+def _address_annotations(
+    name: str, network: Network, properties: NetworkProperties, defaults: Networks
+) -> dict[str, str]:
+    """Annotations by which the CNI gives a pod this address."""
+    cni = properties.cni or defaults.cni
+    filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
+    given = {**defaults.annotations, **properties.annotations}
+    annotations = {}
+    for key, text in given.items():
+        annotations[key] = text
+        for mark, value in filled.items():
+            annotations[key] = annotations[key].replace(mark, value)
+    match cni:
+        case "calico":
+            annotations["cni.projectcalico.org/ipAddrs"] = f'["{network.ip}"]'
+        case "kube-ovn":
+            annotations["ovn.kubernetes.io/ip_address"] = network.ip
+            annotations |= {"ovn.kubernetes.io/logical_switch": properties.name} if properties.name else {}
+        case "antrea":
+            annotations["ipam.antrea.io/pod-ips"] = network.ip
+            annotations |= {"ipam.antrea.io/ippools": properties.name} if properties.name else {}
+        case "template" if annotations:
+            pass
+        case _:
+            raise NotSupportedError(
+                f"cannot give a pod the address {network.ip} of the manual network {name!r}: say in its cloud "
+                "properties which `cni` does (calico, kube-ovn, antrea, or template with `annotations`), or make the "
+                "network dynamic"
+            )
+    return annotations
+
+
+def _interface(name: str, network: Network, properties: NetworkProperties) -> Object:
+    if not properties.name:
+        raise ConfigError(f"cannot use the network {name!r}: `cni: multus` needs `name`, a NetworkAttachmentDefinition")
+    namespace, _, definition = properties.name.rpartition("/")
+    interface: Object = {"name": definition}
+    if namespace:
+        interface["namespace"] = namespace
+    if network.type == "manual":
+        interface["ips"] = [f"{network.ip}/{_prefix(network)}"]
+    if properties.interface:
+        interface["interface"] = properties.interface
+    return interface
+
+
+def _prefix(network: Network) -> int:
+    """Length of the netmask; `prefix` of a request is another thing."""
+    import ipaddress
+
+    try:
+        mask = ipaddress.ip_address(network.netmask or ("ffff" * 8 if ":" in network.ip else "255.255.255.255"))
+    except ValueError:
+        return 128 if ":" in network.ip else 32
+    return int(mask).bit_count()

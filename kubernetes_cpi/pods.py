@@ -1,0 +1,229 @@
+"""Pods as they come and go: until one is ready or the kubelet says why not, and until one has certainly ended."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kubernetes_cpi import log
+from kubernetes_cpi.client import EVENTS, NODES, PODS, WATCH_S, Object
+from kubernetes_cpi.config import Timeouts
+from kubernetes_cpi.errors import ApiError, CpiError, VMCreationFailedError
+from kubernetes_cpi.session import Session
+
+HOPELESS: Final = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
+    | {"RegistryUnavailable", "CreateContainerConfigError"}
+)
+"""Reasons of a waiting container that time does not mend."""
+PASSING: Final = re.compile(
+    r"time-?out|timed out|connection (refused|reset)|EOF|too ?many ?requests|429|50[0234]", re.IGNORECASE
+)
+"""Words of a failed pull that another attempt may not meet."""
+FORCED_END_S: Final = 30
+CLOCK_MARGIN_S: Final = 0.5
+EVENTS_SHOWN: Final = 3
+
+
+def is_ready(pod: Object) -> bool:
+    """True when the kubelet calls the pod ready and it is not being deleted."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return ready and not is_ending(pod)
+
+
+def is_ending(pod: Object) -> bool:
+    """True for a pod that has been deleted and has not ended yet."""
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def has_ended(pod: Object) -> bool:
+    """True for a pod that will never run again, such as one that was evicted."""
+    return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
+
+
+def has_stopped(pod: Object) -> bool:
+    """True for a pod that was deleted and whose containers have ended: its object may stay for a while."""
+    statuses = pod.get("status", {}).get("containerStatuses") or []
+    return is_ending(pod) and bool(statuses) and all("terminated" in one.get("state", {}) for one in statuses)
+
+
+def until_ready(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
+    """Wait for a pod that was just made; ``VMCreationFailedError`` with the kubelet's words as soon as it cannot."""
+    name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+    timeouts = session.config.timeouts
+    judge, tick_s = _Judge(name, timeouts), min(WATCH_S, timeouts.unschedulable, timeouts.crashing)
+    state: Object | None = pod
+    for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod, tick_s=tick_s):
+        if state is None or state["metadata"]["uid"] != uid or is_ending(state):
+            raise VMCreationFailedError(f"the pod {name} was deleted while it started", ok_to_retry=True)
+        if is_ready(state):
+            return state
+        judge.look(state)
+    text = _waiting_for(state or pod) or "no reason is told"
+    events = "; ".join(_warnings(session, namespace, name))
+    raise VMCreationFailedError(
+        f"the pod {name} is not ready after {timeout_s:g} s: {text}{f'; events: {events}' if events else ''}"
+    )
+
+
+def end(
+    session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
+) -> bool:
+    """Delete a pod and wait until its containers have ended (its object too, if another of its name is to be made).
+
+    False when there is none. When the node does not confirm it within the grace and `timeouts.delete_vm`, the pod is
+    deleted by force, unless the node is known to be well.
+    """
+    asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
+    if asked is None:
+        return False
+    metadata = asked.get("metadata", {})
+    grace = metadata.get("deletionGracePeriodSeconds") or 0
+    patience = grace + session.config.timeouts.delete_vm
+    if _is_gone(session, namespace, name, metadata.get("uid", ""), patience, is_name_needed=is_name_needed):
+        return True
+    node = asked.get("spec", {}).get("nodeName", "")
+    if node and _is_well(session, node):
+        raise CpiError(
+            f"cannot end the pod {name}: its node {node} is ready, but has not confirmed the end within "
+            f"{patience:g} s; see `kubectl describe pod {name}`"
+        )
+    log.say(
+        f"pod {name}: its node {node or '(none)'} has not confirmed the end within {patience:g} s; deleted by force. "
+        "Its processes may run on until the node is back or fenced"
+    )
+    session.client.delete(PODS, namespace, name, grace_s=0)
+    if not _is_gone(session, namespace, name, metadata.get("uid", ""), FORCED_END_S, is_name_needed=True):
+        raise CpiError(f"cannot end the pod {name}: it is still there after a deletion by force; has it finalizers?")
+    return True
+
+
+def until_gone(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
+    """Wait until a pod that was deleted is no more; False when it is still there."""
+    return _is_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
+
+
+def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
+    """Wait until the containers of a pod that was deleted have ended, and well; False when they have not.
+
+    ``CpiError`` with the words of one that failed.
+    """
+    for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
+        if state is None:
+            return True
+        if has_stopped(state):
+            ended = state["status"]["containerStatuses"][0]["state"]["terminated"]
+            if ended.get("exitCode") != 0:
+                raise CpiError(f"the pod {name} has failed: {ended.get('message') or ended.get('reason')}")
+            return True
+    return False
+
+
+def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: float, *, is_name_needed: bool) -> bool:
+    for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
+        if state is None or (uid and state["metadata"]["uid"] != uid):
+            return True
+        if has_stopped(state) and not is_name_needed:
+            return True
+    return False
+
+
+def _is_well(session: Session, node: str) -> bool:
+    """True when the node is Ready; False too where the CPI may not read nodes."""
+    try:
+        found = session.client.find(NODES, "", node)
+    except ApiError as exc:
+        if exc.status != http.client.FORBIDDEN:
+            raise
+        return False
+    conditions = (found or {}).get("status", {}).get("conditions") or []
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+class _Judge:
+    """Tells from the states of one pod when it is of no use to wait."""
+
+    def __init__(self, name: str, timeouts: Timeouts) -> None:
+        self._name = name
+        self._patience = {"unschedulable": timeouts.unschedulable, "crashing": timeouts.crashing}
+        self._since: dict[str, float] = {}
+        self._told = ""
+
+    def look(self, pod: Object) -> None:
+        """Judge one state; ``VMCreationFailedError`` when it is hopeless."""
+        text = _waiting_for(pod)
+        if text and text != self._told:
+            log.say(f"pod {self._name}: {text}")
+            self._told = text
+        if has_ended(pod):
+            raise VMCreationFailedError(f"the pod {self._name} has ended: {text}", ok_to_retry=True)
+        reason, message = _waiting(pod)
+        if reason in HOPELESS:
+            raise VMCreationFailedError(
+                f"the pod {self._name} cannot start: {text}", ok_to_retry=bool(PASSING.search(message))
+            )
+        self._wait("unschedulable", _unschedulable(pod) is not None, text)
+        self._wait("crashing", _crash(pod) is not None or reason.endswith("Error"), text)
+
+    def _wait(self, kind: str, is_so: bool, text: str) -> None:
+        if not is_so:
+            self._since.pop(kind, None)
+            return
+        since = self._since.setdefault(kind, time.monotonic())
+        if time.monotonic() - since >= self._patience[kind] - CLOCK_MARGIN_S:
+            raise VMCreationFailedError(f"the pod {self._name} cannot start: {text}")
+
+
+def _waiting_for(pod: Object) -> str:
+    """What the kubelet or the scheduler says of a pod that is not ready; "" for nothing."""
+    status = pod.get("status", {})
+    if has_ended(pod):
+        return ": ".join(filter(None, [status.get("reason"), status.get("message")])) or str(status["phase"])
+    if (message := _unschedulable(pod)) is not None:
+        return f"no node takes it: {message}"
+    reason, message = _waiting(pod)
+    crash = _crash(pod)
+    if crash is not None:
+        code, last = crash.get("exitCode"), str(crash.get("message") or crash.get("reason") or "").strip()
+        return f"its container ends with exit code {code}{f': {last}' if last else ''}"
+    return ": ".join(filter(None, [reason, message]))
+
+
+def _container(pod: Object) -> Mapping[str, Any]:
+    statuses = pod.get("status", {}).get("containerStatuses") or [{}]
+    found: Mapping[str, Any] = statuses[0]
+    return found
+
+
+def _waiting(pod: Object) -> tuple[str, str]:
+    waiting = _container(pod).get("state", {}).get("waiting") or {}
+    return waiting.get("reason") or "", waiting.get("message") or ""
+
+
+def _crash(pod: Object) -> Mapping[str, Any] | None:
+    """How the container ended, of one that ends again and again."""
+    container = _container(pod)
+    ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
+    found: Mapping[str, Any] | None = ended
+    return found
+
+
+def _unschedulable(pod: Object) -> str | None:
+    for one in pod.get("status", {}).get("conditions") or []:
+        if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("reason") == "Unschedulable":
+            return str(one.get("message", ""))
+    return None
+
+
+def _warnings(session: Session, namespace: str, name: str) -> list[str]:
+    """The last warnings about a pod, such as volumes that cannot be mounted."""
+    try:
+        found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name},type=Warning")
+        return [f"{one.get('reason')}: {one.get('message')}" for one in found][-EVENTS_SHOWN:]
+    except CpiError as exc:
+        log.say(f"cannot read the events of {name}: {exc}")
+        return []

@@ -1,0 +1,147 @@
+"""Cloud properties: those of VMs (vm_types, vm_extensions, AZs), of disks, and of networks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from kubernetes_cpi.config import AttachWay
+from kubernetes_cpi.schema import Strict, doc
+
+Tier = Literal["privileged", "userns", "base", "restricted"]
+Protocol = Literal["TCP", "UDP", "SCTP"]
+Size = int | str
+"""An integer is MiB, a string a Kubernetes quantity."""
+
+
+class Port(Strict, frozen=True):
+    """A port of a Service or of the pod."""
+
+    port: Annotated[int, doc("Port.")]
+    name: Annotated[str, doc("Its name. Empty: `tcp-PORT` and the like.")] = ""
+    target_port: Annotated[int | str, doc("Port of the pod behind a Service. 0: the same.")] = 0
+    protocol: Annotated[Protocol, doc("Protocol.")] = "TCP"
+    node_port: Annotated[int, doc("Port of nodes, for Services of type NodePort and LoadBalancer. 0: any.")] = 0
+    host_port: Annotated[int, doc("Port of the node that leads to the pod; only in `ports` of VMs. 0: none.")] = 0
+
+
+class Service(Strict, frozen=True):
+    """A Service in front of all VMs of an instance group."""
+
+    name: Annotated[str, doc("Name of the Service; VMs that say the same name share it.")]
+    ports: Annotated[list[Port], doc("Its ports.")]
+    type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Its type.")] = "ClusterIP"
+    cluster_ip: Annotated[str, doc("Its address. Empty: any; `None`: a headless Service.")] = ""
+    load_balancer_ip: Annotated[str, doc("Address asked of the load balancer.")] = ""
+    annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
+    keep: Annotated[bool, doc("Leave the Service, with its address, when the last VM of the group is deleted.")] = False
+
+
+class Volume(Strict, frozen=True):
+    """A volume of the pod beside those of the CPI."""
+
+    name: Annotated[str, doc("Name, a DNS label.")]
+    mount_path: Annotated[str, doc("Directory in the VM.")]
+    source: Annotated[dict[str, Any], doc("The volume's source as in a pod, such as `hostPath: {path: /dev}`.")]
+    read_only: Annotated[bool, doc("Mount read-only.")] = False
+    sub_path: Annotated[str, doc("Part of the volume.")] = ""
+    propagation: Annotated[Literal["", "None", "HostToContainer", "Bidirectional"], doc("Mount propagation.")] = ""
+
+
+class EphemeralDisk(Strict, frozen=True):
+    """`/var/vcap/data`."""
+
+    size: Annotated[Size, doc("MiB, or a quantity.")] = 10240
+    type: Annotated[
+        Literal["", "claim", "empty_dir"],
+        doc(
+            "`claim` outlives the pod: without one no disk is attached by recreation, and a disk that the VM was made "
+            "with cannot move to another VM (create-swap-delete) before this one is deleted; `empty_dir` ends with the "
+            "pod. Empty: `claim`, or `empty_dir` where `attach` is `never`."
+        ),
+    ] = ""
+    storage_class: Annotated[str, doc("StorageClass of the claim. Empty: that of `disks.storage_class`.")] = ""
+
+
+class ReservedDisk(Strict, frozen=True):
+    """A persistent disk that is made with the VM; create_disk hands it out."""
+
+    size: Annotated[Size, doc("MiB, or a quantity; `persistent_disk` of the instance group, said again.")]
+    storage_class: Annotated[str, doc("StorageClass. Empty: that of `disks.storage_class`.")] = ""
+
+
+class VmProperties(Strict, frozen=True):
+    """Cloud properties of vm_types, vm_extensions and AZs, merged by the Director."""
+
+    tier: Annotated[
+        Tier,
+        doc(
+            "What the pod may do: `privileged`, `userns` (root of a user namespace), `base` (root with nine "
+            "capabilities), `restricted` (no root)."
+        ),
+    ] = "base"
+    cpu: Annotated[float | str, doc("CPUs requested. 0: none.")] = 0
+    cpu_limit: Annotated[float | str, doc("CPUs at most. 0: no limit.")] = 0
+    memory: Annotated[Size, doc("Memory requested, which is its limit too: MiB, or a quantity. 0: none.")] = 0
+    resources: Annotated[
+        dict[str, Any], doc("Resources of the container as in a pod, instead of the three above.")
+    ] = {}
+    ephemeral_disk: Annotated[EphemeralDisk, doc("`/var/vcap/data`.")] = EphemeralDisk()
+    persistent_disk: Annotated[ReservedDisk | None, doc("A reserved persistent disk.")] = None
+    attach: Annotated[AttachWay | Literal[""], doc("`disks.attach` for this VM. Empty: that of the configuration.")] = (
+        ""
+    )
+    zone: Annotated[str, doc("Zone of nodes (`topology.kubernetes.io/zone`); in `cloud_properties` of an AZ.")] = ""
+    node_selector: Annotated[dict[str, str], doc("Labels of nodes.")] = {}
+    affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, beside what `zone` and `anti_affinity` make.")] = {}
+    anti_affinity: Annotated[
+        Literal["preferred", "required", "none"], doc("Whether VMs of one instance group keep to different nodes.")
+    ] = "preferred"
+    tolerations: Annotated[list[dict[str, Any]], doc("Tolerations as in a pod.")] = []
+    priority_class: Annotated[str, doc("PriorityClass.")] = ""
+    runtime_class: Annotated[str, doc("RuntimeClass.")] = ""
+    image_pull_secrets: Annotated[list[str], doc("Names of Secrets with credentials of registries.")] = []
+    labels: Annotated[dict[str, str], doc("Labels of the pod.")] = {}
+    annotations: Annotated[dict[str, str], doc("Annotations of the pod.")] = {}
+    sysctls: Annotated[dict[str, str], doc("Sysctls of the pod.")] = {}
+    volumes: Annotated[list[Volume], doc("Volumes beside those of the CPI.")] = []
+    ports: Annotated[list[Port], doc("Ports of the pod, where `host_port` is wanted or for the reader.")] = []
+    services: Annotated[list[Service], doc("Services in front of the instance group.")] = []
+    host_aliases: Annotated[dict[str, list[str]], doc("Names by address, in `/etc/hosts`.")] = {}
+    service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
+    service_account_token: Annotated[bool, doc("Mount the account's token, as a Director VM needs it.")] = False
+    grace: Annotated[int, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
+
+
+class DiskProperties(Strict, frozen=True):
+    """Cloud properties of disk_types."""
+
+    storage_class: Annotated[str, doc("StorageClass. Empty: that of `disks.storage_class`.")] = ""
+    access_mode: Annotated[
+        Literal["", "ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"],
+        doc("Access mode. Empty: that of `disks.access_mode`."),
+    ] = ""
+    volume_attributes_class: Annotated[str, doc("VolumeAttributesClass (Kubernetes 1.34); update_disk changes it.")] = (
+        ""
+    )
+    snapshot_class: Annotated[str, doc("VolumeSnapshotClass of snapshots. Empty: the cluster's default.")] = ""
+    labels: Annotated[dict[str, str], doc("Labels of the claim.")] = {}
+    annotations: Annotated[dict[str, str], doc("Annotations of the claim.")] = {}
+    name: Annotated[str, doc("Name of a dynamic disk, set by the Director.")] = ""
+
+
+class NetworkProperties(Strict, frozen=True):
+    """Cloud properties of networks."""
+
+    cni: Annotated[
+        Literal["", "none", "calico", "kube-ovn", "antrea", "multus", "template"],
+        doc("As `networks.cni`, which it replaces; `multus` makes a further interface."),
+    ] = ""
+    annotations: Annotated[dict[str, str], doc("As `networks.annotations`.")] = {}
+    name: Annotated[
+        str, doc("NetworkAttachmentDefinition (multus, `NAMESPACE/NAME` or `NAME`) or IPPool (antrea).")
+    ] = ""
+    interface: Annotated[str, doc("Name of a multus interface. Empty: its own choice.")] = ""
+    ports: Annotated[list[Port], doc("Ports of the Service of a `vip` network.")] = []
+    service_type: Annotated[Literal["ClusterIP", "LoadBalancer"], doc("What the address of a `vip` network is.")] = (
+        "ClusterIP"
+    )

@@ -1,0 +1,106 @@
+"""Recreation: the pod of a VM made again under its name, with other disks. Its data claim and Secret outlive it.
+
+What the new pod is to have stands in an annotation of the data claim before the old one goes: a call that was cut off
+between the two is carried on by the next.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+import msgspec
+
+from kubernetes_cpi import attachments, claims, log, manifests, names, pods
+from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, Object
+from kubernetes_cpi.errors import CpiError, NotSupportedError, VMCreationFailedError, VMNotFoundError
+from kubernetes_cpi.session import Session
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """The pod that a recreation makes: its disks, and the metadata that the old one had."""
+
+    disks: list[str]
+    live: list[str] = []
+    """Disks that are attached to it again while it runs."""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+def can_recreate(pod: Object) -> bool:
+    """True when the VM's data outlives its pod: credentials, packages and logs lie there."""
+    return names.data_claim(pod["metadata"]["name"]) in manifests.claims_of(pod)
+
+
+def unfinished(session: Session, vm: str) -> Intent | None:
+    """The recreation of a VM that was begun and not finished."""
+    claim = session.client.find(CLAIMS, session.namespace_of(vm), names.data_claim(vm))
+    text = claims.annotation(claim, names.DISKS) if claim else ""
+    return msgspec.json.decode(text, type=Intent) if text else None
+
+
+def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
+    """Make the pod again with these disks; with those that it had when it cannot start so."""
+    vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
+    if not can_recreate(pod):
+        raise NotSupportedError(
+            f"cannot make the pod of {vm} again: {manifests.DATA} is no claim, and its credentials and packages "
+            "would be lost; recreate the VM with `disks.attach: recreate`, or attach disks live"
+        )
+    live = attachments.disks_of(attachments.of(session, vm)) if manifests.takes_live_disks(pod) else []
+    intent = Intent(list(disks), live, _metadata(pod, "labels"), _metadata(pod, "annotations"))
+    _note(session, vm, intent)
+    log.say(f"pod {vm}: made again with the disks {', '.join(disks) or '(none)'}")
+    pods.end(session, session.namespace_of(vm), vm, is_name_needed=True)
+    try:
+        return carry_on(session, vm, intent)
+    except VMCreationFailedError as exc:
+        log.say(f"pod {vm}: {exc}; made again with the disks that it had")
+        former = msgspec.structs.replace(intent, disks=had)
+        _note(session, vm, former)
+        pods.end(session, session.namespace_of(vm), vm, grace_s=1, is_name_needed=True)
+        carry_on(session, vm, former)
+        raise CpiError(f"cannot make the pod of {vm} again with the disks {', '.join(disks)}: {exc}") from exc
+
+
+def carry_on(session: Session, vm: str, intent: Intent) -> Object:
+    """Make the pod of a recreation whose old one is gone, perhaps on another node, and wait for it."""
+    namespace = session.namespace_of(vm)
+    if intent.live:
+        attachments.end_all(session, vm)
+    secret = session.client.find(SECRETS, namespace, vm)
+    if secret is None:
+        raise VMNotFoundError(f"cannot make the pod of {vm} again: its Secret is gone")
+    body = msgspec.json.decode(base64.b64decode(secret["data"][manifests.POD]), type=Object)
+    # It may have been cut off long ago.
+    held = [disk for disk in intent.disks if claims.is_held(session, disk, vm)]
+    body = manifests.with_disks(body, held)
+    metadata = body["metadata"]
+    metadata["labels"] = {**metadata["labels"], **intent.labels}
+    metadata["annotations"] = {**metadata["annotations"], **intent.annotations, names.RECREATED: "true"}
+    made, _ = session.client.ensure(PODS, namespace, body)
+    ready = pods.until_ready(session, namespace, made, timeout_s=session.config.timeouts.create_vm)
+    for disk in intent.live:
+        if claims.is_held(session, disk, vm):
+            attachments.attach(session, ready, disk)
+    _note(session, vm, None)
+    return ready
+
+
+def finish(session: Session, pod: Object) -> None:
+    """Forget the recreation that has made a pod, if it was cut off before it could."""
+    vm = pod["metadata"]["name"]
+    if names.RECREATED in (pod["metadata"].get("annotations") or {}) and unfinished(session, vm):
+        _note(session, vm, None)
+
+
+def _note(session: Session, vm: str, intent: Intent | None) -> None:
+    text = msgspec.json.encode(intent).decode() if intent else None
+    body: Object = {"metadata": {"annotations": {names.DISKS: text}}}
+    session.client.patch(CLAIMS, session.namespace_of(vm), names.data_claim(vm), body)
+
+
+def _metadata(pod: Object, kind: str) -> dict[str, str]:
+    """Labels or annotations that set_vm_metadata has given the pod."""
+    found = pod["metadata"].get(kind) or {}
+    return {key: value for key, value in found.items() if key.startswith(names.METADATA)}

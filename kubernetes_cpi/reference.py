@@ -1,0 +1,41 @@
+"""``python -m kubernetes_cpi.reference``: the property tables of docs/cpi.md, made from the types."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from kubernetes_cpi import schema
+from kubernetes_cpi.config import Config
+from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
+
+TABLES: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "Properties of the CPI": Config,
+    "Cloud properties of VMs": VmProperties,
+    "Cloud properties of disks": DiskProperties,
+    "Cloud properties of networks": NetworkProperties,
+}
+
+
+def tables() -> str:
+    """All tables as Markdown."""
+    return "\n".join(f"### {title}\n\n{table(struct)}" for title, struct in TABLES.items())
+
+
+def table(struct: type[msgspec.Struct]) -> str:
+    """One table as Markdown: key, type, default, meaning."""
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in schema.rows(struct)]
+    return "\n".join(lines) + "\n"
+
+
+def properties() -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and description of each property of the CPI, for the spec of a job."""
+    return schema.rows(Config)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables())

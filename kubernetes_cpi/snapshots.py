@@ -1,0 +1,60 @@
+"""Snapshots: VolumeSnapshots, where the cluster has them."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kubernetes_cpi import claims, log, manifests, names
+from kubernetes_cpi.client import SNAPSHOTS, Object
+from kubernetes_cpi.errors import ApiError, CpiError, NotImplementedByCpiError
+from kubernetes_cpi.session import Session
+
+CUT_TIMEOUT_S: Final = 60
+
+
+def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
+    """Take a snapshot of a disk and wait until its content is fixed; its cid."""
+    claim = claims.get(session, disk)
+    namespace = session.namespace_of(disk)
+    labels, annotations = names.metadata(metadata)
+    spec: Object = {"source": {"persistentVolumeClaimName": disk}}
+    if chosen := claims.annotation(claim, manifests.SNAPSHOT_CLASS):
+        spec["volumeSnapshotClassName"] = chosen
+    name = names.cid("snapshot", namespace, session.director, session.request_id or str(time.time_ns()), disk)
+    body: Object = {
+        "apiVersion": "snapshot.storage.k8s.io/v1",
+        "kind": "VolumeSnapshot",
+        "metadata": {
+            "name": name,
+            "labels": {**labels, **names.labels(names.KIND_SNAPSHOT, session.director), names.DISK: names.value(disk)},
+            "annotations": annotations,
+        },
+        "spec": spec,
+    }
+    try:
+        made, _ = session.client.ensure(SNAPSHOTS, namespace, body)
+    except ApiError as exc:
+        if exc.status == http.client.NOT_FOUND:
+            raise NotImplementedByCpiError("cannot take a snapshot: the cluster has no VolumeSnapshots") from exc
+        raise
+    for state in session.client.follow(SNAPSHOTS, namespace, name, time.monotonic() + CUT_TIMEOUT_S, made):
+        status = (state or {}).get("status") or {}
+        if state is None or (why := (status.get("error") or {}).get("message")):
+            session.client.delete(SNAPSHOTS, namespace, name)
+            raise CpiError(f"cannot take a snapshot of {disk}: {why if state else 'it was deleted'}")
+        if status.get("creationTime") or status.get("readyToUse"):
+            return name
+    log.say(f"the snapshot {name} is not ready yet: the cluster goes on with it")
+    return name
+
+
+def delete(session: Session, snapshot: str) -> None:
+    """Delete a snapshot; nothing when it is gone."""
+    try:
+        session.client.delete(SNAPSHOTS, session.namespace_of(snapshot), snapshot)
+    except ApiError as exc:
+        if exc.status != http.client.NOT_FOUND:
+            raise

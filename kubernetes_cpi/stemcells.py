@@ -1,0 +1,38 @@
+"""Light stemcells: an image in a registry. The cid of a stemcell is the image's reference with its digest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kubernetes_cpi.config import Stemcells
+from kubernetes_cpi.errors import CpiError
+
+DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+REFERENCE: Final = re.compile(r"[a-zA-Z0-9][-a-zA-Z0-9._:/]*")
+
+
+def create(properties: Mapping[str, Any], config: Stemcells) -> str:
+    """Find the image in the cloud properties of a light stemcell: `image_reference` and `digest`, or `image`.
+
+    Nothing is pulled: a wrong reference shows when the first VM is made. Other keys are the stemcell builder's.
+    """
+    given = properties.get("image_reference") or properties.get("image")
+    if not given:
+        raise CpiError(
+            "cannot create the stemcell: its cloud properties have neither `image_reference` nor `image`; only light "
+            "stemcells (kubernetes-light, docker-light, warden-light) are taken"
+        )
+    reference, _, digest = str(given).partition("@")
+    digest = str(properties.get("digest") or digest)
+    if not REFERENCE.fullmatch(reference) or (digest and not DIGEST.fullmatch(digest)):
+        raise CpiError(f"cannot create the stemcell: {given!r} with digest {digest!r} is no reference to an image")
+    if digest:
+        return f"{reference}@{digest}"
+    if not config.allow_mutable_images:
+        raise CpiError(
+            f"cannot create the stemcell: {reference} has no digest, so VMs could differ; add `digest: sha256:…` to "
+            "its cloud properties, or set `stemcells.allow_mutable_images`"
+        )
+    return reference

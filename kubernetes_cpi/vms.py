@@ -1,0 +1,292 @@
+"""VMs: a pod that is never replaced by the cluster, an immutable Secret with its settings, and perhaps a data claim."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from kubernetes_cpi import attachments, claims, log, manifests, names, networks, pods, recreation, schema
+from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, SERVICES, Object, Resource
+from kubernetes_cpi.errors import (
+    ApiError,
+    ConfigError,
+    CpiError,
+    NotSupportedError,
+    UnreachableError,
+    VMCreationFailedError,
+    VMNotFoundError,
+)
+from kubernetes_cpi.manifests import Vm
+from kubernetes_cpi.properties import VmProperties
+from kubernetes_cpi.session import Session
+
+GRACE_OF_FAILED_S: Final = 1
+"""For a VM that never ran a job."""
+
+
+def create(
+    session: Session,
+    agent_id: str,
+    stemcell: str,
+    cloud_properties: Mapping[str, Any],
+    requested: Mapping[str, Any],
+    disks: Sequence[str],
+    env: Mapping[str, Any],
+) -> list[Any]:
+    """Make a VM and wait until its agent answers; its cid and networks. Nothing is left of one that fails."""
+    vm = _described(session, agent_id, stemcell, cloud_properties, requested, env)
+    for disk in disks:
+        claims.check_same_namespace(session, vm.cid, disk)
+    held = []
+    try:
+        base = manifests.pod(vm)
+        _make_secret(session, vm, manifests.settings(vm, agent_id, env, session.config.agent), base)
+        held = _held(session, vm, disks)
+        pod = _made(session, vm, base, held, is_reserving=not disks)
+        _make_services(session, vm)
+        ready = pods.until_ready(session, vm.namespace, pod, timeout_s=session.config.timeouts.create_vm)
+        _check_address(ready, vm.networks.address)
+    except CpiError as exc:
+        _clean_up(session, vm.cid, held, exc)
+        if isinstance(exc, ApiError | UnreachableError):
+            raise VMCreationFailedError(f"cannot create the VM: {exc}", ok_to_retry=exc.ok_to_retry) from exc
+        raise
+    return [vm.cid, requested]
+
+
+def delete(session: Session, vm: str) -> None:
+    """End a VM and all that was made for it; persistent disks stay. The pod ends before what mounts disks into it."""
+    namespace = session.namespace_of(vm)
+    pods.end(session, namespace, vm)
+    _remove_belongings(session, vm)
+
+
+def has(session: Session, vm: str) -> bool:
+    """True when there is a pod that runs or may run."""
+    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    return pod is not None and not pods.has_ended(pod) and not pods.has_stopped(pod)
+
+
+def reboot(session: Session, vm: str) -> None:
+    """Start the container again: in its pod where disks are attached live, else in another pod with the same data."""
+    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    if pod is None and (intent := recreation.unfinished(session, vm)):
+        recreation.carry_on(session, vm, intent)
+        return
+    pod = pod or get(session, vm)
+    if manifests.takes_live_disks(pod):
+        attachments.reboot(session, pod)
+    elif recreation.can_recreate(pod):
+        recreation.recreate(session, pod, manifests.disks_of(pod))
+    else:
+        raise NotSupportedError(
+            f"cannot reboot {vm}: {manifests.DATA} is no claim and disks are not attached live; recreate the VM instead"
+        )
+
+
+def set_metadata(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
+    """Label and annotate the pod with what the Director says of it."""
+    patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
+
+
+def get(session: Session, vm: str) -> Object:
+    """The pod of a VM; ``VMNotFoundError`` without one."""
+    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    if pod is None:
+        raise VMNotFoundError(f"cannot find the VM {vm}: the namespace {session.namespace_of(vm)} has no such pod")
+    return pod
+
+
+def patch_metadata(
+    session: Session, resource: Resource, cid: str, metadata: Mapping[str, Any], missing: Callable[[str], CpiError]
+) -> None:
+    """Labels and annotations for a Director's metadata; of a key that fits a label no more the label goes."""
+    labels, annotations = names.metadata(metadata)
+    gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
+    body: Object = {"metadata": {"labels": {**gone, **labels}, "annotations": {**gone, **annotations}}}
+    try:
+        session.client.patch(resource, session.namespace_of(cid), cid, body)
+    except ApiError as exc:
+        if exc.status == http.client.NOT_FOUND:
+            raise missing(str(exc)) from exc
+        raise
+
+
+def calculate_properties(requirements: Mapping[str, Any]) -> dict[str, Any]:
+    """Cloud properties for `vm_resources` of a manifest: `cpu`, `ram` and `ephemeral_disk_size` in MiB."""
+    try:
+        return {
+            "cpu": requirements["cpu"],
+            "memory": int(requirements["ram"]),
+            "ephemeral_disk": {"size": int(requirements["ephemeral_disk_size"])},
+        }
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError(f"cannot calculate cloud properties: `vm_resources` lacks {exc}") from None
+
+
+# --- create ---------------------------------------------------------------------------------------------------------
+
+
+def _described(
+    session: Session,
+    agent_id: str,
+    stemcell: str,
+    cloud_properties: Mapping[str, Any],
+    requested: Mapping[str, Any],
+    env: Mapping[str, Any],
+) -> Vm:
+    config = session.config
+    document = schema.merged(config.vms, cloud_properties)
+    properties = schema.read(document, VmProperties, origin="the cloud properties of the VM")
+    bosh = env.get("bosh")
+    groups = bosh.get("groups") if isinstance(bosh, Mapping) else None
+    return Vm(
+        cid=names.cid("vm", session.namespace, session.director, agent_id),
+        namespace=session.namespace,
+        director=session.director,
+        image=stemcell,
+        properties=properties,
+        networks=networks.plan(requested, config.networks),
+        groups=[str(group) for group in groups] if isinstance(groups, list) else [],
+        attach=properties.attach or config.disks.attach,
+        pull_policy=config.stemcells.pull_policy,
+        host_path=config.disks.host_path,
+        storage_class=config.disks.storage_class,
+    )
+
+
+def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:
+    """Make the Secret of a VM, its first object: from then on the VM can hold disks."""
+    secret = manifests.secret(vm, settings, base)
+    _, is_good = _ensured(session, SECRETS, vm.namespace, secret, _has_same_data)
+    if not is_good:
+        # An earlier attempt with this agent id had other settings, and its pod has them.
+        pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
+        session.client.delete(SECRETS, vm.namespace, vm.cid)
+        session.client.create(SECRETS, vm.namespace, secret)
+
+
+def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
+    """The disks that the pod can mount from the beginning; those that another VM uses come by attach_disk later."""
+    held = []
+    for disk in disks:
+        try:
+            found = claims.hold(session, disk, vm.cid)
+        except claims.InUseError as exc:
+            log.say(f"{exc}; it is left out until attach_disk")
+            continue
+        if found.lingering:
+            log.say(
+                f"the disk {disk} is mounted by {', '.join(found.lingering)} still; it is left out until attach_disk"
+            )
+            claims.let_go(session, disk, vm.cid)
+            continue
+        held.append(disk)
+    return held
+
+
+def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
+    """Make the claims and the pod of a VM, or find what an earlier attempt has made; the pod."""
+    mounted = list(disks)
+    if vm.has_data_claim:
+        claims.make(session, vm.namespace, manifests.data_claim(vm))
+    if vm.properties.persistent_disk and is_reserving:
+        body = manifests.reserved_claim(vm, session.config)
+        claims.make(session, vm.namespace, body)
+        mounted.append(body["metadata"]["name"])
+    pod = manifests.with_disks(base, mounted)
+    pod["metadata"]["annotations"][names.REQUEST] = names.digest(manifests.text(pod))
+    made, is_good = _ensured(session, PODS, vm.namespace, pod, _is_same_pod)
+    if not is_good:
+        pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
+        made = session.client.create(PODS, vm.namespace, pod)
+    return made
+
+
+def _ensured(
+    session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
+) -> tuple[Object, bool]:
+    """The object, and whether it is as ``body`` says; one that is there already may differ."""
+    made, is_new = session.client.ensure(resource, namespace, body)
+    return made, is_new or is_same(made, body)
+
+
+def _has_same_data(found: Object, wanted: Object) -> bool:
+    data = {key: base64.b64decode(value).decode() for key, value in (found.get("data") or {}).items()}
+    return bool(data == wanted["stringData"])
+
+
+def _is_same_pod(found: Object, wanted: Object) -> bool:
+    digests = [(one["metadata"].get("annotations") or {}).get(names.REQUEST) for one in (found, wanted)]
+    return digests[0] == digests[1] and not pods.is_ending(found) and not pods.has_ended(found)
+
+
+def _make_services(session: Session, vm: Vm) -> None:
+    """Point the Services of the VM's group and of its `vip` networks to it; an address moves from VM to VM."""
+    bodies = [networks.service(vip, vm.cid, vm.director) for vip in vm.networks.vips]
+    bodies += [manifests.group_service(service, vm) for service in vm.properties.services]
+    for body in bodies:
+        made, is_new = session.client.ensure(SERVICES, vm.namespace, body)
+        if is_new:
+            continue
+        if (made["metadata"].get("labels") or {}).get(names.MANAGED_BY) != names.OURS:
+            raise VMCreationFailedError(
+                f"cannot use the Service {body['metadata']['name']}: one of that name is there and is not ours"
+            )
+        spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
+        metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
+        session.client.patch(SERVICES, vm.namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
+
+
+def _check_address(pod: Object, wanted: str) -> None:
+    got = [one.get("ip") for one in pod["status"].get("podIPs") or [{"ip": pod["status"].get("podIP")}]]
+    if wanted and wanted not in got:
+        raise VMCreationFailedError(
+            f"the pod got the address {', '.join(map(str, got))} instead of {wanted}: the cluster's network does not "
+            "follow the annotations of the manual network"
+        )
+
+
+# --- delete ---------------------------------------------------------------------------------------------------------
+
+
+def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
+    """Remove what a failed create has made; what cannot be removed now is found by its label later."""
+    log.say(f"cannot create the VM: {why}; what was made of it is removed")
+    try:
+        pods.end(session, session.namespace_of(vm), vm, grace_s=GRACE_OF_FAILED_S)
+        _remove_belongings(session, vm)
+        for disk in held:
+            claims.let_go(session, disk, vm)
+    except CpiError as exc:
+        log.say(f"cannot remove all that was made of {vm}: {exc}; delete_vm {vm} finds it")
+
+
+def _remove_belongings(session: Session, vm: str) -> None:
+    """Delete what a VM has beside its pod, which is gone."""
+    namespace = session.namespace_of(vm)
+    attachments.end_all(session, vm)
+    session.client.delete(SECRETS, namespace, vm)
+    session.client.delete(CLAIMS, namespace, names.data_claim(vm))
+    reserved = manifests.reserved_name(vm, namespace)
+    claim = session.client.find(CLAIMS, namespace, reserved)
+    if claim and claims.annotation(claim, names.RESERVED_FOR) == vm:
+        session.client.delete(CLAIMS, namespace, reserved)
+    _remove_services(session, vm)
+
+
+def _remove_services(session: Session, vm: str) -> None:
+    """Delete the Services that lead to this VM alone, and those of a group that has no VM any more."""
+    namespace = session.namespace_of(vm)
+    for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
+        metadata = service["metadata"]
+        labels = metadata["labels"]
+        is_mine = labels.get(names.VM) == vm or service["spec"].get("selector", {}).get(names.VM) == vm
+        if not is_mine and labels.get(names.KIND) == names.KIND_SERVICE and names.KEEP not in labels:
+            members = session.client.list(PODS, namespace, labels=f"{names.GROUP}={labels.get(names.GROUP)}")
+            is_mine = all(pods.is_ending(pod) for pod in members)
+        if is_mine and names.KEEP not in labels:
+            # A VM that wants it meanwhile has changed it.
+            session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])

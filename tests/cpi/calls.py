@@ -1,0 +1,136 @@
+"""Calls of the CPI as a Director makes them, in this process or in one of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kubernetes_cpi import door
+from kubernetes_cpi.client import Client
+from tests.cpi.fake_api import Cluster, Object, Server
+from tests.structure.source import ROOT
+
+DIRECTOR = "2e5cdd12-0f5e-4b0e-9a55-6b0f0e2a6d1c"
+STEMCELL = "registry.example/agent-shim:1.2@sha256:" + "a" * 64
+DYNAMIC = {"default": {"type": "dynamic", "default": ["dns", "gateway"], "cloud_properties": {}}}
+ENV = {
+    "bosh": {
+        "mbus": {"cert": {"ca": "CA-CERT", "certificate": "CLIENT-CERT", "private_key": "PRIVATE-KEY"}},
+        "group": "d-dep-zookeeper",
+        "groups": ["director", "dep", "zookeeper", "director-dep", "dep-zookeeper", "director-dep-zookeeper"],
+        "tags": {},
+    }
+}
+
+
+class CpiFailedError(AssertionError):
+    """The response has an error."""
+
+    def __init__(self, error: Object, log: str) -> None:
+        super().__init__(f"{error['type']}: {error['message']}")
+        self.type = error["type"].removeprefix("Bosh::Clouds::")
+        self.message, self.ok_to_retry, self.log = error["message"], error["ok_to_retry"], log
+
+
+class Cpi:
+    """One CPI with its configuration; ``request_id`` grows with each call, as a Director's does."""
+
+    def __init__(self, server: Server, directory: Path, **config: Any) -> None:
+        self.server = server
+        self.cluster: Cluster = server.cluster
+        self.file = directory / "cpi.json"
+        self.write(server.config(**config))
+        self._requests = 0
+
+    def write(self, config: Object) -> None:
+        """Give the CPI another configuration."""
+        self.file.write_text(json.dumps(config))
+
+    def request(self, method: str, arguments: Sequence[Any], *, request_id: str = "") -> bytes:
+        """The bytes that a Director writes."""
+        self._requests += 1
+        context = {
+            "director_uuid": DIRECTOR,
+            "request_id": request_id or f"cpi-{100000 + self._requests}",
+            "vm": {"stemcell": {"api_version": 3}},
+        }
+        return json.dumps({"method": method, "arguments": arguments, "context": context, "api_version": 3}).encode()
+
+    def answer(self, request: bytes) -> Object:
+        """The response, in this process."""
+        return checked(door.answer(request, ["--config", str(self.file)]))
+
+    def run(self, request: bytes) -> tuple[Object, str]:
+        """The response and what was said, of a process with a bare environment."""
+        done = start(request, "--config", str(self.file))
+        return checked(done.stdout), done.stderr.decode()
+
+    def __call__(self, method: str, *arguments: Any, request_id: str = "") -> Any:
+        """The result; ``CpiFailedError`` for an error."""
+        response = self.answer(self.request(method, arguments, request_id=request_id))
+        if response["error"]:
+            raise CpiFailedError(response["error"], response["log"])
+        return response["result"]
+
+    def create_vm(self, agent_id: str = "agent-1", disks: Sequence[str] = (), **properties: Any) -> str:
+        """The cid of a VM."""
+        vm, _ = self("create_vm", agent_id, STEMCELL, properties, DYNAMIC, list(disks), ENV)
+        assert isinstance(vm, str)
+        return vm
+
+
+def start(request: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """The whole program, as a Director starts it."""
+    env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "TMPDIR": "/tmp", "HOME": "/"}
+    command = [sys.executable, "-m", "kubernetes_cpi", *arguments]
+    return subprocess.run(command, input=request, capture_output=True, env=env, cwd=ROOT)
+
+
+def checked(raw: bytes) -> Object:
+    """One response, in the shape that Directors insist on (external_cpi.rb)."""
+    response: Object = json.loads(raw)
+    assert set(response) == {"result", "error", "log"}, response
+    assert isinstance(response["log"], str)
+    if response["error"] is not None:
+        assert set(response["error"]) == {"type", "message", "ok_to_retry"}, response
+        assert isinstance(response["error"]["type"], str)
+        assert isinstance(response["error"]["message"], str)
+        assert isinstance(response["error"]["ok_to_retry"], bool)
+        assert response["result"] is None
+    return response
+
+
+class Killed(BaseException):
+    """The process is killed: no cleaning up, no response."""
+
+
+@contextmanager
+def killed_after(count: int) -> Iterator[list[str]]:
+    """Kill the CPI in the block once its ``count``-th request was processed; requests and watches, in order."""
+    made: list[str] = []
+    exchange, watch = Client._exchange, Client._watch
+
+    def dying_exchange(self: Client, method: str, path: str, body: Object | None) -> Any:
+        if len(made) >= count:
+            raise Killed
+        answer = exchange(self, method, path, body)
+        made.append(f"{method} {path}")
+        if len(made) >= count:
+            raise Killed
+        return answer
+
+    def dying_watch(self: Client, *arguments: Any) -> Any:
+        if len(made) >= count:
+            raise Killed
+        return watch(self, *arguments)
+
+    Client._exchange, Client._watch = dying_exchange, dying_watch  # type: ignore[method-assign, assignment]
+    try:
+        yield made
+    finally:
+        Client._exchange, Client._watch = exchange, watch  # type: ignore[method-assign]

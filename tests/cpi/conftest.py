@@ -1,0 +1,57 @@
+"""A fresh cluster for each test. No call may ask for more than the Roles of deploy/cpi allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cpi.calls import Cpi
+from tests.cpi.fake_api import Cluster, Server
+from tests.structure.source import ROOT
+
+VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
+
+
+@cache
+def allowed() -> frozenset[tuple[str, str]]:
+    """Verb and plural of all that the Roles name."""
+    texts = [file.read_text() for file in sorted((ROOT / "deploy/cpi").rglob("*.yaml"))]
+    roles = [one for text in texts if "rbac.authorization" in text for one in yaml.safe_load_all(text)]
+    rules = [rule for one in roles if one and one["kind"] in ("Role", "ClusterRole") for rule in one["rules"]]
+    return frozenset((verb, plural) for rule in rules for verb in rule["verbs"] for plural in rule["resources"])
+
+
+def asked(request: str) -> tuple[str, str]:
+    """Verb and plural of a request."""
+    method, _, path = request.partition(" ")
+    plural, _, name = path.partition("/")
+    return VERBS.get(method) or ("get" if name else "list"), plural
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(Cluster())
+    yield server
+    server.close()
+    assert server.cluster.violations == []
+    assert {asked(request) for request in server.requests} <= allowed()
+
+
+@pytest.fixture
+def cluster(server: Server) -> Cluster:
+    return server.cluster
+
+
+@pytest.fixture
+def cpi(server: Server, tmp_path: Path) -> Cpi:
+    """With short bounds: what never happens is not waited for long."""
+    return Cpi(
+        server,
+        tmp_path,
+        agent={"mbus": "nats://10.0.0.6:4222"},
+        timeouts={"retry": 2, "unmount": 1, "unschedulable": 1, "crashing": 1, "delete_vm": 1, "create_vm": 3},
+    )

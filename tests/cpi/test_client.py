@@ -1,0 +1,203 @@
+"""Requests that are retried, and watches that survive what cuts them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.cpi.calls import Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Server
+
+VM = "vm-bosh-" + "0" * 16
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_passing_refusal_is_retried(cpi: Cpi, server: Server, status: int) -> None:
+    server.fail("GET pods", times=2, status=status)
+
+    assert cpi("has_vm", VM) is False
+    assert len(server.requests) == 3
+
+
+def test_retry_after_is_heeded(cpi: Cpi, server: Server) -> None:
+    server.fail("GET pods", status=429, retry_after="1")
+    began = time.monotonic()
+
+    cpi("has_vm", VM)
+
+    assert time.monotonic() - began >= 1
+
+
+def test_retry_after_beyond_the_bound_is_not_waited_for(cpi: Cpi, server: Server) -> None:
+    server.fail("GET pods", times=9, status=429, retry_after="3600", message="too many requests")
+
+    with pytest.raises(CpiFailedError, match="429: too many requests") as failed:
+        cpi("has_vm", VM)
+
+    assert failed.value.ok_to_retry is True
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("cut", ["before", "after"])
+@pytest.mark.parametrize("plural", ["persistentvolumeclaims", "secrets", "pods"])
+def test_connection_that_is_cut(cpi: Cpi, server: Server, cluster: Cluster, plural: str, cut: str) -> None:
+    """Processed or not, nobody knows: the second attempt finds what the first has made."""
+    server.fail(f"POST {plural}", cut=cut)
+
+    vm = cpi.create_vm()
+
+    assert list(cluster.of("pods")) == [vm]
+    assert list(cluster.of("secrets")) == [vm]
+
+
+def test_delete_that_was_processed_and_cut(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    server.fail("DELETE", times=3, cut="after")
+
+    cpi("delete_vm", vm)
+
+    assert cluster.snapshot() == {}
+
+
+def test_server_that_is_away(cpi: Cpi, server: Server) -> None:
+    server.close()
+
+    with pytest.raises(CpiFailedError, match="does not answer") as failed:
+        cpi("has_vm", VM)
+
+    assert failed.value.ok_to_retry is True
+
+
+def test_server_that_comes_back(cpi: Cpi, server: Server) -> None:
+    server.fail("GET pods", times=3, cut="before")
+
+    assert cpi("has_vm", VM) is False
+
+
+def test_server_that_is_slow(cpi: Cpi, server: Server) -> None:
+    config = {**server.config(), "timeouts": {"request": 0.3, "retry": 3}}
+    cpi.write(config)
+    server.fail("GET pods", delay_s=1)
+
+    assert cpi("has_vm", VM) is False
+    cpi.write({**config, "timeouts": {"request": 0.2, "retry": 0.5}})
+    server.fail("GET pods", delay_s=0.5, times=9)
+    with pytest.raises(CpiFailedError, match="does not answer.*timed out"):
+        cpi("has_vm", VM)
+
+
+def test_answer_that_is_no_json(cpi: Cpi, server: Server) -> None:
+    """A proxy between us and the server, for example."""
+    server.fail("GET pods", status=200, raw="<html>Log in")
+
+    with pytest.raises(CpiFailedError, match="no JSON object"):
+        cpi("has_vm", VM)
+
+
+def test_page_of_a_proxy_is_told(cpi: Cpi, server: Server) -> None:
+    server.fail("GET pods", status=407, raw="<html>Proxy Authentication Required")
+
+    with pytest.raises(CpiFailedError, match="407: <html>Proxy Authentication Required"):
+        cpi("has_vm", VM)
+
+
+def test_change_that_others_overtake(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    key = ("persistentvolumeclaims", "bosh", disk)
+
+    def change() -> None:
+        cluster.patch(key, {"metadata": {"annotations": {"seen": str(cluster.version)}}})
+
+    server.fail(f"PATCH persistentvolumeclaims/{disk}", times=3, on=change)
+
+    assert cpi("attach_disk", vm, disk)
+    assert cpi("get_disks", vm) == [disk]
+
+
+def test_quota_that_is_counted_by_several_at_once(cpi: Cpi, server: Server) -> None:
+    """Of two objects that are counted at once one is refused with a conflict, though its name is free."""
+    server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
+
+    assert cpi.create_vm()
+
+
+def test_webhook_that_does_not_answer(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    server.fail("POST pods", times=99, status=500, message='failed calling webhook "policy.example": timeout')
+
+    with pytest.raises(CpiFailedError, match="failed calling webhook") as failed:
+        cpi.create_vm()
+
+    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", True)
+    assert cluster.snapshot() == {}
+
+
+def test_cluster_that_goes_away_leaves_what_is_found_later(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    cpi.write({**server.config(), "timeouts": {"retry": 0.5}})
+    fault = server.fail("(POST pods|DELETE|GET)", times=999, cut="before")
+    with pytest.raises(CpiFailedError, match="does not answer") as failed:
+        cpi.create_vm()
+    assert failed.value.ok_to_retry is True
+    fault.times = 0
+    assert len(cluster.of("secrets")) == 1
+
+    (vm,) = cluster.of("secrets")
+    cpi("delete_vm", vm)
+
+    assert cluster.snapshot() == {}
+
+
+def test_refusal_that_stays_is_not_retried(cpi: Cpi, server: Server) -> None:
+    server.fail("GET pods", times=9, status=403, message="pods is forbidden")
+
+    with pytest.raises(CpiFailedError, match="pods is forbidden") as failed:
+        cpi("has_vm", VM)
+
+    assert (failed.value.ok_to_retry, len(server.requests)) == (False, 1)
+
+
+def test_token_that_was_renewed(cpi: Cpi, server: Server) -> None:
+    """The file has the new one; the server forgot the old one between two requests."""
+    file = cpi.file.with_name("token")
+    file.write_text("old")
+    config = server.config()
+    config["cluster"] = {"server": server.url, "token_file": str(file)}
+    cpi.write(config)
+    server.fail("GET pods", status=401, on=lambda: file.write_text(server.token))
+
+    assert cpi("has_vm", VM) is False
+    assert len(server.requests) == 2
+
+
+def test_watch_that_is_cut_or_expires(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    server.fail("WATCH pods", times=2, cut="after")
+    vm = cpi.create_vm()
+    cluster.memory = 0
+
+    cpi("delete_vm", vm)
+
+    assert cluster.snapshot() == {}
+
+
+def test_watch_of_an_object_that_rests_while_others_change(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    """The server forgets the version of the object: watched from there, each watch would end with 410 at once."""
+    cluster.memory = 5
+    cluster.start_after_s = 1.5
+    busy = threading.Event()
+
+    def change() -> None:
+        cluster.create(("services", "bosh", "other"), {"metadata": {"name": "other"}, "spec": {}})
+        while not busy.wait(0.01):
+            cluster.patch(("services", "bosh", "other"), {"spec": {"n": time.monotonic()}})
+
+    others = threading.Thread(target=change)
+    others.start()
+    try:
+        cpi.create_vm()
+    finally:
+        busy.set()
+        others.join()
+
+    assert server.expired <= 1

@@ -1,0 +1,552 @@
+"""Persistent disks on a fake API server: the four ways, and what must never happen to one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cpi.calls import Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Server, unscheduled, waiting
+
+AT_CREATION = "/var/vcap/bosh/disks-at-creation"
+LIVE = "/var/vcap/bosh/disks"
+
+
+def holder(cluster: Cluster, disk: str) -> str | None:
+    found = cluster.of("persistentvolumeclaims")[disk]["metadata"].get("annotations", {}).get("cpi.bosh.io/holder")
+    assert found is None or isinstance(found, str)
+    return found
+
+
+def mounts(cluster: Cluster, vm: str) -> list[str]:
+    volumes = cluster.of("pods")[vm]["spec"]["volumes"]
+    return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
+
+
+def attachments(cluster: Cluster) -> list[str]:
+    return [name for name in cluster.of("pods") if name.startswith("attach-")]
+
+
+# --- at creation ----------------------------------------------------------------------------------------------------
+
+
+def test_disk_at_creation_leaves_attach_nothing_to_do(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    first = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, first)
+    cpi("delete_vm", first)
+    vm = cpi.create_vm("agent-2", [disk])
+    server.requests.clear()
+
+    assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
+    assert [request.split()[0] for request in server.requests] == ["GET", "GET"]
+    assert cpi("get_disks", vm) == [disk]
+    cpi("set_disk_metadata", disk, {"deployment": "dep", "instance_id": "0"})
+    assert cluster.of("persistentvolumeclaims")[disk]["metadata"]["labels"]["bosh.io/deployment"] == "dep"
+
+
+def test_new_disk_is_not_waited_for(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {"storage_class": "on-first-use"}, None)
+
+    claim = cluster.of("persistentvolumeclaims")[disk]
+    assert claim["status"]["phase"] == "Pending"
+    assert claim["spec"]["storageClassName"] == "on-first-use"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "64Mi"
+    assert cpi("has_disk", disk) is True
+
+
+def test_number_of_a_request_that_comes_again(cpi: Cpi) -> None:
+    """Directors number requests by chance: a disk that is in use is handed out to no second one."""
+    vm = cpi.create_vm()
+    first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
+    assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
+    assert cpi("create_disk", 64, {}, vm, request_id="cpi-222222") != first
+    cpi("attach_disk", vm, first)
+
+    assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
+
+
+def test_disk_in_use_is_left_out_and_comes_later(cpi: Cpi, cluster: Cluster) -> None:
+    """Create-swap-delete: the new VM is made while the old one has the disk."""
+    old = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, old)
+    cpi("attach_disk", old, disk)
+
+    new = cpi.create_vm("agent-2", [disk])
+    assert disk not in mounts(cluster, new)
+    with pytest.raises(CpiFailedError, match=f"in use by {old}"):
+        cpi("attach_disk", new, disk)
+    cpi("detach_disk", old, disk)
+    cpi("attach_disk", new, disk)
+
+    assert disk in mounts(cluster, new)
+    assert disk not in mounts(cluster, old)
+    assert holder(cluster, disk) == new
+
+
+def test_disk_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
+    missing = "disk-bosh-" + "0" * 16
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi.create_vm(disks=[missing])
+
+    assert failed.value.type == "DiskNotFound"
+    assert cluster.snapshot() == {}
+    vm = cpi.create_vm()
+    for method in ("attach_disk", "detach_disk"):
+        with pytest.raises(CpiFailedError) as failed:
+            cpi(method, vm, missing)
+        assert failed.value.type == "DiskNotFound"
+    assert cpi("has_disk", missing) is False
+    assert cpi("delete_disk", missing) is None
+
+
+def test_disk_of_another_namespace(cpi: Cpi) -> None:
+    vm = cpi.create_vm()
+
+    for call in (("attach_disk", vm, "disk-other-" + "0" * 16),):
+        with pytest.raises(CpiFailedError, match="namespace other"):
+            cpi(*call)
+    with pytest.raises(CpiFailedError, match="namespace other"):
+        cpi.create_vm("agent-2", ["disk-other-" + "0" * 16])
+
+
+def test_disk_that_was_never_attached(cpi: Cpi) -> None:
+    one, two = cpi.create_vm("agent-1"), cpi.create_vm("agent-2")
+    disk = cpi("create_disk", 64, {}, one)
+    cpi("attach_disk", one, disk)
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi("detach_disk", two, disk)
+
+    assert failed.value.type == "DiskNotAttached"
+    assert cpi("get_disks", one) == [disk]
+
+
+@pytest.mark.parametrize("way", ["recreate", "live"])
+def test_two_calls_want_one_disk(cpi: Cpi, cluster: Cluster, server: Server, way: str) -> None:
+    """The other has the claim between our look and our change, and mounts it only later: we see that it will."""
+    one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
+    disk = cpi("create_disk", 64, {}, one)
+
+    def overtake() -> None:
+        cluster.patch(
+            ("persistentvolumeclaims", "bosh", disk), {"metadata": {"annotations": {"cpi.bosh.io/holder": two}}}
+        )
+
+    server.fail(f"PATCH persistentvolumeclaims/{disk}", on=overtake)
+    with pytest.raises(CpiFailedError, match=f"in use by {two}"):
+        cpi("attach_disk", one, disk)
+
+    assert holder(cluster, disk) == two
+    assert disk not in mounts(cluster, one)
+    cpi("attach_disk", two, disk)
+    assert cpi("get_disks", two) == [disk]
+
+
+def test_disk_of_a_vm_that_is_gone_is_free(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    cpi("delete_vm", vm)
+    assert holder(cluster, disk) == vm
+
+    assert disk in mounts(cluster, cpi.create_vm("agent-2", [disk]))
+
+
+# --- reserved -------------------------------------------------------------------------------------------------------
+
+
+def test_reserved_disk_is_handed_out(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = cpi.create_vm(persistent_disk={"size": 64})
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+
+    disk = cpi("create_disk", 64, {}, vm)
+    assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+    other = cpi("create_disk", 64, {}, vm)
+    assert other != disk
+    cpi("delete_vm", vm)
+    assert set(cluster.of("persistentvolumeclaims")) == {disk, other}
+
+
+def test_reserved_disk_grows_to_the_size_that_is_asked(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
+
+    disk = cpi("create_disk", 128, {}, vm)
+
+    assert cluster.of("persistentvolumeclaims")[disk]["spec"]["resources"]["requests"]["storage"] == "128Mi"
+
+
+def test_reserved_disk_nobody_asked_for_goes_with_the_vm(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(persistent_disk={"size": 64})
+
+    cpi("delete_vm", vm)
+
+    assert cluster.snapshot() == {}
+
+
+def test_vm_that_has_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+
+    vm = cpi.create_vm("agent-1", [disk], persistent_disk={"size": 64})
+
+    assert sorted(mounts(cluster, vm)) == sorted([f"data-{vm}", disk])
+
+
+# --- by recreation --------------------------------------------------------------------------------------------------
+
+
+def test_attach_by_recreation(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    cpi("set_vm_metadata", vm, {"name": "zookeeper/1", "index": "0"})
+    before, secret = cluster.of("pods")[vm]["metadata"]["uid"], cluster.of("secrets")[vm]["metadata"]["uid"]
+    disk = cpi("create_disk", 64, {}, vm)
+
+    assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
+
+    pod = cluster.of("pods")[vm]
+    assert pod["metadata"]["uid"] != before
+    assert pod["metadata"]["labels"]["bosh.io/index"] == "0"
+    assert pod["metadata"]["annotations"]["bosh.io/name"] == "zookeeper/1"
+    assert sorted(mounts(cluster, vm)) == sorted([f"data-{vm}", disk])
+    assert cluster.of("secrets")[vm]["metadata"]["uid"] == secret
+    assert "cpi.bosh.io/disks" not in cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["annotations"]
+
+
+def test_recreation_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cluster) -> None:
+    """Its credentials are on the pod's own directory: the new pod could not get on the bus."""
+    vm = cpi.create_vm(ephemeral_disk={"type": "empty_dir"})
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+    disk = cpi("create_disk", 64, {}, vm)
+
+    with pytest.raises(CpiFailedError, match="is no claim") as failed:
+        cpi("attach_disk", vm, disk)
+
+    assert failed.value.type == "NotSupported"
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+
+
+def test_pod_that_does_not_start_with_the_disk_comes_back_without(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    cluster.pod_status = lambda pod: unscheduled("volume node affinity conflict") if disk in str(pod["spec"]) else None
+
+    with pytest.raises(CpiFailedError, match="volume node affinity conflict"):
+        cpi("attach_disk", vm, disk)
+
+    assert mounts(cluster, vm) == [f"data-{vm}"]
+    assert cpi("has_vm", vm) is True
+    assert holder(cluster, disk) is None
+
+
+def test_migration_and_lazy_detach(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    small, large = cpi("create_disk", 64, {}, vm), cpi("create_disk", 128, {}, vm)
+    cpi("attach_disk", vm, small)
+    cpi("attach_disk", vm, large)
+    assert cpi("get_disks", vm) == [small, large]
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+
+    cpi("detach_disk", vm, small)
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+    assert cpi("get_disks", vm) == [large]
+    cpi("delete_disk", small)
+    assert cpi("has_disk", small) is False
+    assert small in cluster.of("persistentvolumeclaims"), "the pod mounts it still"
+    cpi("delete_vm", vm)
+    assert list(cluster.of("persistentvolumeclaims")) == [large]
+
+
+def test_disk_that_is_being_deleted_is_not_attached(cpi: Cpi, cluster: Cluster) -> None:
+    one, two = cpi.create_vm("agent-1"), cpi.create_vm("agent-2")
+    disk = cpi("create_disk", 64, {}, one)
+    cpi("attach_disk", one, disk)
+    cpi("detach_disk", one, disk)
+    cpi("delete_disk", disk)
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi("attach_disk", two, disk)
+
+    assert failed.value.type == "DiskNotFound"
+
+
+def test_lazily_detached_disk_comes_back_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+
+    cpi("detach_disk", vm, disk)
+    assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
+
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+    assert holder(cluster, disk) == vm
+
+
+def test_disk_that_lingers_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+    old = cpi.create_vm("agent-1", [disk], ephemeral_disk={"type": "empty_dir"})
+    cpi("detach_disk", old, disk)
+    new = cpi.create_vm("agent-2", [disk])
+
+    with pytest.raises(CpiFailedError, match="is no claim"):
+        cpi("attach_disk", new, disk)
+
+    assert disk in mounts(cluster, old)
+    assert disk not in mounts(cluster, new)
+
+
+def test_disk_of_a_pod_that_is_not_ours(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    volume = {"name": "disk", "persistentVolumeClaim": {"claimName": disk}}
+    spec = {"containers": [{"name": "debug"}], "volumes": [volume]}
+    cluster.create(("pods", "bosh", "debug"), {"metadata": {"name": "debug"}, "spec": spec})
+
+    with pytest.raises(CpiFailedError, match="debug, which is no VM"):
+        cpi("attach_disk", vm, disk)
+    with pytest.raises(CpiFailedError, match="in use by the pod debug"):
+        cpi("delete_disk", disk)
+
+
+def test_never_refuses(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(attach="never", ephemeral_disk={"type": "claim"})
+    disk = cpi("create_disk", 64, {}, vm)
+
+    with pytest.raises(CpiFailedError, match="attach: never") as failed:
+        cpi("attach_disk", vm, disk)
+
+    assert failed.value.type == "NotSupported"
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+def live_vm(cpi: Cpi, agent: str = "agent-1", disks: list[str] | None = None, **properties: object) -> str:
+    return cpi.create_vm(agent, disks or [], attach="live", tier="privileged", **properties)
+
+
+def test_live_attach_leaves_the_pod_as_it_is(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = live_vm(cpi)
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+    disk = cpi("create_disk", 64, {}, vm)
+
+    assert cpi("attach_disk", vm, disk) == {"path": f"{LIVE}/{disk}"}
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+    assert cpi("get_disks", vm) == [disk]
+    (name,) = attachments(cluster)
+    spec = cluster.of("pods")[name]["spec"]
+    assert "nodeName" not in server.bodies[server.requests.index(f"POST pods/{name}")]
+    assert "node-1" in str(spec["affinity"])
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert spec["terminationGracePeriodSeconds"] > 24 * 3600, "it is killed before it can unmount"
+
+    server.requests.clear()
+    cpi("attach_disk", vm, disk)
+    assert [request.split()[0] for request in server.requests] == ["GET", "GET", "GET"]
+    cpi("detach_disk", vm, disk)
+    assert attachments(cluster) == []
+    assert cpi("get_disks", vm) == []
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+
+
+def test_detach_tells_that_the_vm_uses_the_disk(cpi: Cpi, cluster: Cluster) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    cluster.busy_disks.add(disk)
+
+    with pytest.raises(CpiFailedError, match="cannot unmount the disk yet: the VM uses it"):
+        cpi("detach_disk", vm, disk)
+
+    other = live_vm(cpi, "agent-2")
+    with pytest.raises(CpiFailedError, match=f"in use by {vm}"):
+        cpi("attach_disk", other, disk)
+
+
+def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = live_vm(cpi)
+    disks = [cpi("create_disk", 64, {}, vm) for _ in range(2)]
+    for disk in disks:
+        cpi("attach_disk", vm, disk)
+    server.requests.clear()
+
+    cpi("delete_vm", vm)
+
+    deleted = [request for request in server.requests if request.startswith("DELETE pods")]
+    assert deleted[0] == f"DELETE pods/{vm}"
+    assert len(deleted) == 3
+    gone = [body["metadata"]["name"] for _, kind, key, body in cluster.events if kind == "DELETED" and key[0] == "pods"]
+    assert gone[0] == vm
+    assert sorted(cluster.of("persistentvolumeclaims")) == sorted(disks)
+
+
+def test_live_attach_that_fails_leaves_no_attachment(cpi: Cpi, cluster: Cluster) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    cluster.pod_status = lambda pod: waiting("ErrImagePull", "not found") if "attach-" in str(pod["metadata"]) else None
+
+    with pytest.raises(CpiFailedError, match=f"cannot attach the disk {disk} to {vm}"):
+        cpi("attach_disk", vm, disk)
+
+    assert attachments(cluster) == []
+    assert holder(cluster, disk) is None
+
+
+def test_live_attach_refused_by_the_namespace(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    server.fail("POST pods/attach", status=403, message='violates PodSecurity "baseline:latest": privileged')
+
+    with pytest.raises(CpiFailedError, match="PodSecurity.*namespace that admits privileged pods"):
+        cpi("attach_disk", vm, disk)
+
+
+def test_live_disk_goes_to_the_next_vm_at_creation(cpi: Cpi, cluster: Cluster) -> None:
+    old = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, old)
+    cpi("attach_disk", old, disk)
+    cpi("detach_disk", old, disk)
+    cpi("delete_vm", old)
+
+    new = live_vm(cpi, "agent-2", [disk])
+
+    assert disk in mounts(cluster, new)
+    assert cpi("attach_disk", new, disk) == {"path": f"{AT_CREATION}/{disk}"}
+
+
+def test_create_swap_delete_of_a_live_disk_that_came_at_creation(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+    old = live_vm(cpi, "agent-1", [disk])
+    new = live_vm(cpi, "agent-2", [disk])
+    assert disk not in mounts(cluster, new)
+
+    cpi("detach_disk", old, disk)
+    assert cpi("attach_disk", new, disk) == {"path": f"{LIVE}/{disk}"}
+
+    assert disk not in mounts(cluster, old)
+    assert cpi("get_disks", new) == [disk]
+
+
+def test_vm_that_died_with_a_live_disk(cpi: Cpi, cluster: Cluster) -> None:
+    """Resurrection: delete_vm and create_vm with the disk, nothing detached before."""
+    old = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, old)
+    cpi("attach_disk", old, disk)
+
+    cpi("delete_vm", old)
+    new = live_vm(cpi, "agent-2", [disk])
+
+    assert disk in mounts(cluster, new)
+    assert holder(cluster, disk) == new
+
+
+def test_disk_is_detached_when_the_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
+    """Kubelets take seconds to remove the object of a pod that has ended."""
+    one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
+    disk = cpi("create_disk", 64, {}, one)
+    cpi("attach_disk", one, disk)
+    cluster.objects_linger_s = 0.8
+
+    cpi("detach_disk", one, disk)
+    assert cpi("get_disks", one) == []
+    cpi("attach_disk", two, disk)
+    cpi("detach_disk", two, disk)
+    cpi("attach_disk", one, disk)
+
+    assert cpi("get_disks", one) == [disk]
+
+
+def test_detach_that_failed_on_the_node(cpi: Cpi, cluster: Cluster) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    cluster.objects_linger_s, cluster.exit_code = 0.5, 1
+
+    with pytest.raises(CpiFailedError, match=f"cannot detach the disk {disk}.*has failed"):
+        cpi("detach_disk", vm, disk)
+
+
+def test_vm_that_is_made_again_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
+    """Its new pod may be on another node, where the mounts of the old one are not."""
+    at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))
+    old = live_vm(cpi, "agent-1", [at_creation], ephemeral_disk={"type": "claim"})
+    cpi("attach_disk", old, live)
+    former = cluster.of("pods")[old]["metadata"]["uid"]
+    cpi("detach_disk", old, at_creation)
+    new = live_vm(cpi, "agent-2")
+
+    cpi("attach_disk", new, at_creation)
+
+    uid = cluster.of("pods")[old]["metadata"]["uid"]
+    (attachment,) = [
+        pod for name, pod in cluster.of("pods").items() if pod["metadata"]["labels"].get("cpi.bosh.io/disk") == live
+    ]
+    assert uid != former
+    assert uid in attachment["spec"]["containers"][0]["command"]
+    assert cpi("get_disks", old) == [live]
+    assert cpi("get_disks", new) == [at_creation]
+
+
+# --- size, type, snapshots ------------------------------------------------------------------------------------------
+
+
+def test_resize(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+
+    cpi("resize_disk", disk, 128)
+    assert cluster.of("persistentvolumeclaims")[disk]["status"]["capacity"] == {"storage": "128Mi"}
+    with pytest.raises(CpiFailedError, match="none shrinks") as failed:
+        cpi("resize_disk", disk, 64)
+    assert failed.value.type == "NotSupported"
+
+
+@pytest.mark.parametrize("can_read", [True, False])
+def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, can_read: bool) -> None:
+    disk = cpi("create_disk", 64, {"storage_class": "fixed"}, None)
+    cluster.create(("storageclasses", "", "fixed"), {"metadata": {"name": "fixed"}, "provisioner": "x"})
+    if not can_read:
+        cluster.forbidden.add("storageclasses")
+        server.fail(
+            "PATCH persistentvolumeclaims", status=403, message="only dynamically provisioned pvc can be resized"
+        )
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi("resize_disk", disk, 128)
+
+    assert failed.value.type == "NotSupported"
+
+
+def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {"storage_class": "fast"}, None)
+
+    assert cpi("update_disk", disk, 128, {"storage_class": "fast", "volume_attributes_class": "gold"}) is None
+    spec = cluster.of("persistentvolumeclaims")[disk]["spec"]
+    assert (spec["volumeAttributesClassName"], spec["resources"]["requests"]["storage"]) == ("gold", "128Mi")
+    with pytest.raises(CpiFailedError) as failed:
+        cpi("update_disk", disk, 128, {"storage_class": "slow"})
+    assert failed.value.type == "NotSupported"
+
+
+def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+
+    snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})
+
+    body = cluster.of("volumesnapshots")[snapshot]
+    assert body["spec"]["source"] == {"persistentVolumeClaimName": disk}
+    assert body["metadata"]["labels"]["bosh.io/index"] == "0"
+    cpi("delete_snapshot", snapshot)
+    cpi("delete_snapshot", snapshot)
+    assert cluster.of("volumesnapshots") == {}
+
+
+def test_cluster_without_snapshots(cpi: Cpi, cluster: Cluster) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+    cluster.has_snapshots = False
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi("snapshot_disk", disk, {})
+
+    assert failed.value.type == "NotImplemented"

@@ -1,0 +1,175 @@
+"""The door: one request, one response, whatever comes in and whatever is printed on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kubernetes_cpi import door, methods
+from tests.cpi.calls import Cpi, checked, start
+from tests.structure.source import ROOT
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from([*methods.METHODS, "info", "ping", "configure_networks", ""]) | st.text(max_size=12)
+REQUESTS = st.fixed_dictionaries(
+    {"method": NAMES},
+    optional={
+        "arguments": st.lists(JSON | st.sampled_from(["vm-bosh-0", "disk-bosh-0", 64, {}]), max_size=6) | JSON,
+        "context": st.dictionaries(st.sampled_from(["director_uuid", "request_id", "vm", "namespace"]), JSON) | JSON,
+        "api_version": JSON,
+    },
+)
+
+
+@given(raw=st.binary(max_size=200))
+@example(raw=b"")
+@example(raw=b"null")
+@example(raw=b'{"method":"info"')
+@example(raw=b'{"method":"info"}{"method":"info"}')
+@example(raw=b"\xff\xfe")
+@example(raw=b"[" * 100_000)
+@example(raw=b'{"method":"info","arguments":' + b"[" * 100_000)
+def test_any_bytes_get_one_response(raw: bytes) -> None:
+    checked(door.answer(raw, []))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(request=REQUESTS)
+def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
+    cpi.server.cluster.objects.clear()
+    checked(door.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"", b"null", b'{"method":"info","arguments":[],"context":{}}', b'{"method":"has_vm","arguments":["a"]}'],
+)
+def test_process_writes_one_response(cpi: Cpi, request_: bytes) -> None:
+    done = start(request_, "--config", str(cpi.file))
+
+    checked(done.stdout)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
+def test_streams_that_are_closed(cpi: Cpi, redirection: str) -> None:
+    """A reader of the log that went away is no reason to leave a call half done."""
+    request = b'{"method":"has_vm","arguments":["a"]}'
+    command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, cpi.file], input=request, capture_output=True, cwd=ROOT)
+
+    response = checked(done.stdout)
+    assert (response["result"] is False) is (redirection[0] == "2")
+
+
+PRINTING = """
+import os, sys
+from kubernetes_cpi import __main__, door
+answer = door.answer
+def printing(*arguments):
+    print("a library prints")
+    os.write(1, b"so does C\\n")
+    os.system("echo a child prints")
+    return answer(*arguments)
+door.answer = printing
+__main__.main()
+"""
+
+
+def test_what_is_printed_is_not_on_stdout() -> None:
+    request = b'{"method":"info","arguments":[],"context":{"director_uuid":"d"}}'
+    done = subprocess.run([sys.executable, "-c", PRINTING], input=request, capture_output=True, cwd=ROOT)
+
+    assert checked(done.stdout)["result"]["api_version"] == 3
+    for words in (b"a library prints", b"so does C", b"a child prints"):
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize("kind", [KeyError, OSError, MemoryError, RecursionError, UnicodeError])
+def test_bug_becomes_a_response(
+    cpi: Cpi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    def broken(*_: object) -> None:
+        raise kind("a bug")
+
+    monkeypatch.setattr(methods, "call", broken)
+    error = cpi.answer(cpi.request("has_vm", ["vm-bosh-0"]))["error"]
+
+    assert (error["type"], error["ok_to_retry"]) == ("Bosh::Clouds::CloudError", False)
+    assert error["message"] == f"cannot has_vm: {kind.__name__}: {kind('a bug')}"
+    assert "in broken" in capsys.readouterr().err
+
+
+def test_result_that_is_no_json_becomes_an_error(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "call", lambda *_: object())
+
+    assert "cannot write the result" in cpi.answer(cpi.request("has_vm", ["vm-bosh-0"]))["error"]["message"]
+
+
+def test_info_needs_no_configuration_and_imports_no_client() -> None:
+    program = (
+        "import sys; from kubernetes_cpi import door; "
+        'raw = door.answer(b\'{"method":"info","arguments":[],"context":{}}\', ["--config", "/missing"]); '
+        "print(raw.decode()); print(*sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"],
+                          capture_output=True, text=True)  # fmt: skip
+
+    response, loaded = done.stdout.splitlines()
+    assert json.loads(response)["result"]["api_version"] == 3
+    heavy = {
+        "ssl",
+        "http.client",
+        "socket",
+        "yaml",
+        "kubernetes_cpi.client",
+        "kubernetes_cpi.methods",
+        "asyncio",
+        "typing",
+    }
+    assert not (heavy - {"typing"}) & set(loaded.split())
+
+
+@pytest.mark.parametrize("arguments", [["--config"], ["--help"], ["--config", "a", "b"], ["x"]])
+def test_wrong_command_line(arguments: list[str]) -> None:
+    assert "usage" in checked(door.answer(b'{"method":"info"}', arguments))["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot read the configuration"),
+        ("[]", "cannot read the configuration"),
+        ('{"namespce": "x"}', "unknown key `namespce` at `$`; the nearest known one is `namespace`"),
+        ('{"disks": {"atach": "live"}}', "unknown key `atach` at `$.disks`; the nearest known one is `attach`"),
+        ('{"disks": {"attach": "alive"}}', "Invalid enum value 'alive'"),
+        ('{"namespace": "Not a name"}', "no DNS label"),
+        ("{}", "names no credentials"),
+    ],
+)
+def test_wrong_configuration(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "cpi.json"
+    file.write_text(text)
+    raw = b'{"method":"has_vm","arguments":["vm-bosh-0"],"context":{}}'
+
+    error = checked(door.answer(raw, ["--config", str(file)]))["error"]
+
+    assert error["type"] == "Bosh::Clouds::CpiError"
+    assert words in error["message"]
+
+
+def test_missing_configuration_file() -> None:
+    raw = b'{"method":"has_vm","arguments":["vm-bosh-0"],"context":{}}'
+
+    assert "No such file" in checked(door.answer(raw, ["--config", "/missing/cpi.json"]))["error"]["message"]

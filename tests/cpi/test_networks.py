@@ -1,0 +1,115 @@
+"""Networks: annotations of CNIs, interfaces, DNS, settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kubernetes_cpi import networks
+from kubernetes_cpi.config import Networks
+from kubernetes_cpi.errors import ConfigError, NotSupportedError
+
+MANUAL: dict[str, Any] = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "gateway": "10.0.0.1"}
+
+
+def plan(cloud_properties: dict[str, Any] | None = None, **more: Any) -> networks.Plan:
+    return networks.plan({"a": {**MANUAL, "cloud_properties": cloud_properties or {}, **more}}, Networks())
+
+
+@pytest.mark.parametrize(
+    ("properties", "annotations"),
+    [
+        ({"cni": "calico"}, {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}),
+        ({"cni": "kube-ovn"}, {"ovn.kubernetes.io/ip_address": "10.0.0.5"}),
+        (
+            {"cni": "antrea", "name": "pool"},
+            {"ipam.antrea.io/pod-ips": "10.0.0.5", "ipam.antrea.io/ippools": "pool"},
+        ),
+        (
+            {"cni": "template", "annotations": {"x/y": "((ip))/((prefix)) via ((gateway))"}},
+            {"x/y": "10.0.0.5/24 via 10.0.0.1"},
+        ),
+    ],
+)
+def test_address_by_annotation(properties: dict[str, Any], annotations: dict[str, str]) -> None:
+    found = plan(properties)
+
+    assert found.annotations == annotations
+    assert found.address == "10.0.0.5"
+
+
+def test_manual_network_without_a_cni_is_refused() -> None:
+    with pytest.raises(NotSupportedError, match="say in its cloud properties which `cni`"):
+        plan()
+
+
+def test_defaults_of_the_configuration() -> None:
+    found = networks.plan({"a": MANUAL}, Networks(cni="calico"))
+
+    assert found.annotations == {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}
+
+
+def test_address_of_a_former_vm_is_no_order() -> None:
+    """A dynamic network brings the last address of the instance when it is made again."""
+    given = {**MANUAL, "type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"]}
+    found = networks.plan({"a": given}, Networks(cni="calico"))
+
+    assert (found.address, found.annotations) == ("", {})
+    assert found.settings["a"] == {"type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"], "preconfigured": True}
+
+
+def test_further_interfaces() -> None:
+    multus = {"cni": "multus", "name": "net/storage", "interface": "eth1"}
+    given = {"a": {"type": "dynamic"}, "b": {**MANUAL, "cloud_properties": multus}}
+    found = networks.plan(given, Networks())
+
+    assert json.loads(found.annotations[networks.MULTUS]) == [
+        {"name": "storage", "namespace": "net", "ips": ["10.0.0.5/24"], "interface": "eth1"}
+    ]
+
+
+def test_two_networks_on_one_interface() -> None:
+    with pytest.raises(NotSupportedError, match="a pod has one interface"):
+        networks.plan({"a": {"type": "dynamic"}, "b": {"type": "dynamic"}}, Networks())
+
+
+def test_dns_of_the_network_that_is_the_default_for_it() -> None:
+    multus = {"cni": "multus", "name": "x"}
+    given = {
+        "a": {"type": "dynamic", "dns": ["1.1.1.1"]},
+        "b": {
+            **MANUAL,
+            "dns": ["2.2.2.2", "3.3.3.3", "4.4.4.4", "5.5.5.5"],
+            "default": ["dns"],
+            "cloud_properties": multus,
+        },
+    }
+
+    assert networks.plan(given, Networks()).nameservers == ["2.2.2.2", "3.3.3.3", "4.4.4.4"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"type": "vip", "ip": "10.0.0.9"}, "needs an address, and `ports`"),
+        ({"type": "manual", "cloud_properties": {"cnii": "calico"}}, "nearest known one is `cni`"),
+        ({"type": "dynamic", "dns": "1.1.1.1"}, "Expected `array`"),
+        ({"type": "manual", "cloud_properties": {"cni": "multus"}}, "needs `name`"),
+        (7, "Expected `object`"),
+    ],
+)
+def test_wrong_network(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match="'a'") as failed:
+        networks.plan({"a": given}, Networks())
+
+    assert words in str(failed.value)
+
+
+def test_ipv6_prefix() -> None:
+    found = plan(
+        {"cni": "template", "annotations": {"x": "((ip))/((prefix))"}}, ip="fd00::5", netmask="ffff:ffff:ffff:ffff::"
+    )
+
+    assert found.annotations == {"x": "fd00::5/64"}

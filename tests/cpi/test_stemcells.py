@@ -1,0 +1,45 @@
+"""Light stemcells: those of the overlay and of the Docker CPI, unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kubernetes_cpi import stemcells
+from kubernetes_cpi.config import Stemcells
+from kubernetes_cpi.errors import CpiError
+
+DIGEST = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"image_reference": "registry.example/a:1", "digest": DIGEST, "image": f"registry.example/a:1@{DIGEST}"},
+        {"image_reference": "registry.example/a:1", "digest": DIGEST},
+        {"image": f"registry.example/a:1@{DIGEST}"},
+        {"image_reference": f"registry.example/a:1@{DIGEST}", "name": "x", "version": "1", "infrastructure": "docker"},
+    ],
+)
+def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
+    assert stemcells.create(properties, Stemcells()) == f"registry.example/a:1@{DIGEST}"
+
+
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({}, "only light stemcells"),
+        ({"image": "registry.example/a:1"}, "has no digest"),
+        ({"image_reference": "registry.example/a:1", "digest": "md5:1"}, "no reference to an image"),
+        ({"image_reference": "a b", "digest": DIGEST}, "no reference to an image"),
+        ({"image_reference": ["a"], "digest": DIGEST}, "no reference to an image"),
+    ],
+)
+def test_refused(properties: dict[str, Any], words: str) -> None:
+    with pytest.raises(CpiError, match=words):
+        stemcells.create(properties, Stemcells())
+
+
+def test_mutable_images_where_they_are_allowed() -> None:
+    assert stemcells.create({"image": "localhost/a"}, Stemcells(allow_mutable_images=True)) == "localhost/a"

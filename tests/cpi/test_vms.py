@@ -1,0 +1,273 @@
+"""VMs on a fake API server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import pytest
+
+from kubernetes_cpi import manifests
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Server, unscheduled, waiting
+
+
+def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = cpi.create_vm()
+
+    assert re.fullmatch(r"vm-bosh-[0-9a-f]{16}", vm)
+    assert cpi("has_vm", vm) is True
+    cpi("set_vm_metadata", vm, {"deployment": "dep", "name": "zookeeper/1", "index": "0", "job": "zookeeper"})
+    metadata = cluster.of("pods")[vm]["metadata"]
+    assert metadata["labels"]["bosh.io/deployment"] == "dep"
+    assert metadata["annotations"]["bosh.io/name"] == "zookeeper/1"
+    cpi("delete_vm", vm)
+    assert cpi("has_vm", vm) is False
+    assert cluster.snapshot() == {}
+
+
+def test_settings_are_what_an_agent_reads(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+
+    secret = cluster.of("secrets")[vm]
+    settings = json.loads(base64.b64decode(secret["data"]["config.json"]))
+    assert secret["immutable"] is True
+    assert settings["agent_id"] == "agent-1"
+    assert settings["vm"]["name"] == vm
+    assert settings["mbus"] == "nats://10.0.0.6:4222"
+    assert settings["networks"]["default"]["preconfigured"] is True
+    assert settings["disks"]["persistent"] == {}
+    assert settings["env"] == ENV
+    volume = cluster.of("pods")[vm]["spec"]["volumes"][0]
+    assert volume["secret"]["defaultMode"] == 0o400
+    assert [item["key"] for item in volume["secret"]["items"]] == ["config.json"]
+
+
+def test_image_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
+    cluster.pod_status = lambda _: waiting("ErrImagePull", 'pull of "registry.example/x": not found')
+
+    with pytest.raises(CpiFailedError, match="cannot start: ErrImagePull.*not found") as failed:
+        cpi.create_vm()
+
+    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", False)
+    assert cluster.snapshot() == {}
+
+
+def test_pull_that_timed_out_may_be_tried_again(cpi: Cpi, cluster: Cluster) -> None:
+    cluster.pod_status = lambda _: waiting("ErrImagePull", "dial tcp 192.0.2.1:443: i/o timeout")
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi.create_vm()
+
+    assert failed.value.ok_to_retry is True
+
+
+def test_no_node_takes_the_pod(cpi: Cpi, cluster: Cluster) -> None:
+    cluster.pod_status = lambda _: unscheduled("0/3 nodes are available: 3 Insufficient memory.")
+
+    with pytest.raises(CpiFailedError, match="Insufficient memory") as failed:
+        cpi.create_vm()
+
+    assert failed.value.type == "VMCreationFailed"
+    assert cluster.snapshot() == {}
+
+
+def test_container_that_ends_again_and_again(cpi: Cpi, cluster: Cluster) -> None:
+    ended = {"terminated": {"exitCode": 78, "message": "agent-shim: cannot read settings"}}
+    status = {"restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
+    cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}
+
+    with pytest.raises(CpiFailedError, match="exit code 78: agent-shim: cannot read settings"):
+        cpi.create_vm()
+
+    assert cluster.snapshot() == {}
+
+
+@pytest.mark.parametrize(
+    ("plural", "message"),
+    [
+        ("pods", 'pods "x" is forbidden: exceeded quota: memory'),
+        ("pods", 'admission webhook "policy.example" denied the request: no'),
+        ("secrets", 'secrets "x" is forbidden: exceeded quota: count/secrets'),
+        ("persistentvolumeclaims", "exceeded quota: requests.storage"),
+    ],
+)
+def test_refused_object_leaves_nothing(cpi: Cpi, cluster: Cluster, server: Server, plural: str, message: str) -> None:
+    server.fail(f"POST {plural}", times=9, status=403, message=message)
+
+    with pytest.raises(CpiFailedError, match=re.escape(message)) as failed:
+        cpi.create_vm()
+
+    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", False)
+    assert cluster.snapshot() == {}
+
+
+def test_node_that_does_not_answer(cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    vm = cpi.create_vm(grace=0)
+    cluster.is_node_alive = False
+    cluster.of("pods")[vm]["spec"]["terminationGracePeriodSeconds"] = 1
+
+    cpi("delete_vm", vm)
+
+    assert "has not confirmed the end" in capsys.readouterr().err
+    assert cluster.snapshot() == {}
+
+
+def test_vm_is_gone_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    cluster.objects_linger_s = 1.0
+
+    cpi("delete_vm", vm)
+
+    assert vm in cluster.of("pods")
+    assert cpi("has_vm", vm) is False
+    cluster.settle()
+    assert cluster.snapshot() == {}
+
+
+def test_node_that_is_well_and_does_not_end_the_pod(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
+    cluster.objects["nodes", "", "node-1"]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    cluster.is_node_alive = False
+    cluster.of("pods")[vm]["spec"]["terminationGracePeriodSeconds"] = 1
+
+    with pytest.raises(CpiFailedError, match="node-1 is ready, but has not confirmed"):
+        cpi("delete_vm", vm)
+
+    assert cpi("has_vm", vm) is True
+
+
+def test_same_request_again_finds_the_vm(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+
+    assert cpi.create_vm() == vm
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
+
+
+def test_same_agent_with_other_properties_is_made_anew(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(memory=64)
+    uid = cluster.of("pods")[vm]["metadata"]["uid"]
+
+    assert cpi.create_vm(memory=128) == vm
+    pod = cluster.of("pods")[vm]
+    assert pod["metadata"]["uid"] != uid
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"memory": "128Mi"}
+
+
+def test_missing_vm(cpi: Cpi) -> None:
+    assert cpi("delete_vm", "vm-bosh-" + "0" * 16) is None
+    for method, arguments in (("set_vm_metadata", [{}]), ("reboot_vm", []), ("attach_disk", ["disk-bosh-" + "0" * 16])):
+        with pytest.raises(CpiFailedError) as failed:
+            cpi(method, "vm-bosh-" + "0" * 16, *arguments)
+        assert failed.value.type == "VMNotFound"
+
+
+@pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
+def test_cid_that_is_no_name(cpi: Cpi, server: Server, cid: str) -> None:
+    """An empty name would be the list of all pods, one with a slash a part of another object."""
+    for method in ("has_vm", "delete_vm"):
+        with pytest.raises(CpiFailedError, match="arguments do not fit"):
+            cpi(method, cid)
+
+    assert server.requests == []
+
+
+def test_evicted_vm_is_missing(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    cluster.patch(("pods", "bosh", vm), {"status": {"phase": "Failed", "reason": "Evicted"}})
+
+    assert cpi("has_vm", vm) is False
+    cpi("delete_vm", vm)
+    assert cluster.snapshot() == {}
+
+
+def test_unknown_property_names_the_nearest(cpi: Cpi, cluster: Cluster) -> None:
+    with pytest.raises(CpiFailedError, match="unknown key `memry`.*`memory`"):
+        cpi.create_vm(memry=64)
+
+    assert cluster.snapshot() == {}
+
+
+def test_reboot_keeps_the_data(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    before = cluster.of("pods")[vm]["metadata"]["uid"]
+    data = cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"]
+
+    cpi("reboot_vm", vm)
+
+    assert cluster.of("pods")[vm]["metadata"]["uid"] != before
+    assert cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"] == data
+
+
+def test_service_of_a_group_goes_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+    services = [{"name": "zk", "ports": [{"port": 2181}]}]
+    one, two = (cpi.create_vm(agent, services=services) for agent in ("agent-1", "agent-2"))
+
+    cpi("delete_vm", one)
+    assert "zk" in cluster.of("services")
+    cpi("delete_vm", two)
+    assert cluster.of("services") == {}
+
+
+def test_service_that_a_new_vm_wants_meanwhile_stays(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    services = [{"name": "zk", "ports": [{"port": 2181}]}]
+    vm = cpi.create_vm(services=services)
+
+    def want() -> None:
+        cluster.patch(("services", "bosh", "zk"), {"metadata": {"annotations": {"cpi.bosh.io/vm": "vm-bosh-other"}}})
+
+    server.fail("DELETE services/zk", on=want)
+    cpi("delete_vm", vm)
+
+    assert "zk" in cluster.of("services")
+
+
+def test_service_that_is_kept(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(services=[{"name": "zk", "ports": [{"port": 2181}], "keep": True}])
+
+    cpi("delete_vm", vm)
+
+    assert list(cluster.snapshot()) == ["services/zk"]
+
+
+def test_vip_moves_to_the_vm_that_has_it_now(cpi: Cpi, cluster: Cluster) -> None:
+    vip = {"type": "vip", "ip": "10.0.0.9", "cloud_properties": {"ports": [{"port": 80}]}}
+    made = [
+        cpi("create_vm", agent, STEMCELL, {}, {**DYNAMIC, "public": vip}, [], ENV)[0]
+        for agent in ("agent-1", "agent-2")
+    ]
+
+    (service,) = cluster.of("services").values()
+    assert service["spec"]["selector"]["cpi.bosh.io/vm"] == made[1]
+    cpi("delete_vm", made[0])
+    assert len(cluster.of("services")) == 1
+    cpi("delete_vm", made[1])
+    assert cluster.snapshot() == {}
+
+
+def test_address_that_the_cluster_does_not_give(cpi: Cpi, cluster: Cluster) -> None:
+    manual = {"type": "manual", "ip": "10.244.0.5", "cloud_properties": {"cni": "kube-ovn"}}
+
+    with pytest.raises(CpiFailedError, match=r"instead of 10\.244\.0\.5"):
+        cpi("create_vm", "agent-1", STEMCELL, {}, {"default": manual}, [], ENV)
+
+    assert cluster.snapshot() == {}
+
+
+def test_calculated_properties_are_properties(cpi: Cpi) -> None:
+    found = cpi("calculate_vm_cloud_properties", {"cpu": 2, "ram": 1024, "ephemeral_disk_size": 2048})
+
+    assert found == {"cpu": 2, "memory": 1024, "ephemeral_disk": {"size": 2048}}
+    assert cpi.create_vm(**found)
+
+
+def test_propagated_mount_is_no_empty_dir(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(attach="live", tier="privileged")
+
+    mounts = cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]
+    (name,) = [one["name"] for one in mounts if one["mountPath"] == manifests.LIVE_DISKS]
+    (volume,) = [one for one in cluster.of("pods")[vm]["spec"]["volumes"] if one["name"] == name]
+    assert "hostPath" in volume

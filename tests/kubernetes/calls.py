@@ -1,0 +1,103 @@
+"""Calls of a CPI as the Director makes them: two processes for each operation, with an environment of three variables.
+
+src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb: ``info`` comes before every operation, the request is
+one JSON document on stdin, the response is all of stdout, the exit code is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
+"""The PATH that the Director gives (external_cpi.rb)."""
+LIMIT_S: Final = 180.0
+"""Bound of a call. The Director has none."""
+
+
+class CpiError(Exception):
+    """An error that a response tells; ``kind`` is its type without ``Bosh::Clouds::``."""
+
+    def __init__(self, kind: str, message: str, *, ok_to_retry: bool) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind.removeprefix("Bosh::Clouds::")
+        self.message = message
+        self.ok_to_retry = ok_to_retry
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: its method, its seconds without those of ``info``, and what it wrote to stderr."""
+
+    method: str
+    seconds: float
+    said: str
+
+
+@dataclass
+class Cpi:
+    """The program with its configuration; ``home`` is the directory of the worker's user."""
+
+    command: Sequence[str]
+    home: Path
+    director: str = "director-uuid"
+    properties: Mapping[str, Any] = field(default_factory=dict)
+    """The properties of an entry of a cpi-config, which the Director puts into the context."""
+    calls: list[Call] = field(default_factory=list)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of an operation; raises ``CpiError``."""
+        info, _, _ = await self._run("info", [])
+        assert _result(info)["api_version"] == 3
+        response, seconds, said = await self._run(method, list(arguments))
+        self.calls.append(Call(method, seconds, said))
+        return _result(response)
+
+    async def _run(self, method: str, arguments: list[Any]) -> tuple[Any, float, str]:
+        context = {
+            "director_uuid": self.director,
+            "request_id": f"cpi-{len(self.calls):06}",
+            "vm": {"stemcell": {"api_version": 3}},
+            **self.properties,
+        }
+        request = {"method": method, "arguments": arguments, "context": context, "api_version": 3}
+        began = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": PATH, "TMPDIR": str(self.home), "HOME": str(self.home)},
+            cwd=self.home,
+        )
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                out, err = await process.communicate(json.dumps(request).encode())
+        except TimeoutError:
+            process.kill()
+            raise AssertionError(f"{method} does not end within {LIMIT_S:g} s") from None
+        said = err.decode(errors="replace")
+        print(f"cpi: {method} {time.monotonic() - began:.2f} s\n{said}", end="")
+        return json.loads(out), time.monotonic() - began, said
+
+
+def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
+    """The program as it stands in this tree."""
+    return Cpi([sys.executable, "-m", "kubernetes_cpi", "--config", str(config)], home, **members)
+
+
+def _result(response: Any) -> Any:
+    """What the Director makes of a response (external_cpi.rb, ``RESPONSE_SCHEMA``)."""
+    assert response.keys() == {"result", "error", "log"}, response
+    assert isinstance(response["log"], str)
+    error = response["error"]
+    if error is None:
+        return response["result"]
+    assert error.keys() == {"type", "message", "ok_to_retry"}, error
+    raise CpiError(error["type"], error["message"], ok_to_retry=error["ok_to_retry"])

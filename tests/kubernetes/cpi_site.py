@@ -1,0 +1,292 @@
+"""A namespace as deploy/cpi makes it, the CPI with the token of its account, and what of all that a Director knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tests.kubernetes import calls, deployments
+from tests.kubernetes import node as nodes
+from tests.kubernetes.deployments import Deployments, Instance
+from tests.kubernetes.node import Node
+from tests.kubernetes.objects import LIMIT, Document, Namespace
+from tests.structure.source import ROOT
+
+ACCOUNT: Final = "bosh-cpi"
+LABEL: Final = "cpi.bosh.io"
+CLASS: Final = "on-the-node"
+"""A StorageClass that binds on first use, as those of clouds do."""
+KINDS: Final = "pods,secrets,persistentvolumeclaims,services,configmaps"
+GRACE_S: Final = 10
+
+STORAGE: Final = {
+    "apiVersion": "storage.k8s.io/v1",
+    "kind": "StorageClass",
+    "metadata": {"name": CLASS},
+    "provisioner": "kubernetes.io/host-path",
+    "volumeBindingMode": "WaitForFirstConsumer",
+    "allowVolumeExpansion": True,
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way in which disks come to VMs, and the Pod Security level of the namespace it is for."""
+
+    name: str
+    attach: str
+    tier: str
+    level: str
+    reserved: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+WAYS: Final = (
+    Way("at creation", "never", "base", "baseline"),
+    Way("reserved", "never", "base", "baseline", reserved=True),
+    Way("live", "live", "base", "privileged"),
+    Way("live, mounted", "live", "privileged", "privileged"),
+    Way("by recreation", "recreate", "base", "baseline"),
+)
+
+
+@dataclass
+class Site:
+    """One Director's namespace."""
+
+    namespace: Namespace
+    deployments: Deployments
+    way: Way
+    hosted: Path
+    """The directory of the node below which live disks are."""
+    spare: Instance | None = None
+    """What a flow has left that went well."""
+
+    @property
+    def cpi(self) -> calls.Cpi:
+        return self.deployments.cpi
+
+    async def objects(self) -> list[Document]:
+        """All that anyone has made in the namespace, without what the cluster itself puts into each."""
+        found = json.loads(await self.namespace.kubectl("get", KINDS, "-o", "json"))["items"]
+        return [one for one in found if not _is_of_cluster(one)]
+
+    @contextmanager
+    def vm_type(self, **properties: Any) -> Iterator[None]:
+        """Other cloud properties of VMs for the length of the block; None takes one away."""
+        before = self.deployments.vm_type
+        self.deployments.vm_type = {key: one for key, one in (before | properties).items() if one is not None}
+        try:
+            yield
+        finally:
+            self.deployments.vm_type = before
+
+    async def empty(self) -> None:
+        """Delete all that a flow has left that failed, as somebody with all rights."""
+        for kind in ("pods", "persistentvolumeclaims", "services"):
+            await self.namespace.kubectl("delete", kind, "--all", "--force", "--grace-period=0")
+        for one in await self.objects():
+            await self.namespace.kubectl("delete", one["kind"], one["metadata"]["name"])
+        self.deployments.vms.clear()
+        self.deployments.disks.clear()
+
+    async def exec(self, instance: Instance, *command: str) -> str:
+        """The output of a command in a VM."""
+        return await self.namespace.pod(instance.vm).exec(*command)
+
+    async def write(self, instance: Instance) -> None:
+        """Write the file that no flow may lose, as a job would."""
+        instance.kept = uuid.uuid4().hex
+        await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
+
+    async def check(self, *instances: Instance) -> None:
+        """What holds after each flow: jobs run, the file is there, and the Director knows all that is there."""
+        for instance in instances:
+            if instance.vm:
+                await self.deployments.until_running(instance)
+            if instance.vm and instance.disk:
+                found = await self.exec(instance, "cat", f"/var/vcap/store/{deployments.KEPT}")
+                assert found.strip() == instance.kept
+                assert await self.deployments.ask(instance, "list_disk") == [instance.disk]
+        await self._until_ended()
+        unknown = [f"{one['kind']} {one['metadata']['name']}" for one in await self.unheld() if not self._knows(one)]
+        assert not unknown, "left behind, and unknown to the Director"
+        assert not list(self.stray_mounts()), "disks are mounted on the node for VMs that are gone"
+        assert not list(self.stray_files()), "written to the node's file system instead of a disk"
+        await self.check_levels()
+        await self.check_secrets()
+        self.spare = next((one for one in instances if one.vm and one.disk), None)
+
+    async def _until_ended(self) -> None:
+        """Until the cluster has removed what is deleted, which it does in its own time."""
+        async with asyncio.timeout(LIMIT):
+            while any(_is_ending(one) for one in await self.unheld()):
+                await asyncio.sleep(0.5)
+
+    async def unheld(self) -> list[Document]:
+        """All objects but deleted claims that a pod still has mounted: they, and their files, go with it."""
+        found = await self.objects()
+        pods = [one for one in found if one["kind"] == "Pod" and not _is_ending(one)]
+        held = {
+            volume["persistentVolumeClaim"]["claimName"]
+            for pod in pods
+            for volume in pod["spec"]["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
+
+    def _knows(self, one: Document) -> bool:
+        """Whether an object belongs to VMs and disks that the Director has, by its labels or its name."""
+        vms, disks = self.deployments.vms, self.deployments.disks
+        labels = one["metadata"].get("labels", {})
+        vm, disk = labels.get(f"{LABEL}/vm", ""), labels.get(f"{LABEL}/disk", "")
+        is_known = (vm in vms or not vm) and (disk in disks or not disk)
+        return is_known and (bool(vm or disk) or one["metadata"]["name"] in vms | disks)
+
+    def stray_mounts(self) -> Iterator[str]:
+        """Mounts on the node below the directories of VMs that are gone."""
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            point = Path(line.split()[4])
+            if self.hosted in point.parents and not any(vm in str(point) for vm in self.deployments.vms):
+                yield str(point)
+
+    def stray_files(self) -> Iterator[str]:
+        """Files that lie in a directory of the node where a disk should have been mounted."""
+        for point in self.hosted.glob("*/*"):
+            if point.is_dir() and not point.is_mount():
+                yield from map(str, point.iterdir())
+
+    async def check_levels(self) -> None:
+        """No pod that the namespace's Pod Security level would refuse."""
+        if self.way.level == "privileged":
+            return
+        for one in await self.objects():
+            if one["kind"] == "Pod":
+                assert list(beyond_baseline(one["spec"])) == [], one["metadata"]["name"]
+
+    async def check_secrets(self) -> None:
+        """Secrets of requests are in Secrets alone: no other object, event or log has them."""
+        places = [json.dumps(one) for one in await self.objects() if one["kind"] != "Secret"]
+        places.append(await self.namespace.kubectl("get", "events", "-o", "json"))
+        places += [call.said for call in self.cpi.calls]
+        for canary in self.deployments.secrets:
+            assert not any(canary in place for place in places)
+
+
+def _is_ending(one: Document) -> bool:
+    return "deletionTimestamp" in one["metadata"]
+
+
+def _is_of_cluster(one: Document) -> bool:
+    name = one["metadata"]["name"]
+    kind = one["kind"]
+    return (kind == "Secret" and one["type"] == "kubernetes.io/service-account-token") or (
+        (kind, name) == ("ConfigMap", "kube-root-ca.crt")
+    )
+
+
+BASELINE_CAPABILITIES: Final = frozenset(
+    "AUDIT_WRITE CHOWN DAC_OVERRIDE FOWNER FSETID KILL MKNOD NET_BIND_SERVICE SETFCAP SETGID SETPCAP SETUID "
+    "SYS_CHROOT".split()
+)
+
+
+def beyond_baseline(spec: Document) -> Iterator[str]:
+    """What of a pod the Pod Security level ``baseline`` refuses (Kubernetes, Pod Security Standards)."""
+    yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
+    yield from (f"volume {one['name']} is a hostPath" for one in spec.get("volumes", []) if "hostPath" in one)
+    safe = {"kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.tcp_syncookies"}
+    pod = spec.get("securityContext") or {}
+    yield from (one["name"] for one in pod.get("sysctls", []) if one["name"] not in safe)
+    for one in [*spec["containers"], *spec.get("initContainers", [])]:
+        context = one.get("securityContext") or {}
+        if context.get("privileged"):
+            yield "privileged"
+        yield from set((context.get("capabilities") or {}).get("add") or ()) - BASELINE_CAPABILITIES
+        if context.get("procMount", "Default") != "Default":
+            yield "procMount"
+        for profile in ("seccompProfile", "appArmorProfile"):
+            if (context.get(profile) or pod.get(profile) or {}).get("type") == "Unconfined":
+                yield profile
+        yield from (f"host port {port}" for port in one.get("ports", []) if port.get("hostPort"))
+
+
+def manifests(level: str, namespace: str) -> list[Document]:
+    """deploy/cpi for a Pod Security level, in another namespace than the one it names."""
+    kubectl = shutil.which("kubectl")
+    assert kubectl is not None
+    where = ROOT / "deploy/cpi" / level
+    said = subprocess.run([kubectl, "kustomize", where], capture_output=True, text=True, check=True).stdout
+    documents: list[Document] = list(yaml.safe_load_all(said))
+    for one in documents:
+        if one["kind"] == "Namespace":
+            one["metadata"]["name"] = namespace
+        else:
+            one["metadata"]["namespace"] = namespace
+        for subject in one.get("subjects", []):
+            subject["namespace"] = namespace
+    return documents
+
+
+@asynccontextmanager
+async def site(node: Node, way: Way, scratch: Path, **config: Any) -> AsyncIterator[Site]:
+    """A Director with this CPI in a namespace of its own, for the length of the block."""
+    namespace = Namespace(node, f"test-{secrets.token_hex(4)}", scratch)
+    await namespace.create()
+    documents = manifests(way.level, namespace.name)
+    await namespace.kubectl("apply", "--filename=-", stdin=yaml.safe_dump_all([STORAGE, *documents]))
+    hosted = Path("/run/bosh-disks") / namespace.name
+    home = scratch / "director"
+    home.mkdir()
+    async with deployments.world(nodes.ADDRESS, scratch) as world:
+        document = await _config(namespace, way, world.mbus, hosted)
+        path = scratch / "cpi.json"
+        path.write_text(json.dumps(_merged(document, config)))
+        cpi = calls.of_this_tree(path, home, director=str(uuid.uuid4()))
+        vm_type: dict[str, Any] = {"tier": way.tier, "memory": 256, "grace": GRACE_S, "ephemeral_disk": {"size": 256}}
+        if way.reserved:
+            vm_type["persistent_disk"] = {"size": 64}
+        image = home / "image"
+        image.touch()
+        pointers = {"image_reference": "localhost/agent-shim", "digest": namespace.node.digest()}
+        stemcell = await cpi.call("create_stemcell", str(image), pointers, {"tags": {}})
+        try:
+            yield Site(namespace, Deployments(cpi, world, stemcell, vm_type), way, hosted)
+        finally:
+            await namespace.clear()
+
+
+async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Document:
+    token = await namespace.kubectl(
+        "get", "secret", f"{ACCOUNT}-token", "-o", "go-template={{.data.token|base64decode}}"
+    )
+    return {
+        "cluster": {"server": nodes.API, "ca": namespace.node.authority.read_text(), "token": token},
+        "namespace": namespace.name,
+        "agent": {"mbus": mbus},
+        "disks": {"attach": way.attach, "storage_class": CLASS, "host_path": str(hosted)},
+        # This old kubelet tells as much as half a minute later that a container has ended.
+        "timeouts": {"unmount": 60},
+    }
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Document:
+    """Hashes are merged at every depth, anything else is replaced."""
+    both = dict(below)
+    for key, value in above.items():
+        before = both.get(key)
+        both[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return both

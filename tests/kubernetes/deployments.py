@@ -1,0 +1,365 @@
+"""A scripted Director that keeps deployments on a cluster: the order of calls to CPI and agent is that of the real one.
+
+Orders are read in src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
+vm_creator.rb, problem_handlers, jobs/vm_state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim.demo.pki import Authority
+from agent_shim.demo.release import archive
+from agent_shim.paths import Paths
+from tests.kubernetes.calls import Cpi, CpiError
+from tests.support import jobs
+from tests.support.http import Server, http_server
+from tests.support.proxy import Proxy
+
+NETWORKS: Final = {
+    "default": {"type": "dynamic", "cloud_properties": {}, "prefix": "32", "default": ["dns", "gateway"]}
+}
+"""As the Director sends a dynamic network (deployment_plan/network_settings.rb)."""
+READY_S: Final = 90.0
+"""Bound for an agent to answer; the Director waits 600 s."""
+KEPT: Final = "written-at-the-beginning"
+"""The file that no flow may lose."""
+
+
+@dataclass
+class World:
+    """What stands around a CPI: a bus that ends bootstrap credentials, a blobstore, and addresses that pods reach."""
+
+    address: str
+    server: NatsServer
+    bus: Proxy
+    blobs: Server
+    blobs_port: int
+    agents: Director
+
+    @property
+    def mbus(self) -> str:
+        """What the property ``agent.mbus`` of the CPI's job says."""
+        return f"nats://{self.address}:{self.bus.port}"
+
+    def blobstores(self) -> list[dict[str, Any]]:
+        """``env.bosh.blobstores`` as bosh-deployment has it."""
+        return [{"provider": "dav", "options": {"endpoint": f"http://{self.address}:{self.blobs_port}"}}]
+
+    def credentials(self, agent: str, *, bootstrap: bool) -> dict[str, str]:
+        """``mbus.cert`` for an agent, made now."""
+        made = self.server.mbus(agent, bootstrap=bootstrap)
+        return {"ca": made.ca, "certificate": made.certificate, "private_key": made.private_key}
+
+    def blob(self, content: bytes) -> dict[str, str]:
+        """Put content into the blobstore; its id and digest as a spec names them."""
+        name = f"blob-{hashlib.sha1(content).hexdigest()[:12]}"
+        self.blobs.blobs[f"/{hashlib.sha1(name.encode()).hexdigest()[:2]}/{name}"] = content
+        return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}
+
+
+@asynccontextmanager
+async def world(address: str, scratch: Path) -> AsyncIterator[World]:
+    """One for the length of the block; ``address`` is one of this machine that pods reach."""
+    authority = Authority()
+    async with (
+        NatsServer(scratch / "bus", authority, pair=authority.server(hosts=("127.0.0.1", address))) as server,
+        http_server() as blobs,
+        Proxy(server.port, address) as bus,
+        Proxy(blobs.port, address) as ahead,
+        Director(poll=0.1).on(server.peer()) as agents,
+    ):
+        yield World(address, server, bus, blobs, ahead.port, agents)
+
+
+@dataclass
+class Instance:
+    """An instance as the Director's database has it; ``vm`` and ``agent`` are "" while it has no VM."""
+
+    group: str
+    index: int = 0
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    vm: str = ""
+    agent: str = ""
+    disk: str = ""
+    kept: str = ""
+
+
+class Deployments:
+    """Instances on a cluster; ``vms`` and ``disks`` are all cids that this Director knows."""
+
+    def __init__(self, cpi: Cpi, world: World, stemcell: str, vm_type: dict[str, Any]) -> None:
+        self.cpi = cpi
+        self.world = world
+        self.stemcell = stemcell
+        self.vm_type = vm_type
+        self.disk_type: dict[str, Any] = {}
+        self.disk_size_mib = 64
+        self.vms: set[str] = set()
+        self.disks: set[str] = set()
+        self.secrets: list[str] = []
+        """Private keys and passwords that were in requests: canaries."""
+
+    # --- VMs --------------------------------------------------------------------------------------------------------
+
+    async def create_vm(self, instance: Instance, disks: Sequence[str] = ()) -> None:
+        """A VM with an agent that has credentials to stay (vm_creator.rb, steps/update_instance_settings_step.rb)."""
+        agent = str(uuid.uuid4())
+        world = self.world
+        await world.server.add_agent(agent)
+        bootstrap = world.credentials(agent, bootstrap=True)
+        password = f"$6$salt${secrets.token_hex(16)}"
+        self.secrets += [bootstrap["private_key"].splitlines()[2], password]
+        env = {
+            "bosh": {
+                "mbus": {"cert": bootstrap},
+                "blobstores": world.blobstores(),
+                "group": f"director-dep-{instance.group}",
+                "groups": ["director", "dep", instance.group, "director-dep", f"dep-{instance.group}"],
+                "tags": {"owner": "tests"},
+                "password": password,
+            }
+        }
+        vm, *_ = await self.cpi.call("create_vm", agent, self.stemcell, self.vm_type, NETWORKS, list(disks), env)
+        instance.vm, instance.agent = vm, agent
+        self.vms.add(vm)
+        metadata = {"director": "director", "deployment": "dep", "id": instance.id, "index": str(instance.index)}
+        metadata |= {"job": instance.group, "instance_group": instance.group, "owner": "tests"}
+        metadata |= {"name": f"{instance.group}/{instance.id}", "created_at": "2026-01-01T00:00:00Z"}
+        await self.cpi.call("set_vm_metadata", vm, metadata)
+        await self.until_ready(instance)
+        permanent = world.credentials(agent, bootstrap=False)
+        self.secrets.append(permanent["private_key"].splitlines()[2])
+        await self.ask(instance, "update_settings", {"mbus": {"urls": [world.mbus], "cert": permanent}})
+        await world.server.add_agent(agent, bootstrap=False)
+
+    async def delete_vm(self, instance: Instance) -> None:
+        """The VM goes, and the agent's user with it."""
+        with contextlib.suppress(CpiError):
+            await self._delete_vm(instance)
+        instance.vm = instance.agent = ""
+
+    async def _delete_vm(self, instance: Instance) -> None:
+        try:
+            await self.cpi.call("delete_vm", instance.vm)
+        except CpiError as exc:
+            if exc.kind != "VMNotFound":
+                raise AssertionError(f"delete_vm of {instance.vm}: {exc}") from exc
+        self.vms.discard(instance.vm)
+        with contextlib.suppress(KeyError):
+            await self.world.server.remove_agent(instance.agent)
+
+    async def until_ready(self, instance: Instance) -> None:
+        """Ping once a second, as the Director does, but for a shorter time."""
+        await self.world.agents.wait_until_ready(instance.agent, timeout=READY_S)
+
+    async def ask(self, instance: Instance, method: str, *arguments: Any) -> Any:
+        """An action to its end."""
+        return await self.world.agents.run(instance.agent, method, *arguments)
+
+    # --- disks ------------------------------------------------------------------------------------------------------
+
+    async def create_disk(self, instance: Instance, size_mib: int = 0) -> str:
+        """A disk for the VM of an instance."""
+        disk: str = await self.cpi.call("create_disk", size_mib or self.disk_size_mib, self.disk_type, instance.vm)
+        self.disks.add(disk)
+        return disk
+
+    async def attach(self, instance: Instance, disk: str) -> None:
+        """steps/attach_disk_step.rb, and the metadata after it."""
+        hint = await self.cpi.call("attach_disk", instance.vm, disk)
+        assert hint not in (None, "", {}), "AttachDiskResponseError"
+        await self.until_ready(instance)
+        await self.ask(instance, "add_persistent_disk", disk, hint)
+        await self.cpi.call("set_disk_metadata", disk, {"director": "director", "deployment": "dep"})
+
+    async def mount(self, instance: Instance, disk: str) -> None:
+        await self.ask(instance, "mount_disk", disk)
+
+    async def detach(self, instance: Instance, disk: str) -> None:
+        """steps/unmount_disk_step.rb, detach_disk_step.rb."""
+        if disk in await self.ask(instance, "list_disk"):
+            await self.ask(instance, "unmount_disk", disk)
+        await self.ask(instance, "remove_persistent_disk", disk)
+        await self.cpi.call("detach_disk", instance.vm, disk)
+
+    async def delete_disk(self, disk: str) -> None:
+        await self.cpi.call("delete_disk", disk)
+        self.disks.discard(disk)
+
+    # --- jobs -------------------------------------------------------------------------------------------------------
+
+    def spec(self, instance: Instance) -> dict[str, Any]:
+        """What ``apply`` gets of an instance with a job."""
+        name = instance.group
+        files = {f"{name}/{path}": text for path, text in self.job(name).items()}
+        return {
+            "deployment": "dep",
+            "job": {"name": name, "template": name, "version": "1", "templates": [{"name": name, "version": "1"}]},
+            "index": instance.index,
+            "name": name,
+            "id": instance.id,
+            "networks": NETWORKS,
+            "packages": {},
+            "configuration_hash": "hash",
+            "persistent_disk": 0,
+            "rendered_templates_archive": self.world.blob(archive(files)),
+        }
+
+    def job(self, name: str) -> dict[str, str]:
+        """The files of its job; it also is an errand."""
+        return jobs.sleeper(Paths(), name) | {"bin/run": "#!/bin/sh\necho the errand has run\n"}
+
+    async def start(self, instance: Instance) -> None:
+        """Apply and start, until the jobs run (instance_updater/starter.rb)."""
+        await self.ask(instance, "apply", self.spec(instance))
+        await self.ask(instance, "run_script", "pre-start", {})
+        await self.ask(instance, "start")
+        await self.until_running(instance)
+        await self.ask(instance, "run_script", "post-start", {})
+
+    async def until_running(self, instance: Instance) -> None:
+        async with asyncio.timeout(READY_S):
+            while (await self.world.agents.value(instance.agent, "get_state"))["job_state"] != "running":
+                await asyncio.sleep(0.1)
+
+    async def stop(self, instance: Instance) -> None:
+        """instance_updater/stopper: pre-stop, drain, stop, post-stop."""
+        await self.ask(instance, "run_script", "pre-stop", {})
+        await self.ask(instance, "drain", "shutdown", {})
+        await self.ask(instance, "stop")
+        await self.ask(instance, "run_script", "post-stop", {})
+
+    async def connect(self, instance: Instance) -> None:
+        """The first word to an agent on a new VM (steps/apply_vm_spec_step.rb)."""
+        bare = {"deployment": "dep", "job": {"name": instance.group}, "index": instance.index, "id": instance.id}
+        await self.ask(instance, "apply", {**bare, "name": instance.group, "networks": NETWORKS})
+        await self.ask(instance, "get_state")
+        await self.ask(instance, "prepare", self.spec(instance))
+
+    # --- flows ------------------------------------------------------------------------------------------------------
+
+    async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> Instance:
+        """``bosh deploy`` of a new instance, with a disk that holds a file of a job afterwards."""
+        instance = Instance(group)
+        await self.create_vm(instance)
+        await self.connect(instance)
+        if with_disk:
+            instance.disk = await self.create_disk(instance)
+            await self.attach(instance, instance.disk)
+            await self.mount(instance, instance.disk)
+        await self.start(instance)
+        return instance
+
+    async def new_vm(self, instance: Instance) -> None:
+        """A VM for an instance that has a disk, up to running jobs."""
+        disks = [instance.disk] if instance.disk else []
+        await self.create_vm(instance, disks)
+        await self.connect(instance)
+        for disk in disks:
+            await self.attach(instance, disk)
+            await self.mount(instance, disk)
+        await self.start(instance)
+
+    async def stop_hard(self, instance: Instance) -> None:
+        """``bosh stop --hard``."""
+        await self.stop(instance)
+        if instance.disk:
+            await self.detach(instance, instance.disk)
+        await self.delete_vm(instance)
+
+    async def recreate(self, instance: Instance) -> None:
+        """``bosh recreate``, and what a changed VM type leads to."""
+        await self.stop_hard(instance)
+        await self.new_vm(instance)
+
+    async def resurrect(self, instance: Instance) -> None:
+        """The Health Monitor's scan-and-fix, or cck's "Recreate VM": the agent is not asked."""
+        await self.delete_vm(instance)
+        await self.new_vm(instance)
+
+    async def create_swap_delete(self, instance: Instance) -> None:
+        """A second VM comes up while the first still has the disk; the orphaned VM is deleted afterwards."""
+        old = Instance(instance.group, instance.index, instance.id, instance.vm, instance.agent, instance.disk)
+        await self.create_vm(instance, [instance.disk])
+        await self.connect(instance)
+        await self.stop(old)
+        await self.detach(old, old.disk)
+        await self.attach(instance, instance.disk)
+        await self.mount(instance, instance.disk)
+        await self.start(instance)
+        await self.delete_vm(old)
+
+    async def grow_by_migration(self, instance: Instance, size_mib: int) -> str:
+        """A disk of another size, copied by the agent; the cid of the old one, which is orphaned."""
+        old = instance.disk
+        await self.stop(instance)
+        new = await self.create_disk(instance, size_mib)
+        await self.attach(instance, new)
+        await self.mount(instance, new)
+        await self.ask(instance, "migrate_disk", old, new)
+        await self.detach(instance, old)
+        instance.disk = new
+        await self.start(instance)
+        return old
+
+    async def grow_by_resize(self, instance: Instance, size_mib: int) -> None:
+        """The same disk, made larger while it is detached (``director.enable_cpi_resize_disk``)."""
+        await self.stop(instance)
+        await self.detach(instance, instance.disk)
+        await self.cpi.call("resize_disk", instance.disk, size_mib)
+        await self.attach(instance, instance.disk)
+        await self.mount(instance, instance.disk)
+        await self.start(instance)
+
+    async def delete(self, instance: Instance) -> None:
+        """``bosh delete-deployment``: the disk is orphaned, and stays."""
+        await self.stop(instance)
+        if instance.disk:
+            await self.detach(instance, instance.disk)
+        await self.delete_vm(instance)
+
+    async def errand(self, group: str = "errand") -> str:
+        """``bosh run-errand`` of an instance that has no VM; what it wrote."""
+        instance = Instance(group)
+        await self.new_vm_without_start(instance)
+        result = await self.ask(instance, "run_errand", group)
+        await self.stop(instance)
+        await self.delete_vm(instance)
+        return str(result["stdout"])
+
+    async def new_vm_without_start(self, instance: Instance) -> None:
+        await self.create_vm(instance)
+        await self.connect(instance)
+        await self.ask(instance, "apply", self.spec(instance))
+
+    async def compile(self, name: str) -> dict[str, Any]:
+        """A package on a VM made for it; what the agent says of the result."""
+        instance = Instance(f"compilation-{uuid.uuid4()}")
+        await self.create_vm(instance)
+        await self.cpi.call("set_vm_metadata", instance.vm, {"compiling": name, "deployment": "dep"})
+        script = "#!/bin/sh\nset -e\necho compiled >$BOSH_INSTALL_TARGET/result\n"
+        source = self.world.blob(archive({"packaging": script}))
+        answer = await self.ask(instance, "compile_package", source["blobstore_id"], source["sha1"], name, "1", {})
+        await self.delete_vm(instance)
+        found: dict[str, Any] = answer["result"]
+        return found
+
+    async def is_unresponsive(self, instance: Instance) -> bool:
+        """What the Health Monitor and cck find out by a ping."""
+        try:
+            await self.world.agents.value(instance.agent, "ping", timeout=2.0)
+        except RpcTimeoutError:
+            return True
+        return False

@@ -1,0 +1,207 @@
+"""The life of deployments on a real cluster, by each way in which disks come to VMs (a scripted Director, real agents).
+
+Each flow begins with an instance that has a disk with a file on it, and leaves such a one; ``Site.check`` looks for the
+file, and for anything on the cluster that the Director does not know. The next flow goes on with it. After a failed
+one, everything is deleted and deployed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.kubernetes import cpi_site
+from tests.kubernetes.calls import CpiError
+from tests.kubernetes.cpi_site import WAYS, Site, Way
+from tests.kubernetes.deployments import Instance
+from tests.kubernetes.node import Node
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
+
+ATTACHING = pytest.mark.parametrize("site", [way for way in WAYS if way.attach != "never"], ids=str, indirect=True)
+"""The ways in which a disk comes to a VM that runs."""
+
+LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach == "live"], ids=str, indirect=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS, ids=str)
+async def site(
+    request: pytest.FixtureRequest, node: Node, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
+    way: Way = request.param
+    async with cpi_site.site(node, way, tmp_path_factory.mktemp("site")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def db(site: Site) -> Instance:
+    """An instance with a disk, as the flow before has left it, else after its first deploy."""
+    instance, site.spare = site.spare, None
+    if instance is None:
+        await site.empty()
+        can_attach = site.way.attach != "never" or site.way.reserved
+        instance = await site.deployments.first_deploy() if can_attach else await _deployed_in_two(site)
+        await site.write(instance)
+    return instance
+
+
+async def _deployed_in_two(site: Site) -> Instance:
+    """Where disks come at creation alone, the first deploy fails and tells why; the next one makes the VM anew."""
+    director = site.deployments
+    instance = Instance("db")
+    await director.create_vm(instance)
+    await director.connect(instance)
+    instance.disk = await director.create_disk(instance)
+    with pytest.raises(CpiError, match="never"):
+        await site.cpi.call("attach_disk", instance.vm, instance.disk)
+    await director.delete_vm(instance)
+    await director.new_vm(instance)
+    return instance
+
+
+async def test_first_deploy(site: Site, db: Instance) -> None:
+    await site.check(db)
+
+
+async def test_recreate(site: Site, db: Instance) -> None:
+    before = db.vm
+    await site.deployments.recreate(db)
+
+    assert db.vm != before
+    await site.check(db)
+
+
+async def test_another_vm_type(site: Site, db: Instance) -> None:
+    with site.vm_type(memory=300, cpu=0.1):
+        await site.deployments.recreate(db)
+
+    pod = await site.namespace.pod(db.vm).look()
+    assert pod["spec"]["containers"][0]["resources"]["requests"]["memory"] == "300Mi"
+    await site.check(db)
+
+
+@ATTACHING
+async def test_create_swap_delete(site: Site, db: Instance) -> None:
+    await site.deployments.create_swap_delete(db)
+    await site.check(db)
+
+
+@ATTACHING
+async def test_grow_by_migration(site: Site, db: Instance) -> None:
+    old = await site.deployments.grow_by_migration(db, 128)
+    await site.check(db)
+    await site.deployments.delete_disk(old)
+    await site.check(db)
+
+
+async def test_grow_by_resize(site: Site, db: Instance) -> None:
+    with pytest.raises(CpiError) as told:
+        await site.cpi.call("resize_disk", db.disk, 32)
+    assert told.value.kind in ("NotSupported", "NotImplemented")
+    await site.deployments.grow_by_resize(db, 128)
+
+    claim = await site.namespace.kubectl("get", "pvc", db.disk, "-o", "jsonpath={.spec.resources.requests.storage}")
+    assert claim == "128Mi"
+    await site.check(db)
+
+
+async def test_stop_hard_and_start(site: Site, db: Instance) -> None:
+    await site.deployments.stop_hard(db)
+    await site.check(db)
+    assert await site.cpi.call("has_disk", db.disk)
+    await site.deployments.new_vm(db)
+    await site.check(db)
+
+
+async def test_a_pod_deleted_behind_the_directors_back(site: Site, db: Instance) -> None:
+    await site.namespace.pod(db.vm).delete()
+    assert await site.cpi.call("has_vm", db.vm) is False
+    assert await site.cpi.call("has_disk", db.disk) is True
+    await site.deployments.resurrect(db)
+    await site.check(db)
+
+
+async def test_unresponsive_agent(site: Site, db: Instance) -> None:
+    """The VM lives and nothing is detached before it is deleted."""
+    await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
+    assert await site.deployments.is_unresponsive(db)
+    assert await site.cpi.call("has_vm", db.vm) is True
+    await site.deployments.resurrect(db)
+    await site.check(db)
+
+
+async def test_reboot(site: Site, db: Instance) -> None:
+    """cck's "Reboot VM": the Director mounts nothing anew, and what jobs have in ``data`` stays, or it is refused."""
+    if site.way.attach == "never":
+        with pytest.raises(CpiError, match="recreate the VM instead"):
+            await site.cpi.call("reboot_vm", db.vm)
+        await site.check(db)
+        return
+    await site.exec(db, "touch", "/var/vcap/data/kept", "/etc/of-this-life")
+    await site.cpi.call("reboot_vm", db.vm)
+    await site.deployments.until_ready(db)
+    found = await site.exec(db, "sh", "-c", "ls /var/vcap/data/kept /etc/of-this-life 2>/dev/null || true")
+    assert found == "/var/vcap/data/kept\n"
+    await site.check(db)
+
+
+@LIVE
+async def test_detach_of_a_mounted_disk(site: Site, db: Instance) -> None:
+    """An agent that has not unmounted a disk keeps it: the CPI says so, and nothing happens to the files."""
+    director = site.deployments
+    second = await director.create_disk(db)
+    await director.attach(db, second)
+    await director.mount(db, second)
+    await site.exec(db, "touch", "/var/vcap/store_migration_target/of-the-second")
+    with pytest.raises(CpiError, match="uses it"):
+        await site.cpi.call("detach_disk", db.vm, second)
+    await site.exec(db, "test", "-e", "/var/vcap/store_migration_target/of-the-second")
+    await director.detach(db, second)
+    await director.delete_disk(second)
+    await site.check(db)
+
+
+async def test_mount_mismatch(site: Site, db: Instance) -> None:
+    """cck's "Reattach disk to instance": the disk may be attached already."""
+    await site.deployments.attach(db, db.disk)
+    await site.deployments.mount(db, db.disk)
+    await site.check(db)
+
+
+async def test_orphaned_and_attached_again(site: Site, db: Instance) -> None:
+    """``bosh delete-deployment``, and ``bosh attach-disk`` to an instance of another deployment."""
+    await site.deployments.delete(db)
+    await site.check(db)
+    again = Instance("other", disk=db.disk, kept=db.kept)
+    await site.deployments.new_vm(again)
+    await site.check(again)
+
+
+async def test_errand_on_a_vm_of_its_own(site: Site, db: Instance) -> None:
+    with site.vm_type(persistent_disk=None):
+        assert await site.deployments.errand() == "the errand has run\n"
+    await site.check(db)
+
+
+async def test_compilation(site: Site, db: Instance) -> None:
+    with site.vm_type(persistent_disk=None):
+        assert (await site.deployments.compile("p"))["blobstore_id"]
+    await site.check(db)
+
+
+async def test_deletion(site: Site, db: Instance) -> None:
+    """Nothing at all is left, and deleting again is told or done."""
+    vm, disk = db.vm, db.disk
+    await site.deployments.delete(db)
+    await site.deployments.delete_disk(disk)
+    assert await site.cpi.call("has_vm", vm) is False
+    assert await site.cpi.call("has_disk", disk) is False
+    for method, cid in (("delete_vm", vm), ("delete_disk", disk)):
+        try:
+            await site.cpi.call(method, cid)
+        except CpiError as exc:
+            assert exc.kind in ("VMNotFound", "DiskNotFound"), exc
+    await site.check()
+    assert await site.objects() == []
