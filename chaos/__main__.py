@@ -8,65 +8,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from benchmarks.world import COMMAND
-from chaos import crash, disks, kernel, messages, network, resources, soak, supervision
+from chaos import crash, disks, kernel, messages, namespaces, network, resources, sabotage, soak, supervision
 from chaos.cases import CASES, NOT_INJECTED, Case
+from chaos.saboteurs import SABOTEURS
+from chaos.scorecard import DOCUMENT, FULL, Row, earlier, enter_saboteur, table, write
 from chaos.stand import CannotInjectError, NotHeldError, stand
 from tests.support import guest
 
 MODULES: Final = (crash, network, supervision, disks, resources, messages, kernel)
-DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
-BEGIN: Final = "<!-- scorecard -->"
-END: Final = "<!-- /scorecard -->"
 LIMIT: Final = 900.0
 """Seconds that a case may take."""
 FULL_LIMIT: Final = 3 * 3600.0
-FULL: Final = "in full"
-"""How a row begins to say that nothing was made smaller."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """``verdict`` is ``held``, ``not held`` or ``not run``."""
-
-    id: str
-    fault: str
-    verdict: str
-    figures: str
-    played: str = ""
-    """How often in a row, and when."""
-
-    @property
-    def outcome(self) -> str:
-        """The cell that says how it went."""
-        return f"{self.verdict}, {self.played}" if self.played else self.verdict
-
-    def beside(self, known: Row | None) -> Row:
-        """This one, with what remains true of the one known before: the scaled case and the full one both count."""
-        if known is None or self.verdict != "held" or known.verdict != "held":
-            return self
-        row = self if self.times or not known.times else known
-        return replace(row, played="; ".join(filter(None, (row.times, self.full or known.full))))
-
-    @property
-    def times(self) -> str:
-        """When it was played smaller, and how often."""
-        return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
-
-    @property
-    def full(self) -> str:
-        """When it was played in full."""
-        return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
 
 
 async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
@@ -139,56 +100,6 @@ def play_in_guest(cases: Sequence[Case], command: str, times: int, *, is_full: b
     return [found.get(case.id) or Row(case.id, case.fault, "not run", why.partition("\n")[0]) for case in cases]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """What is written into the document."""
-    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
-    lines = [
-        f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
-        "",
-        "| case | fault | outcome | figures |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.id} | {r.fault} | {r.outcome} | {' '.join(r.figures.replace('|', '/').split())[:300]} |" for r in rows
-    ]
-    return "\n".join(lines)
-
-
-def earlier(text: str) -> dict[str, Row]:
-    """The rows that a document has."""
-    rows = {}
-    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and cells[0] not in ("case", "---"):
-            number, fault, outcome, figures = cells
-            verdict, _, played = outcome.partition(", ")
-            rows[number] = Row(number, fault, verdict, figures, played)
-    return rows
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Put rows into a document in place of those with the same numbers; there may be no document yet.
-
-    Two may do so side by side.
-    """
-    turn = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        _write(path, rows)
-    finally:
-        os.close(turn)
-
-
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    text = path.read_text() if path.exists() else ""
-    known = earlier(text)
-    known |= {row.id: row.beside(known.get(row.id)) for row in rows}
-    known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
-    ordered = sorted(known.values(), key=lambda row: ("CNSDRM".index(row.id[0]), row.id))
-    head, _, rest = text.partition(BEGIN)
-    path.write_text(f"{head}{BEGIN}\n{table(ordered)}\n{END}{rest.partition(END)[2]}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all cases held that were played."""
     parser = argparse.ArgumentParser(prog="./dev chaos", description=__doc__)
@@ -201,9 +112,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say which there are")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="a mix of all for so long, and a picture of it")
     parser.add_argument("--picture", type=Path, default=None, metavar="FILE", help=f"default: {soak.PICTURE.name}")
+    parser.add_argument(
+        "--sabotage",
+        nargs="+",
+        metavar="ROW",
+        help="break the agent on purpose and see these rows fail: C-01, I4, N, all",
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="with --sabotage: keep what each case printed")
+    words = sys.argv[1:] if arguments is None else arguments
     asked = parser.parse_args(arguments)
+    if asked.sabotage:
+        return _sabotage(asked.sabotage, asked.into or DOCUMENT, asked.logs)
+    if not asked.list and not guest.is_here():
+        namespaces.enter(words, network=asked.soak is not None)
     if asked.soak is not None:
-        soak.apart(sys.argv[1:] if arguments is None else arguments)
         return soak.main(asked.agent_command, asked.soak, asked.picture or soak.PICTURE)
     chosen = [
         one
@@ -230,6 +152,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enter(row)
     sys.stdout.write(f"{table(rows)}\n")
     return 1 if any(row.verdict == "not held" for row in rows) else 0
+
+
+def _sabotage(chosen: Sequence[str], into: Path, logs: Path | None) -> int:
+    """0 if every chosen row fails under its saboteur; the document gets the dates."""
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    playing = [one for one in SABOTEURS if {"all", one.row, one.row[0]} & set(chosen)]
+    if not playing:
+        sys.stderr.write(f"cannot sabotage {' '.join(chosen)}: no such row\n")
+        return 2
+    missed = 0
+    for position, saboteur in enumerate(playing, 1):
+        sys.stderr.write(f"[{position} of {len(playing)}] ")
+        cell = sabotage.report(saboteur, logs)
+        missed += not cell.startswith(sabotage.CAUGHT)
+        if into.exists():
+            enter_saboteur(into, saboteur.row, cell)
+    sys.stdout.write(f"{len(playing) - missed} caught, {missed} not caught\n")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

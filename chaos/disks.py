@@ -124,6 +124,7 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
     for megabytes in (8, 4, 2):
         spec = stand.world.spec(1, 8, megabytes << 20, version=f"v{megabytes}")
         error = await refused(stand, "apply", spec)
+        expect("No space left on device" in error, f"refused without its reason: {error}")
         errors.add(error.rpartition(": ")[2])
         beat = await stand.call("get_state", "full")
         expect("vitals" in beat, "no vitals")

@@ -7,6 +7,7 @@ with its input, which belongs among the seeds of its target then.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import random
@@ -19,14 +20,20 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Literal
 
-from agent_shim import digest, settings, spec, wire
+import msgspec
+
+from agent_shim import certificates, digest, responder, safetext, settings, spec, wire, x509
 from agent_shim.actions import core as _core
+from agent_shim.bus import tls
+from agent_shim.demo.pki import Authority
+from agent_shim.disks import hints
 from agent_shim.dispatch import ACTIONS
 from agent_shim.errors import ArchiveError, BadArgumentsError, ShimError
 from agent_shim.host import archive, mounts, proc
-from agent_shim.supervisor import bpm, monitrc
+from agent_shim.supervisor import bpm, bpm_answers, identity, monit_answers, monitrc
 
 SLOW: Final = 1.0
 """Seconds of a processor that one reading may take."""
@@ -49,6 +56,113 @@ def _request(data: bytes) -> object:
     request = wire.decode_request(data)
     found = ACTIONS.get(request.method)
     return found.bind(request.arguments) if found is not None else None
+
+
+class _Unheard(asyncio.Transport):
+    """A transport that takes what is written."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def write_eof(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+_LOOP: Final = asyncio.new_event_loop()
+
+
+def _pidfile(data: bytes) -> None:
+    """What is read can be asked of the kernel."""
+    with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
+        path = Path(place, "pid")
+        path.write_bytes(data)
+        found = identity.read(path)
+    if found is not None:
+        if found.pid <= 0:
+            raise AssertionError("a number that means a group")
+        proc.stat(found.pid)
+
+
+def _update(data: bytes) -> None:
+    """Certificates included, as far as they are looked at before they are used."""
+    update = settings.parse_update(data, origin="fuzz")
+    effective = settings.Effective(settings.Settings(), update)
+    for mbus in (effective.mbus, effective.asked_mbus):
+        for url in mbus.urls:
+            settings.bus_address(url)
+        tls.client_context(mbus)
+    certificates.split(update.trusted_certs)
+
+
+class _NoProcesses:
+    """What answers of the commands ``bpm`` and ``monit`` are asked of: there is nothing."""
+
+    def rows(self) -> tuple[list[Any], list[str]]:
+        return [], []
+
+    def definition(self, _job: str, _name: str) -> None:
+        return None
+
+    def find(self, _job: str, _name: str) -> None:
+        return None
+
+    def services(self) -> list[Any]:
+        return []
+
+    def __getattr__(self, _name: str) -> Callable[..., Any]:
+        async def nothing(*_: Any, **__: Any) -> SimpleNamespace:
+            return SimpleNamespace(pid=1)
+
+        return nothing
+
+    def check_volumes(self, _job: str, _volumes: Sequence[bpm.Volume]) -> None:
+        """They are all right."""
+
+
+def _asked(data: bytes) -> None:
+    """The answers of both commands to any JSON object."""
+    try:
+        request = msgspec.json.decode(data, type=dict[str, Any])
+    except (ValueError, RecursionError):  # the connection ends
+        return
+    nothing: Any = _NoProcesses()
+    _LOOP.run_until_complete(bpm_answers.answer(nothing, request))
+    _LOOP.run_until_complete(monit_answers.answer(nothing, request, obstacle=""))
+
+
+def _http(data: bytes) -> None:
+    """A whole request, and the same in two pieces: both are answered in the same way."""
+
+    async def read(*pieces: bytes) -> list[responder.Request]:
+        heard: list[responder.Request] = []
+
+        def answer(request: responder.Request) -> responder.Response:
+            heard.append(request)
+            return responder.Response(200, b"")
+
+        connection = responder.connection(answer, ("GET", "HEAD", "POST"))
+        connection.connection_made(_Unheard())
+        for piece in pieces:
+            connection.data_received(piece)
+        connection.connection_lost(None)
+        return heard
+
+    whole = _LOOP.run_until_complete(read(data))
+    cut = len(data) // 2
+    if len(whole) > 1 or whole != _LOOP.run_until_complete(read(data[:cut], data[cut:])):
+        raise AssertionError("a request is read differently in pieces")
+
+
+def _shown(data: bytes) -> None:
+    text = data.decode(errors="surrogateescape")
+    if not safetext.line(text).isprintable() or safetext.lines(text).encode().count(b"\x1b"):
+        raise AssertionError("a text is not safe")
 
 
 def _unpack(data: bytes) -> None:
@@ -122,6 +236,13 @@ _MOUNTS: Final = (
 _STAT: Final = (
     b"41 (a b) S 7 41 40 0 -1 4194560 1 2 3 4 11 22 33 44 20 0 1 0 98765 1000000 250 18446744073709551615 1 1 0 0 0 0\n"
 )
+_CERTIFICATE: Final = Authority("fuzz").ca.encode()
+_OURS: Final = Authority("fuzz").agent("a")
+_PAIR: Final = {
+    "ca": _CERTIFICATE.decode(),
+    "certificate": _OURS.certificate,
+    "private_key": _OURS.private_key,
+}
 _DEEP: Final = b'{"env":' + b"[" * 3000
 """A finding: deeper than the decoder goes."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
@@ -202,6 +323,77 @@ TARGETS: Final[dict[str, Target]] = {
         (b"sha1:" + b"a" * 40 + b";sha256:" + b"b" * 64, b"a" * 40, _MANY),
         (b";", b":", b"sha512"),
     ),
+    "http": Target(
+        _http,
+        (),
+        (
+            b"POST /a?b HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nbody",
+            b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nbo\r\n0\r\n\r\n",
+            b"GET /metrics HTTP/1.0\r\nAccept: a, b\r\nAccept: c\r\n\r\n",
+            b"POST / HTTP/1.1\r\nContent-Length: 0000000009999999999\r\n\r\n",
+            b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        ),
+        (b"\r\n", b"\r\n\r\n", b"\0", b"Content-Length: ", b"Transfer-Encoding: chunked", b"HTTP/1.1", b"Upgrade: h2c"),
+    ),
+    "certificate": Target(
+        lambda data: x509.validities(data.decode("latin-1")),
+        (),
+        (_CERTIFICATE, _CERTIFICATE * 3, b"-----BEGIN CERTIFICATE-----MIIB-----END CERTIFICATE-----"),
+        (b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----", b"MIIB", b"hP//////"),
+    ),
+    "hint": Target(
+        lambda data: hints.from_hint("cid", wire.decode_json(data), settings.Env()).place,
+        (ValueError,),
+        (
+            _json("/dev/sdb"),
+            _json({"path": "/dev/sdb", "volume_id": "v", "id": 1, "lun": "0", "iscsi_settings": {"target": "t"}}),
+        ),
+        (b"null", b"{}", b"[]", b'"/"', b"\\ud800", b"1e999"),
+    ),
+    "pidfile": Target(
+        _pidfile,
+        (),
+        (b"41\n", b" 41", b"0", b"-1\n", b"4194304 rest\n", b"99999999999\n", b"9" * 70),
+        (b"\n", b" ", b"-", b"+", b"0x", b"\0", b"_", b"\xd9\xa1"),
+    ),
+    "command": Target(
+        _asked,
+        (),
+        tuple(
+            _json(request)
+            for request in (
+                {"verb": "run", "job": "a", "process": "b", "volumes": ["/a:writable,shared"], "env": ["A=b"]},
+                *(
+                    {"verb": verb, "job": "a", "process": "b"}
+                    for verb in ("start", "stop", "pid", "order", "end run", "list")
+                ),
+                *(
+                    {"action": action, "names": ["all"], "group": "g", "wait": True}
+                    for action in ("show", "quit", "start")
+                ),
+            )
+        ),
+        (b"null", b"1", b"[]", b'"a"', b"{}", b'"all"', b"../", b":", b",", b"="),
+    ),
+    "update_settings": Target(
+        _update,
+        (ShimError,),
+        tuple(
+            _json({"mbus": {"urls": ["nats://u:p@h:1"], "cert": cert}, "trusted_certs": _CERTIFICATE.decode() * 2})
+            for cert in (_PAIR, {**_PAIR, "private_key": "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMII=\n"}, {})
+        ),
+        (
+            b"null",
+            b"-----BEGIN CERTIFICATE-----",
+            b"-----END CERTIFICATE-----",
+            b"\\n",
+            b"MIIB",
+            b"\\u0000",
+            b"@[",
+            b":1/",
+        ),
+    ),
+    "text": Target(_shown, (), (b"plain", "größe \u202e \U000e0041".encode(), b"\x1b]0;a\x07\x9b\xff\0\n\r")),
 }
 
 

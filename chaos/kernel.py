@@ -131,6 +131,7 @@ async def out_of_memory(stand: Stand) -> str:
     more = {"limited": _files(_LIMITED, "limited", stand), "eater": _files(_EATER, "eater", stand)}
     await stand.deploy(3, more=more)
     stand.remember()
+    stand.involved = set(more)
     data = stand.world.base / "data"
 
     (data / "limited/eat").touch()

@@ -414,17 +414,6 @@ async def soak(command: str, seconds: float, seed: int) -> Record:
         return record
 
 
-def apart(arguments: Sequence[str]) -> None:
-    """Go on in namespaces of our own (processes, mounts, network), if this is root; whatever is left ends with them."""
-    if os.geteuid() != 0 or os.environ.get("SHIM_SOAK_APART"):
-        return
-    os.environ["SHIM_SOAK_APART"] = "1"
-    setup = 'ip link set lo up && "$@"; exit $?'
-    namespaces = ["unshare", "--mount", "--pid", "--net", "--fork", "--mount-proc", "--kill-child", "--"]
-    program = [sys.executable, "-m", "chaos", *arguments]
-    os.execvp(namespaces[0], [*namespaces, "sh", "-c", setup, "sh", *program])
-
-
 def main(command: str, seconds: float, into: Path | None) -> int:
     """0 if all was as it has to be; the figures go to standard output, the picture into a file."""
     seed = int(time.time())

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,9 +39,18 @@ CANARY: Final = "canary-7f3a9c"
 CONNECTED: Final = 12.0
 """Seconds within which an agent is back on a bus that is there again."""
 
-LOG_GROWTH: Final = 1 << 20
+LOG_GROWTH_BYTES: Final = 1 << 20
+AUDIT_BYTES: Final = 800
+"""Bytes of log that one request may add: a task has two audit lines, each about 300 bytes long."""
 MEMORY: Final = 5 << 20
 RESTART_PAUSE: Final = 0.2
+
+
+HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
+"""Names of what is not finished yet."""
+PLAIN_TEXT: Final = "managed_disk_settings.json"
+"""Holds a cid alone, whatever its name says."""
+PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 
 class NotHeldError(Exception):
@@ -112,6 +122,8 @@ class Stand:
     _before: Size | None = None
     _starts: dict[str, list[int]] = field(default_factory=dict)
     _log_size: int = 0
+    _asked: int = 0
+    """Requests published when ``remember`` was called."""
 
     # --- what cases do ---
 
@@ -196,8 +208,12 @@ class Stand:
 
     def metric(self, name: str) -> float:
         """The value of a metric (its labels, if it has any, are part of the name); 0 if there is none."""
+        return self.read_metric(name) or 0.0
+
+    def read_metric(self, name: str) -> float | None:
+        """The value of a metric; None if there is none of this name, or no answer."""
         lines = [line.rpartition(" ") for line in self.scrape().splitlines()]
-        return next((float(value) for label, _, value in lines if label == name), 0.0)
+        return next((float(value) for label, _, value in lines if label == name), None)
 
     def alerts(self, text: str = "") -> list[dict[str, Any]]:
         """Alerts so far that have ``text`` in them."""
@@ -216,7 +232,7 @@ class Stand:
         """What the invariants compare with: call it when all is set up and before the fault."""
         self._before = self.size()
         self._starts = self.world.starts()
-        self._log_size = self._log()
+        self._log_size, self._asked = self._log(), self._published()
 
     def remember_memory(self) -> None:
         """Compare its memory with that of now: call it after a first flood and before a second.
@@ -247,12 +263,12 @@ class Stand:
         found += await self._tasks()
         found += await self._grown()
         found += await self._zombies()
-        return found + self._left() + self.documents() + self._talk() + self._secrets()
+        return found + await self._left() + self.documents() + self._talk() + self._secrets()
 
     async def _grown(self) -> list[str]:
         before, now = self._before, self.size()
-        if before is None or self.expected_ends:
-            return []  # another process: nothing to compare it with
+        if before is None:
+            return ["I4: the case never called remember()"]
         for _ in range(60):
             now = self.size()
             if not now.beyond(before):
@@ -269,32 +285,34 @@ class Stand:
             await asyncio.sleep(5)
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
-    def _left(self) -> list[str]:
-        base = self.world.base
-        places: Iterable[Path] = (
-            base / "bosh",
-            base / "jobs",
-            base / "packages",
-            base / "data/tmp",
-            base / "data/jobs",
-        )
-        left = [path for place in places for path in place.glob("*") if ".tmp" in path.name or "part" in path.suffix]
+    async def _left(self) -> list[str]:
+        """What is half made at two looks: what is being written just now has another name each time."""
+        if first := self._half_made():
+            await asyncio.sleep(2)
+        left = first & self._half_made() if first else set()
+        return [f"I6: left behind: {' '.join(sorted(map(str, left))[:3])}"] if left else []
+
+    def _half_made(self) -> set[Path]:
+        base, tmp = self.world.base, self.world.base / "data/tmp"
+        places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
+        places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
+        left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
         kept = ("errand-", "outcomes")  # outputs that a reply is too small for stay until the next errand
-        left += [
-            path
-            for path in (base / "data/tmp").rglob("*")
-            if not path.is_dir() and not path.relative_to(base / "data/tmp").parts[0].startswith(kept)
-        ]
-        return [f"I6: left behind: {' '.join(map(str, left[:3]))}"] if left else []
+        return left | {
+            path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
+        }
 
     def documents(self) -> list[str]:
         """The state files that are not complete (I7)."""
-        found = []
-        text = "managed_disk_settings.json"  # a cid alone, whatever its name says
-        for path in [*(self.world.base / "bosh").glob("*.json"), *(self.world.base / "data/bosh").glob("*.json")]:
+        base, found = self.world.base, []
+        places = (base / "bosh", base / "data/bosh", base / "instance", Paths(base).shim_run)
+        for path in (path for place in places for path in _walk(place) if path.suffix == ".json"):
             try:
-                if path.name != text:
-                    json.loads(path.read_bytes())
+                content = path.read_bytes()
+                if path.name != PLAIN_TEXT:
+                    json.loads(content)
+                elif content.split() != [content.strip()]:
+                    found.append(f"I7: {path} is no disk's cid")
             except ValueError:
                 found.append(f"I7: {path} is no JSON")
             except FileNotFoundError:
@@ -303,36 +321,65 @@ class Stand:
 
     async def _tasks(self) -> list[str]:
         """What was asked for last may still be at work; a minute is plenty for any of it."""
+        running: float | None = None
         for _ in range(60):
-            if not self.metric("agent_shim_tasks_running"):
+            running = self.read_metric("agent_shim_tasks_running")
+            if running == 0:
                 return []
             await asyncio.sleep(1)
+        if running is None:
+            return ["I8: the metrics do not say how many tasks run"]
         return ["I8: a task runs with no work behind it"]
 
     def _talk(self) -> list[str]:
-        grown = self._log() - self._log_size
-        return [f"I9: its log grew by {grown >> 10} KiB"] if grown > LOG_GROWTH else []
+        grown, asked = self._log() - self._log_size, self._published() - self._asked
+        if grown > LOG_GROWTH_BYTES + AUDIT_BYTES * asked:
+            return [f"I9: its log grew by {grown >> 10} KiB over {asked} requests"]
+        return []
 
     def _secrets(self) -> list[str]:
-        secret = CANARY.encode()
-        found = ["I10: a secret is in the log"] if secret in (self.world.scratch / "agent.log").read_bytes() else []
-        if CANARY in self.scrape():
-            found.append("I10: a secret is in the metrics")
+        secrets, found = self.secrets(), list[str]()
+
+        def look(content: bytes, place: str) -> None:
+            found.extend(f"I10: {name} is in {place}" for name, secret in secrets.items() if secret in content)
+
+        look((self.world.scratch / "agent.log").read_bytes(), "the log")
+        metrics = self.scrape()
+        if not metrics and not self.is_dead:
+            found.append("I10: the metrics are silent: what they show cannot be seen")
+        look(metrics.encode(), "the metrics")
         for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
             for place in ("cmdline", "environ"):
                 with contextlib.suppress(OSError):
-                    if pid != os.getpid() and secret in Path(f"/proc/{pid}/{place}").read_bytes():
-                        found.append(f"I10: a secret is in the {place} of process {pid}")
-        for path in self.world.base.rglob("*"):
+                    if pid != os.getpid():
+                        look(Path(f"/proc/{pid}/{place}").read_bytes(), f"the {place} of process {pid}")
+        for path in _walk(self.world.base):
             with contextlib.suppress(OSError):
-                if path.is_file() and path.stat().st_mode & 0o044 and secret in path.read_bytes():
-                    found.append(f"I10: a secret can be read by others in {path}")
+                if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o044:
+                    look(path.read_bytes(), f"{path}, which others can read")
         return found
 
+    def secrets(self) -> dict[str, bytes]:
+        """The secrets in use, by what they are: a note of the settings, and each private key the agent was given."""
+        keys = {f"a private key of the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
+        return {"a note of the settings": CANARY.encode(), **keys}
+
+    def _keys(self) -> set[bytes]:
+        """A line from the middle of each key: it is the same in PEM, in JSON and in a log."""
+        keys = set()
+        for path in (self.world.source, Paths(self.world.base).update_settings, Paths(self.world.base).former_mbus):
+            with contextlib.suppress(FileNotFoundError):
+                for body in PRIVATE_KEY.findall(path.read_bytes().replace(rb"\n", b"\n")):
+                    keys.add(max(body.split(), key=len))
+        return keys
+
+    def _published(self) -> int:
+        peer = self.world.director._peer
+        return peer.published if peer is not None else 0
+
     def _log(self) -> int:
-        """Bytes of its log; a line for every request is what audits ask for and counts as nothing."""
-        lines = (self.world.scratch / "agent.log").read_bytes().splitlines()
-        return sum(len(line) for line in lines if b'"logger": "agent_shim.audit"' not in line)
+        """Bytes of its log."""
+        return (self.world.scratch / "agent.log").stat().st_size
 
     # --- init ---
 
@@ -402,6 +449,13 @@ def small(stand: Stand, options: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Everything below ``top``, links not followed; what goes meanwhile is left out."""
+    for here, directories, names in os.walk(top):
+        for name in (*directories, *names):
+            yield Path(here, name)
 
 
 def _lives(pid: int) -> bool:

@@ -20,6 +20,7 @@ from agent_shim.demo.release import archive
 from agent_shim.host import proc
 from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT, NETWORKS
+from chaos import namespaces
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, asked, commands, expect, small, until
 
@@ -55,7 +56,7 @@ def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: s
 def checked(
     name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """A job of one process with a ctl script."""
+    """A job of one process with a ctl script, which records each start for the invariants."""
     run = "{base}/data/sys/run/" + name
     words = {"run": run, "name": name}
     for old, new in words.items():
@@ -67,7 +68,8 @@ check process {name} with pidfile {run}/{name}.pid
   group vcap
   {rules}
 """
-    script = f"#!/bin/sh\nmkdir -p {run}\ncase $1 in\nstart)\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"
+    record = f"mkdir -p {{base}}/data/{name}; echo $$ >> {{base}}/data/{name}/starts"
+    script = f"#!/bin/sh\nmkdir -p {run}\ncase $1 in\nstart)\n{record}\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"
     return monit, {"ctl": script}
 
 
@@ -121,6 +123,7 @@ async def all_killed(stand: Stand) -> str:
     last = time.monotonic() - begun_at
     await stand.world.until_running()
     alerts = len(stand.alerts())
+    expect(alerts >= len(before), f"{alerts} alerts for {len(before)} deaths")
     return f"the first after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts"
 
 
@@ -131,6 +134,7 @@ async def crash_loops(stand: Stand) -> str:
     await deployed(stand, bad | {"good": simple("good")})
     await reaches(stand, "good", "running", 5)
     stand.remember()
+    stand.involved = set(bad)
     good = stand.live()["good"]
     minutes = stand.of(1, 60)
     await asyncio.sleep(60 * minutes)
@@ -150,6 +154,7 @@ async def late_pidfile(stand: Stand) -> str:
     never = "setsid sleep 100002 &"
     await deployed(stand, {"late": checked("late", late), "never": checked("never", never)})
     stand.remember()
+    stand.involved = {"never"}
     took = await reaches(stand, "late", "running", 10)
     await asyncio.sleep(8)
     count = commands("sleep 100002")
@@ -160,6 +165,8 @@ async def late_pidfile(stand: Stand) -> str:
 
 @case("S-04", "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO")
 async def lying_pidfiles(stand: Stand) -> str:
+    if namespaces.INSIDE not in os.environ:
+        raise CannotInjectError("needs a process 1 of its own, which takes root")
     await stand.boot()
     stranger = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - one that has nothing to do with the jobs
     names = ["foreign", "one", "agent", "garbage", "empty", "sparse", "link", "fifo"]
@@ -181,11 +188,12 @@ async def lying_pidfiles(stand: Stand) -> str:
                     os.mkfifo(place)
         ctl = "rm -f {run}/{name}.pid; echo $$ > {run}/{name}.pid; " + SLEEPER
         await deployed(stand, {name: checked(name, ctl) for name in names})
-        stand.remember()
         for name in names:
             await reaches(stand, name, "running", 10)
+        stand.remember()
         await stand.world.run("stop")
         expect(stranger.poll() is None, "a process of somebody else was killed")
+        expect(not namespaces.signals_to_init(), f"process 1 got signals {namespaces.signals_to_init()}")
     finally:
         stranger.kill()
         stranger.wait()
@@ -303,9 +311,10 @@ async def bad_starts(stand: Stand) -> str:
         "leaves": checked("leaves", leave),
     }
     await deployed(stand, jobs | {"good": simple("good")})
-    stand.remember()
     for name in ("good", "talks", "leaves"):
         await reaches(stand, name, "running", 10)
+    stand.remember()
+    stand.involved = {"hangs"}
     await asyncio.sleep(15)
     states = await process_states(stand)
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
@@ -400,7 +409,7 @@ async def racing(stand: Stand) -> str:
     return f"{races} races, each over after {longest:.2f} s at most, never two instances"
 
 
-@case("S-12", "a cycle of dependencies, one that is missing, a name twice, 500 checks")
+@case("S-12", "a cycle of dependencies, one that is missing, a name twice, 500 checks", is_long=True)
 async def bad_files(stand: Stand) -> str:
     await stand.boot()
     jobs = {
@@ -412,8 +421,8 @@ async def bad_files(stand: Stand) -> str:
     many = "".join(simple(f"m{number}")[0].replace(f"jobs/m{number}/", "jobs/many/") for number in range(500))
     script = "#!/bin/sh\nexit 0\n"
     await deployed(stand, jobs | {"many": (many.replace("group vcap", "group vcap\n  mode manual"), {"ctl": script})})
-    stand.remember()
     took = await reaches(stand, "good", "running", 10)
+    stand.remember()
     states = await process_states(stand)
     wrong = {name: states.get(name) for name in ("cycle-a", "lonely") if states.get(name) == "running"}
     expect(not wrong, f"said to be running: {wrong}")
@@ -435,6 +444,7 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
     await deployed(stand, {"hungry": checked("hungry", hungry, rules=rule), "good": simple("good")})
     await reaches(stand, "hungry", "running", 10)
     stand.remember()
+    stand.involved = {"hungry"}
     good = stand.live()["good"]
     took = await until(lambda: commands("sleep 100008") == 1, 60, "the restart")
     await asyncio.sleep(15)
@@ -476,6 +486,7 @@ async def hanging_checks(stand: Stand) -> str:
         stand.remember()
         await asyncio.sleep(25)
         before = stand.live()["good"]
+        stand.involved = {"good"}
         os.kill(before, signal.SIGKILL)
         took = await until(lambda: stand.live().get("good", before) != before, 2, "a job restarted meanwhile")
     finally:

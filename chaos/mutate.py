@@ -1,0 +1,350 @@
+"""``./dev mutate [PATH…]``: change the agent in small wrong ways, one at a time, and list those no test notices.
+
+A mutant is one change of ``agent_shim``: a statement less, a condition turned round, another number, another constant.
+The tests that reach its line run against it, fastest first, until one fails; a mutant under which all of them pass
+survives. Which tests reach which line is measured once by coverage, in the processes that tests start too, and kept in
+``.mutate`` with the results: a run that was broken off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
+DEFAULT_PATHS: Final = ("supervisor", "host", "disks", "bus", "dispatch.py")
+MAX_TESTS: Final = 40
+"""Tests that run against one mutant, the fastest of those that reach its line."""
+TIMEOUT_S: Final = 120.0
+"""A mutant under which the tests take longer is noticed: something waits for ever."""
+DAILY: Final = "not root and not image and not slow and not kubernetes and not go_agent and not vm"
+
+_COVERAGE: Final = """
+[run]
+branch = false
+parallel = true
+source = agent_shim
+data_file = {data}
+patch = subprocess
+sigterm = true
+context = ${{PYTEST_CURRENT_TEST}}
+"""
+"""Each test is a process's context: those that tests start inherit the variable."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: characters ``begin`` to ``end`` of a file become ``after``."""
+
+    path: str
+    line: int
+    kind: str
+    begin: int
+    end: int
+    before: str
+    after: str
+    is_import_time: bool = False
+
+    @property
+    def key(self) -> str:
+        """Stays the same while the text around it does."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
+    def applied(self, text: str) -> str:
+        """The text of the file with the change."""
+        assert text[self.begin : self.end] == self.before
+        return text[: self.begin] + self.after + text[self.end :]
+
+
+# --- mutants --------------------------------------------------------------------------------------------------------
+
+_SWAPPED: Final[dict[type[ast.AST], str]] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+
+
+def mutants(path: str, text: str) -> Iterator[Mutant]:
+    """All mutants of a module, in the order of its text. Docstrings, types, logging and imports are left alone."""
+    lines = text.splitlines(keepends=True)
+    starts = list(accumulate((len(line) for line in lines), initial=0))
+    tree = ast.parse(text)
+    skipped = set(_skipped(tree))
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    inner = {node for function in functions for each in function.body for node in ast.walk(each)}
+
+    def offset(line: int, column: int) -> int:
+        """Of a character; ``ast`` counts columns in bytes of UTF-8."""
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    found = []
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        for place, kind, after in _changes(node, text):
+            assert place.end_lineno is not None
+            assert place.end_col_offset is not None
+            begin = offset(place.lineno, place.col_offset)
+            end = offset(place.end_lineno, place.end_col_offset)
+            found.append(Mutant(path, place.lineno, kind, begin, end, text[begin:end], after, node not in inner))
+    return iter(sorted(found, key=lambda one: (one.begin, one.end)))
+
+
+def _changes(node: ast.AST, text: str) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+    """What can be changed at a node: the part to replace, the kind of change, the new text."""
+
+    def source(part: ast.expr) -> str:
+        return ast.get_source_segment(text, part) or ""
+
+    match node:
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
+            yield node, "statement removed", "pass"
+        case ast.Assign(targets=targets) if all(isinstance(one, ast.Attribute) for one in targets):
+            yield node, "statement removed", "pass"
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield test, "condition negated", f"(not ({source(test)}))"
+        case ast.BoolOp(op=op, values=[first, *_]):
+            yield node, f"only the first of {type(op).__name__.lower()}", f"({source(first)})"
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _SWAPPED:
+            yield node, "comparison", f"({source(left)} {_SWAPPED[type(op)]} {source(right)})"
+        case ast.Constant(value=bool(value)):
+            yield node, "constant", str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield node, "number", f"({value!r} * 2 + 1)"
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield value, "returns None", "None"
+        case _:
+            return
+
+
+def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
+    """Nodes whose change is no fault: annotations, docstrings, log calls, imports, module constants of types."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom():
+                yield from ast.walk(node)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "audit" | "logging")))):
+                yield from ast.walk(node)
+            case ast.arg(annotation=ast.expr() as annotation) | ast.AnnAssign(annotation=annotation):
+                yield from ast.walk(annotation)
+            case ast.FunctionDef(returns=ast.expr() as returns) | ast.AsyncFunctionDef(returns=ast.expr() as returns):
+                yield from ast.walk(returns)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield from ast.walk(node)
+            case _:
+                continue
+
+
+# --- which tests reach which line -----------------------------------------------------------------------------------
+
+
+def measure(copy: Path, tests: Sequence[str] = ("tests",)) -> None:
+    """Run the daily tests once under coverage; the lines that each reaches and its seconds go into the store."""
+    STORE.mkdir(exist_ok=True)
+    data = STORE / "coverage"
+    for old in STORE.glob("coverage*"):
+        old.unlink()
+    config = STORE / "coveragerc"
+    config.write_text(_COVERAGE.format(data=data))
+    environment = _environment(copy)
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", DAILY]
+    command += ["-p", "no:cacheprovider", f"--junitxml={STORE / 'junit.xml'}", "-p", "chaos.mutate_contexts", *tests]
+    subprocess.run(command, cwd=copy, env=environment, check=False)
+    subprocess.run(
+        [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", "-q"], cwd=copy, env=environment, check=True
+    )
+
+
+def reaching() -> dict[str, dict[int, list[str]]]:
+    """By file and line, the node ids of the tests that reach it, the fastest first."""
+    durations = json.loads((STORE / "durations.json").read_text())
+    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    connection = sqlite3.connect(STORE / "coverage")
+    rows = connection.execute(
+        "select file.path, context.context, line_bits.numbits from line_bits "
+        "join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
+    )
+    for path, context, bits in rows:
+        test = context.split(" (")[0].partition("|")[0]
+        if test not in durations:
+            continue
+        name = path[path.rindex("agent_shim/") :]
+        for line in _lines(bits):
+            found[name][line].add(test)
+    return {
+        name: {line: sorted(tests, key=lambda one: durations[one])[:MAX_TESTS] for line, tests in lines.items()}
+        for name, lines in found.items()
+    }
+
+
+def _lines(bits: bytes) -> Iterator[int]:
+    for index, byte in enumerate(bits):
+        for bit in range(8):
+            if byte & (1 << bit):
+                yield index * 8 + bit
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, str]:
+    """Whether all ``tests`` pass with the change, and which failed first (or that they hung)."""
+    target = copy / mutant.path
+    original = target.read_text()
+    target.write_text(mutant.applied(original))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    try:
+        running = subprocess.Popen(
+            command,
+            cwd=copy,
+            env=_environment(copy),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            printed, _ = running.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
+            return False, f"took longer than {TIMEOUT_S:g} s"
+    finally:
+        target.write_text(original)
+    if running.returncode == 0:
+        return True, ""
+    failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return False, (failed[0] if failed else printed[-200:])[:200]
+
+
+def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str]:
+    """The tests that reach a line; of one in the middle of a statement those of its beginning.
+
+    What runs when the module is imported is reached by the tests of all of the module.
+    """
+    for line in range(mutant.line, max(0, mutant.line - 8), -1):
+        if line in lines:
+            return lines[line]
+    if mutant.is_import_time:
+        return list(dict.fromkeys(test for tests in lines.values() for test in tests))[:MAX_TESTS]
+    return []
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "SHIM_MUTATE_STORE": str(STORE),
+    }
+
+
+def chosen(paths: Iterable[str]) -> list[Mutant]:
+    """The mutants of these files and directories of ``agent_shim``."""
+    files: list[Path] = []
+    for name in paths:
+        place = ROOT / name if name.startswith("agent_shim") else ROOT / "agent_shim" / name
+        if not place.exists():
+            raise SystemExit(f"cannot mutate {name}: no such file below agent_shim")
+        files += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return [one for path in files for one in mutants(str(path.relative_to(ROOT)), path.read_text())]
+
+
+def table(results: dict[str, dict[str, object]], wanted: Sequence[Mutant]) -> str:
+    """Survivors by module."""
+    by_module: dict[str, list[tuple[Mutant, dict[str, object]]]] = defaultdict(list)
+    for one in wanted:
+        if one.key in results:
+            by_module[one.path].append((one, results[one.key]))
+    lines = ["| module | mutants | noticed | reached by no test | survived |", "|---|---|---|---|---|"]
+    for path, rows in sorted(by_module.items()):
+        counts = [sum(row["outcome"] == word for _, row in rows) for word in ("noticed", "unreached", "survived")]
+        lines.append(f"| `{path}` | {len(rows)} | {counts[0]} | {counts[1]} | {counts[2]} |")
+    lines.append("")
+    for path, rows in sorted(by_module.items()):
+        for one, row in rows:
+            if row["outcome"] != "noticed":
+                change = f"{' '.join(one.before.split())[:70]} -> {' '.join(one.after.split())[:70]}"
+                lines.append(f"{path}:{one.line}: {row['outcome']} ({row['tests']} tests): {one.kind}: {change}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if no mutant survived."""
+    parser = argparse.ArgumentParser(prog="./dev mutate", description=__doc__)
+    parser.add_argument("path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {DEFAULT_PATHS})")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="N mutants of all, chosen at random")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=0, help="stop after that; the next run goes on")
+    parser.add_argument("--measure", action="store_true", help="measure again which tests reach which line")
+    asked = parser.parse_args(arguments)
+    wanted = chosen(asked.path)
+    if asked.sample:
+        wanted = sorted(random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted))), key=lambda m: m.path)
+    copy = STORE / "copy"
+    _make_copy(copy)
+    if asked.measure or not (STORE / "coverage").exists():
+        sys.stderr.write("mutate: running the daily tests once under coverage\n")
+        measure(copy)
+    tests = reaching()
+    store = STORE / "results.json"
+    results: dict[str, dict[str, object]] = json.loads(store.read_text()) if store.exists() else {}
+    begun_at = time.monotonic()
+    for position, one in enumerate(wanted, 1):
+        if asked.minutes and time.monotonic() - begun_at > 60 * asked.minutes:
+            sys.stderr.write(f"mutate: time is up at {position} of {len(wanted)}\n")
+            break
+        if one.key in results:
+            continue
+        these = _tests_of(one, tests.get(one.path, {}))
+        if not these:
+            outcome, by = "unreached", ""
+        else:
+            alive, by = survives(copy, one, these)
+            outcome = "survived" if alive else "noticed"
+        results[one.key] = {"outcome": outcome, "tests": len(these), "by": by}
+        store.write_text(json.dumps(results))
+        sys.stderr.write(f"[{position} of {len(wanted)}] {one.path}:{one.line} {one.kind}: {outcome}\n")
+    sys.stdout.write(f"{table(results, wanted)}\n")
+    return 1 if any(results.get(one.key, {}).get("outcome") == "survived" for one in wanted) else 0
+
+
+def _make_copy(copy: Path) -> None:
+    """The files git knows or would take; what they say is what is mutated."""
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    for name in names:
+        if name and (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

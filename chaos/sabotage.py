@@ -1,0 +1,116 @@
+"""``./dev chaos --sabotage ROW``: change the agent in one named, wrong way and see the row fail.
+
+A row that holds although the agent is broken in the very thing the row is about proves nothing. The change is made in a
+scratch copy of the project, and the case is played there, in namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from chaos import namespaces
+from chaos.scorecard import Row, earlier
+
+ROOT: Final = Path(__file__).parents[1]
+CAUGHT: Final = "caught"
+INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
+
+
+class SabotageError(Exception):
+    """A saboteur cannot be applied: the text it changes is not in the agent, or more than once."""
+
+
+@dataclass(frozen=True)
+class Saboteur:
+    """A wrong change of the agent: ``before`` becomes ``after`` in one file."""
+
+    row: str
+    """Case (``N-02``) or invariant (``I6``) that must fail under it."""
+    does: str
+    """Wrong behaviour, as a sentence about the agent."""
+    path: str
+    """File, from the top of the project."""
+    before: str
+    """Text that is in the file exactly once."""
+    after: str
+    shows: str
+    """Regular expression that the figures of the failed row match: it must fail for the right reason."""
+    case: str = ""
+    """For an invariant: the case after which it is looked at."""
+
+    @property
+    def played(self) -> str:
+        """The case to play."""
+        return self.case or self.row
+
+    def applied(self, text: str) -> str:
+        """``text`` of the file with the change; ``SabotageError`` unless ``before`` is there exactly once."""
+        count = text.count(self.before)
+        if count != 1:
+            raise SabotageError(f"cannot sabotage {self.row}: its text is {count} times in {self.path}")
+        return text.replace(self.before, self.after)
+
+
+def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, str]:
+    """Play the case with the change: whether the row failed as it must, and the figures."""
+    with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
+        copy = Path(name)
+        _copy(copy)
+        target = copy / saboteur.path
+        target.write_text(saboteur.applied(target.read_text()))
+        into = copy / "rows.md"
+        environment = {key: value for key, value in os.environ.items() if key != namespaces.INSIDE}
+        environment["PYTHONPATH"] = str(copy)
+        argv = [sys.executable, "-m", "chaos", saboteur.played, "--into", str(into)]
+        done = subprocess.run(argv, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        if keep_log is not None:
+            keep_log.write_text(done.stdout + done.stderr)
+        rows = earlier(into.read_text()) if into.exists() else {}
+    row = rows.get(saboteur.played)
+    if row is None:
+        return False, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return is_caught(saboteur, row), f"{row.verdict}: {row.figures}"
+
+
+def is_caught(saboteur: Saboteur, row: Row) -> bool:
+    """Whether a row failed, and by what the saboteur broke."""
+    return row.verdict == "not held" and re.search(saboteur.shows, row.figures) is not None
+
+
+def _copy(target: Path) -> None:
+    """The files git knows or would take, as a repository of their own: the virtual machine packs what git lists."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(
+        ["tar", "--null", "--files-from=-", "-cf", str(target / "copy.tar"), "--ignore-failed-read"],
+        cwd=ROOT,
+        input=names,
+        check=True,
+    )
+    subprocess.run(["tar", "-xf", "copy.tar"], cwd=target, check=True)
+    (target / "copy.tar").unlink()
+    if (ROOT / ".guest").exists():
+        (target / ".guest").symlink_to(ROOT / ".guest")
+    for argv in (["git", "init", "-q"], ["git", "add", "-A"]):
+        subprocess.run(argv, cwd=target, check=True)
+
+
+def report(saboteur: Saboteur, logs: Path | None = None) -> str:
+    """Play one, tell it on standard error; the cell of its row: ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``."""
+    begun_at = time.monotonic()
+    try:
+        caught, figures = play(saboteur, logs / f"{saboteur.row}.log" if logs is not None else None)
+    except SabotageError as exc:
+        caught, figures = False, str(exc)
+    word = CAUGHT if caught else "NOT CAUGHT"
+    took = time.monotonic() - begun_at
+    sys.stderr.write(f"{saboteur.row} {word} {took:.0f} s  {saboteur.does} -> {figures}\n")
+    return f"{word} {time.strftime('%Y-%m-%d')}"

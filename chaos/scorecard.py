@@ -1,0 +1,125 @@
+"""The scorecard: rows of cases, written into and read back from the table of ``docs/reliability.md``."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from chaos.cases import NOT_INJECTED
+
+DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
+BEGIN: Final = "<!-- scorecard -->"
+END: Final = "<!-- /scorecard -->"
+FULL: Final = "in full"
+"""First words of the entry for a case that was played unscaled."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the scorecard; ``verdict`` is ``held``, ``not held`` or ``not run``."""
+
+    id: str
+    fault: str
+    verdict: str
+    figures: str
+    played: str = ""
+    """How often in a row, and when."""
+    saboteur: str = ""
+    """The date on which the case failed under its saboteur; a row whose saboteur passed unnoticed says so."""
+
+    @property
+    def outcome(self) -> str:
+        """The cell that says how it went."""
+        return f"{self.verdict}, {self.played}" if self.played else self.verdict
+
+    def beside(self, known: Row | None) -> Row:
+        """This one, with what remains true of the one known before: the scaled case and the full one both count."""
+        if known is None:
+            return self
+        saboteur = self.saboteur or known.saboteur
+        if self.verdict != "held" or known.verdict != "held":
+            return replace(self, saboteur=saboteur)
+        row = self if self.times or not known.times else known
+        return replace(row, saboteur=saboteur, played="; ".join(filter(None, (row.times, self.full or known.full))))
+
+    @property
+    def times(self) -> str:
+        """When it was played smaller, and how often."""
+        return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
+
+    @property
+    def full(self) -> str:
+        """When it was played in full."""
+        return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is written into the document."""
+    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
+    lines = [
+        f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
+        "",
+        "| case | fault | outcome | figures | saboteur caught |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.id} | {r.fault} | {r.outcome} | {' '.join(r.figures.replace('|', '/').split())[:300]} | {r.saboteur} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def earlier(text: str) -> dict[str, Row]:
+    """The rows that a document has."""
+    rows = {}
+    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[0] not in ("case", "---"):
+            number, fault, outcome, figures, saboteur = cells
+            verdict, _, played = outcome.partition(", ")
+            rows[number] = Row(number, fault, verdict, figures, played, saboteur)
+    return rows
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Replace the rows of the same cases in a document, which is made if it is missing; safe for several at once."""
+    with _locked(path):
+        text = path.read_text() if path.exists() else ""
+        known = earlier(text)
+        known |= {row.id: row.beside(known.get(row.id)) for row in rows}
+        known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
+        _replace(path, text, known)
+
+
+def enter_saboteur(path: Path, case: str, caught: str) -> None:
+    """Set the last cell of the row of a case or an invariant: when its saboteur was caught, or that it was not."""
+    with _locked(path):
+        text = path.read_text()
+        known = earlier(text)
+        if case in known:
+            known[case] = replace(known[case], saboteur=caught)
+            _replace(path, text, known)
+        else:
+            path.write_text(re.sub(rf"^(\| {case} \|.*\|)[^|]*\|$", rf"\1 {caught} |", text, flags=re.MULTILINE))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _replace(path: Path, text: str, known: dict[str, Row]) -> None:
+    ordered = sorted(known.values(), key=lambda row: ("CNSDRM".index(row.id[0]), row.id))
+    head, _, rest = text.partition(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{table(ordered)}\n{END}{rest.partition(END)[2]}")
