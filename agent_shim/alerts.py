@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from agent_shim import safetext
 from agent_shim.errors import BusError
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,8 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
         {
             "id": str(uuid.uuid4()),
             "severity": SEVERITIES.get(event.lower(), UNKNOWN),
-            "title": f"{service} ({places}) - {event} - {action}" if places else f"{service} - {event} - {action}",
-            "summary": description[:MAX_SUMMARY],
+            "title": safetext.line(f"{service}{f' ({places})' if places else ''} - {event} - {action}"),
+            "summary": safetext.lines(description[:MAX_SUMMARY]),
             "created_at": int(now),
         }
     )

@@ -1,16 +1,19 @@
-"""The asking end of the control socket, for commands, which must be quick to start: standard library only."""
+"""The asking end of the control socket, for commands, which must be quick to start: as few modules as can be."""
 
 from __future__ import annotations
 
 import json
 import socket
-from pathlib import Path
-from typing import Any
 
 from agent_shim.errors import NoAgentError
 
+TYPE_CHECKING = False  # without loading ``typing``
+if TYPE_CHECKING:
+    import os
+    from typing import Any
 
-def ask(path: Path, request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
+
+def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
     """Ask the agent behind ``path``, blocking; raises ``NoAgentError`` if none answers."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:

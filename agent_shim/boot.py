@@ -1,7 +1,7 @@
 """The boot: named steps, each of which may run again at any time, is timed, and says so in a line where it is skipped.
 
 Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go); what configures machines
-(hostname, interfaces, partitions, mounts over system directories) is not done in a container at all.
+(interfaces, partitions, mounts over system directories) is not done in a container at all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agent_shim import bosh_env, resolver
 from agent_shim.actions.jobs import bundles_of
 from agent_shim.agent import Agent
 from agent_shim.bundles import put_bpm_in_front
@@ -24,11 +25,12 @@ from agent_shim.comeback import Comeback
 from agent_shim.errors import ActionError, BootError, HostError
 from agent_shim.host import files, mounts
 from agent_shim.paths import Paths
+from agent_shim.settings import BoshEnv
+from agent_shim.users import NO_PASSWORD
 
 logger = logging.getLogger(__name__)
 
 LEFT_TO_THE_CONTAINER: Final = (
-    "hostname",
     "network interfaces",
     "system disk",
     "ephemeral disk",
@@ -36,8 +38,6 @@ LEFT_TO_THE_CONTAINER: Final = (
     "log, opt and home directories",
 )
 """What the Go agent sets up on a machine and a container runtime has set up already."""
-
-RESOLV_CONF: Final = Path("/etc/resolv.conf")
 
 GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - no secret of anybody
 """What the Go agent writes into monit.user, to the letter."""
@@ -47,11 +47,15 @@ NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One idempotent action. ``run`` returns why it was skipped, or None; only a ``vital`` one may stop the boot."""
+    """One idempotent action. ``run`` returns why it was skipped, or None; only a ``vital`` one may stop the boot.
+
+    What is ``late`` is needed neither by the bus nor by a request: it runs beside the connection.
+    """
 
     name: str
     run: Callable[[], Awaitable[str | None]]
     vital: bool = False
+    late: bool = False
 
 
 async def boot(steps: list[Step]) -> None:
@@ -146,7 +150,9 @@ def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list
 
     return [
         *(Step(name, left) for name in LEFT_TO_THE_CONTAINER),
+        Step("own names", lambda: agent.dns.name_self(agent.settings.current.agent_id)),
         *_access_steps(agent),
+        *_wishes(agent),
         _memory_step(agent),
         *_server_steps(agent),
         Step("temporary files", temporary_files),
@@ -160,6 +166,27 @@ def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list
     ]
 
 
+def _wishes(agent: Agent) -> list[Step]:
+    """What ``env.bosh`` asks of the machine itself."""
+    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
+
+    def step(name: str, run: Callable[[Paths, BoshEnv], Awaitable[str | None]]) -> Step:
+        async def wish() -> str | None:
+            return await run(paths, bosh) if owns_system(paths) else NOT_ROOT
+
+        return Step(name, wish)
+
+    async def refused() -> str | None:
+        return bosh_env.refused(bosh)
+
+    return [
+        Step("wishes that no container can follow", refused),
+        step("settings in memory", bosh_env.settings_in_memory),
+        step("development tools", bosh_env.remove_dev_tools),
+        step("static libraries", bosh_env.remove_static_libraries),
+    ]
+
+
 def _memory_step(agent: Agent) -> Step:
     """What ``env.bosh`` wants to have on no disk: rendered jobs, blobs with secrets, run files."""
     paths, bosh = agent.paths, agent.settings.current.source.env.bosh
@@ -168,7 +195,7 @@ def _memory_step(agent: Agent) -> Step:
         wanted = {
             path: bosh.job_dir.size("100m") for path in (paths.data_jobs, paths.sensitive_blobs) if bosh.job_dir.tmpfs
         }
-        if bosh.run_dir.tmpfs:
+        if bosh.run_dir.tmpfs or bosh.run_dir.tmpfs_size:
             wanted[paths.run] = bosh.run_dir.size("16m")
         if wanted and not owns_system(paths):
             return NOT_ROOT
@@ -198,15 +225,7 @@ def _server_steps(agent: Agent) -> list[Step]:
     paths, settings = agent.paths, agent.settings.current
 
     async def name_servers() -> str | None:
-        if not owns_system(paths):
-            return NOT_ROOT
-        if await asyncio.to_thread(_names_a_server, RESOLV_CONF):
-            return "the container runtime has named some"
-        if not settings.name_servers:
-            return "no servers in the settings"
-        lines = "".join(f"nameserver {server}\n" for server in settings.name_servers)
-        await files.save(RESOLV_CONF, lines.encode())
-        return None
+        return await resolver.settle(settings.name_servers) if owns_system(paths) else NOT_ROOT
 
     async def time_servers() -> str | None:
         if not settings.ntp:
@@ -268,11 +287,9 @@ def _access_steps(agent: Agent) -> list[Step]:
 
     async def passwords() -> str | None:
         bosh = settings.source.env.bosh
-        if not bosh.password:
-            return "no password in the settings"
         if not owns_system(agent.paths):
             return NOT_ROOT
-        await agent.users.set_passwords(bosh.password, keep_root=bosh.keep_root_password)
+        await agent.users.set_passwords(bosh.password or NO_PASSWORD, keep_root=bosh.keep_root_password)
         return None
 
     async def ssh_server() -> str | None:
@@ -281,7 +298,11 @@ def _access_steps(agent: Agent) -> list[Step]:
         await agent.sshd.settle()
         return None
 
-    return [Step("authorized keys", ssh_keys), Step("passwords", passwords), Step("ssh server", ssh_server)]
+    return [
+        Step("authorized keys", ssh_keys, late=True),
+        Step("passwords", passwords, late=True),
+        Step("ssh server", ssh_server, late=True),
+    ]
 
 
 def _trust_steps(agent: Agent) -> list[Step]:
@@ -294,20 +315,12 @@ def _trust_steps(agent: Agent) -> list[Step]:
     async def names() -> str | None:
         return None if await agent.dns.restore(settings.agent_id) else "no records yet"
 
-    return [Step("trusted certificates", certificates), Step("names of other instances", names)]
+    return [Step("trusted certificates", certificates, late=True), Step("names of other instances", names)]
 
 
 def owns_system(paths: Paths) -> bool:
     """True for root of a container with the real tree: users and /tmp are the agent's business only then."""
     return paths.is_system and os.geteuid() == 0
-
-
-def _names_a_server(resolv_conf: Path) -> bool:
-    """False for a file that a CPI has unmounted, or linked to that of a systemd which does not run."""
-    try:
-        return any(line.startswith("nameserver") for line in resolv_conf.read_text(errors="replace").splitlines())
-    except OSError:
-        return False
 
 
 def tree_step(paths: Paths) -> Step:

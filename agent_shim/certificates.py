@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from agent_shim import x509
 from agent_shim.errors import ActionError, HostError, saying
 from agent_shim.host import command, files
 from agent_shim.paths import Paths
@@ -29,8 +30,10 @@ PATIENCE: Final = 60.0
 GRACE: Final = 5.0
 TRIES: Final = 3
 
+PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
+"""There from before the first file is changed until the command has come to its end; it reads ``*.crt`` alone."""
+
 _OURS: Final = "bosh-trusted-cert-"
-_CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class Certificates:
@@ -38,6 +41,7 @@ class Certificates:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
+        self._turn = asyncio.Lock()
 
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
         """Trust exactly the authorities in ``bundle`` (PEM, one after the other) beside those of the image.
@@ -47,41 +51,55 @@ class Certificates:
         if not self._paths.is_system or os.geteuid() != 0:
             return "not root of a container with the real /var/vcap"
         wanted = {f"{_OURS}{number}.crt": pem for number, pem in enumerate(split(bundle), 1)}
-        with saying("cannot install trusted certificates"):
-            if await asyncio.to_thread(_write, wanted) or await asyncio.to_thread(_is_stale, wanted):
-                await _update(tries)
+        async with self._turn:
+            with saying("cannot install trusted certificates"):
+                if await asyncio.to_thread(_write, wanted) or await asyncio.to_thread(_is_stale, wanted):
+                    await _update(tries)
+                    await asyncio.to_thread(PENDING.unlink, missing_ok=True)
         return None
 
 
 def split(bundle: str) -> list[str]:
     """The certificates in a text, without what stands between them."""
-    return [f"{pem}\n" for pem in _CERTIFICATE.findall(bundle)]
+    return [f"{pem}\n" for pem in x509.blocks(bundle)]
 
 
 def _write(wanted: Mapping[str, str]) -> bool:
     """Make the files those of ``wanted``; whether that changed anything."""
-    changed = False
-    for name, pem in wanted.items():
-        path = DIRECTORY / name
-        if not path.is_file() or path.read_text(errors="replace") != pem:
-            DIRECTORY.mkdir(parents=True, exist_ok=True)
-            files.write_atomic(path, pem.encode())
-            changed = True
-    for path in DIRECTORY.glob(f"{_OURS}*"):
-        if path.name not in wanted:
-            files.remove_tree(path)
-            changed = True
-    return changed
+    new = {name: pem for name, pem in wanted.items() if not _holds(DIRECTORY / name, pem)}
+    old = [path for path in DIRECTORY.glob(f"{_OURS}*") if path.name not in wanted]
+    if not (new or old):
+        return False
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # a place that cannot be written is told of with the file that matters
+        PENDING.touch()
+    for name, pem in new.items():
+        files.write_atomic(DIRECTORY / name, pem.encode())
+    for path in old:
+        files.remove_tree(path)
+    return True
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(errors="replace") == text
 
 
 def _is_stale(wanted: Mapping[str, str]) -> bool:
-    """Whether the command did not come to its end after the files were last changed."""
+    """Whether what the command has made last is not what it would make now, as far as it is ours.
+
+    It leaves a link for each authority beside the file of all. Times tell nothing: in images the directories are as
+    young as the file, or younger.
+    """
+    linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
+    if PENDING.exists() or linked != {Path(name).stem for name in wanted}:
+        return True
+    if not wanted:
+        return False
     try:
-        made = TRUSTED.stat().st_mtime_ns
+        trusted = TRUSTED.read_text(errors="replace")
     except FileNotFoundError:
-        return bool(wanted)
-    sources = [DIRECTORY, *(DIRECTORY / name for name in wanted)]
-    return any(source.stat().st_mtime_ns > made for source in sources if source.exists())
+        return True
+    return not all(pem.strip() in trusted for pem in wanted.values())
 
 
 async def _update(tries: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim import __version__
+from agent_shim import __version__, safetext
 from agent_shim.errors import ConfigError, NoAgentError, ShimError
 from agent_shim.paths import VCAP, Paths
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return command(args)
     except ShimError as exc:
-        print(f"agent-shim: {exc}", file=sys.stderr)
+        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
         return exc.exit_code
     except BrokenPipeError:
         # Somebody closed the pipe we print into, as `head` does: no news for anybody.
@@ -56,7 +56,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
-    """``bosh-agent``: the same daemon with the flags CPIs and unit files pass, in the manner of Go's flag package."""
+    """``bosh-agent``: the same daemon with the flags CPIs and unit files pass, in the manner of Go's flag package.
+
+    ``bosh-agent compile`` compiles releases instead.
+    """
+    if list(argv[:1]) == ["compile"]:
+        from agent_shim import compile_cli
+
+        return compile_cli.main(argv[1:])
     spread = []
     for word in argv:
         if word.startswith("-"):
@@ -64,7 +71,11 @@ def bosh_agent(argv: Sequence[str]) -> int:
             spread += [f"-{name}", value] if equals else [f"-{name}"]
         else:
             spread.append(word)
-    parser = argparse.ArgumentParser(prog="bosh-agent", description="The BOSH agent of this container.")
+    parser = argparse.ArgumentParser(
+        prog="bosh-agent",
+        description="The BOSH agent of this container.",
+        epilog="bosh-agent compile --help tells of compiling releases without a Director.",
+    )
     _daemon_options(parser)
     parser.add_argument("-v", action="store_true", dest="version", help="print the version")
     parser.add_argument("-r", "-no-alerts", action="store_true", dest="ignored", help=argparse.SUPPRESS)
@@ -75,7 +86,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
     try:
         return _run(args)
     except ShimError as exc:
-        print(f"bosh-agent: {exc}", file=sys.stderr)
+        print(safetext.lines(f"bosh-agent: {exc}"), file=sys.stderr)
         return exc.exit_code
 
 
@@ -266,7 +277,7 @@ def _call(args: argparse.Namespace) -> int:
     reply = _ask(
         args, {"method": args.method, "arguments": [_argument(text) for text in args.arguments], "protocol": 3}
     )
-    print(json.dumps(reply, indent=2, ensure_ascii=False))
+    print(safetext.lines(json.dumps(reply, indent=2, ensure_ascii=False)))
     return NO if "exception" in reply else 0
 
 
@@ -281,7 +292,7 @@ def _drain(args: argparse.Namespace) -> int:
     answer = _ask(args, {"command": "drain", "timeout": args.timeout}, timeout=None)
     if "exception" in answer:
         raise NoAgentError(answer["exception"]["message"])
-    print(answer["summary"])
+    print(safetext.lines(answer["summary"]))
     return 0 if answer["clean"] else NO
 
 
@@ -289,13 +300,14 @@ def _change(args: argparse.Namespace) -> int:
     request = {"command": "services", "action": args.action, "names": args.names, "wait": args.wait}
     answer = _ask(args, request, timeout=None if args.wait else 60.0)
     if "exception" in answer:
-        print(f"agent-shim: cannot {args.action}: {answer['exception']['message']}", file=sys.stderr)
+        print(safetext.lines(f"agent-shim: cannot {args.action}: {answer['exception']['message']}"), file=sys.stderr)
         return NO
     wanted = REACHED[args.action]
     missed = [service for service in answer["services"] if args.wait and service["phase"] not in wanted]
     for service in missed:
         why = f": {service['reason']}" if service["reason"] else ""
-        print(f"agent-shim: cannot {args.action} {service['name']}: it is {service['phase']}{why}", file=sys.stderr)
+        text = f"agent-shim: cannot {args.action} {service['name']}: it is {service['phase']}{why}"
+        print(safetext.line(text), file=sys.stderr)
     return NO if missed else 0
 
 
@@ -327,16 +339,16 @@ def _status(args: argparse.Namespace) -> int:
 
 def _status_page(args: argparse.Namespace, status: dict[str, Any]) -> str:
     if args.json:
-        return json.dumps(status, indent=None if args.watch else 2, ensure_ascii=False)
+        return safetext.lines(json.dumps(status, indent=None if args.watch else 2, ensure_ascii=False))
     from agent_shim import status_text, terminal
 
-    return status_text.render(status, terminal.paint_for(sys.stdout))
+    return status_text.render(safetext.value(status), terminal.paint_for(sys.stdout))
 
 
 def _logs(args: argparse.Namespace) -> int:
     from agent_shim import joblogs, terminal
 
-    paths, paint = Paths(args.base.absolute()), terminal.paint_for(sys.stdout)
+    paths, paint, is_terminal = Paths(args.base.absolute()), terminal.paint_for(sys.stdout), sys.stdout.isatty()
     if args.agent and args.job:
         raise ConfigError("cannot show both: --agent is the agent's own log, not that of a job")
     directory, job = (paths.agent_log.parent, "log") if args.agent else (paths.log, args.job)
@@ -347,8 +359,12 @@ def _logs(args: argparse.Namespace) -> int:
     follower = joblogs.Follower(directory, job, names=names)
 
     def show(line: joblogs.Line) -> None:
-        prefix = "" if args.agent else f"{paint(f'{line.job}/{line.file} |', 'faint')} "
-        print(f"{prefix}{line.text}", flush=args.follow)
+        prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
+        # A terminal would obey escape sequences in it; a pipe or file gets what the job has written.
+        text = safetext.lines(line.text).encode() if is_terminal else line.raw
+        sys.stdout.buffer.write(prefix.encode() + text + b"\n")
+        if args.follow:
+            sys.stdout.flush()
 
     try:
         for line in follower.last(args.lines):

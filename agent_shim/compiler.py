@@ -25,15 +25,13 @@ from agent_shim.settings import Blobstore
 
 SHOWN: Final = 10 * 1024
 """Bytes of each output that an error tells, the last ones (app/app.go)."""
-NICE: Final = 5
-"""How much nicer than the agent a packaging script is: compilers take every processor there is."""
 GRACE: Final = 1.0
 """Seconds between TERM and KILL for what has to end; it has nothing to hand over."""
 PATIENCE: Final = 5.0
 """Seconds that what was killed may take to go."""
-MARK: Final = "AGENT_SHIM_COMPILATION"
+MARK: Final = "BOSH_COMPILE_TARGET"
 """A variable of everything that a packaging script starts: so it is found when it has left the process group, or when
-the agent was killed. Its value is the directory of sources.
+the agent was killed. Its value is the directory of the sources.
 """
 OLDEST: Final = 315_532_800
 """1980, before which some archives (zip, wheels) know no time."""
@@ -129,7 +127,6 @@ class Compiler:
                 cwd=self._directory(package),
                 stdout=stdout,
                 stderr=stderr,
-                nice=NICE,
             )
             try:
                 status = await script.wait()
@@ -144,13 +141,12 @@ class Compiler:
     def _environment(self, package: Package, newest: int) -> dict[str, str]:
         return {
             **self._environ,
-            "BOSH_COMPILE_TARGET": str(self._directory(package)),
+            MARK: str(self._directory(package)),
             "BOSH_INSTALL_TARGET": str(self._paths.packages / package.name),
             "BOSH_PACKAGE_NAME": package.name,
             "BOSH_PACKAGE_VERSION": package.version,
             # What tools write into their output instead of the time of day (reproducible-builds.org).
             "SOURCE_DATE_EPOCH": str(newest),
-            MARK: str(self._paths.compile),
         }
 
     def _directory(self, package: Package) -> Path:
@@ -162,7 +158,8 @@ class Compiler:
         deadline = loop.time() + PATIENCE
         while loop.time() < deadline:
             census = await asyncio.to_thread(proc.census, MARK)
-            strays = census.marked.get(str(self._paths.compile), set())
+            targets = [target for target in census.marked if Path(target).parent == self._paths.compile]
+            strays = {pid for target in targets for pid in census.marked[target]}
             if not strays:
                 return
             for pid in strays:
@@ -176,10 +173,9 @@ class Compiler:
 
 
 def _inherited(paths: Paths, environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent's environment, with its programs first in PATH and without what keeps its own memory small."""
-    kept = {name: value for name, value in environ.items() if not name.startswith("MALLOC_")}
-    own, path = str(paths.bosh_bin), kept.get("PATH", os.defpath)
-    return kept | {"PATH": path if own in path.split(":") else f"{own}:{path}"}
+    """The environment of scripts with the agent's programs first in PATH."""
+    own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
+    return {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
 
 
 def _make_anew(directory: Path) -> None:

@@ -79,7 +79,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ans
             writer.write(b"\n")
             async with asyncio.timeout(PATIENCE):
                 await writer.drain()
-    except (TimeoutError, OSError, ValueError) as exc:
+    except (TimeoutError, OSError, ValueError, RecursionError) as exc:
         logger.info("a request on the control socket failed: %s", exc)
     finally:
         writer.close()

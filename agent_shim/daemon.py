@@ -24,7 +24,7 @@ from agent_shim import boot, comeback, control, joblogs, log, metrics, observed,
 from agent_shim.dispatch import ACTIONS
 from agent_shim.errors import ConfigError
 from agent_shim.fencing import Fence, only_one
-from agent_shim.host import apart, notify, process, reaper
+from agent_shim.host import apart, loop_guard, notify, process, reaper, watchdog
 from agent_shim.mirror import Mirror
 from agent_shim.paths import Paths
 from agent_shim.running import GIVEN_UP, Running, or_stop
@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 THREADS: Final = 6
 """For what blocks, on however many processors."""
+BUG: Final = 70
+"""The exit code of an agent under ``AGENT_SHIM_DEBUG`` whose event loop was held."""
+DEBUG: Final = "AGENT_SHIM_DEBUG"
+"""With this variable the event loop is guarded (``host.loop_guard``); a directory in it gets the reports as files."""
 RIVAL_LOOK: Final = 1.0
 """Seconds between looks whether an agent that uses our volumes has ended."""
 
@@ -62,6 +66,8 @@ def main(options: Options) -> int:
     )
     if options.job_logs or config.shim.job_logs:
         joblogs.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
+    if debug := os.environ.pop(DEBUG, ""):
+        loop_guard.install(Path(debug) if Path(debug).is_dir() else None)
     return asyncio.run(Daemon(options, config).serve())
 
 
@@ -83,6 +89,7 @@ class Daemon:
         self._paths = options.paths
         self._begun_at = time.monotonic()
         self._systemd = notify.from_environment()
+        self._watchdog = watchdog.Watchdog(self._systemd.beat, step=self._systemd.period or watchdog.STEP_S)
         self._stop = asyncio.Event()
         self._stage = "starting"
         self._live: Running | None = None
@@ -109,16 +116,21 @@ class Daemon:
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
             loop.add_signal_handler(number, log.turn, steps)
         with only_one(self._paths, "start"):
-            async with self._systemd.beating(), self._http():
+            self._watchdog.start()
+            async with self._http():
                 if await or_stop(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()
         logger.info("the agent stops")
+        self._watchdog.stop()
+        if loop_guard.violations:
+            return BUG
         stop = self._live.orderly if self._live is not None else None
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
         await asyncio.to_thread(self._mirror.begin)
         await boot.boot([boot.tree_step(self._paths)])
+        await asyncio.to_thread(self._watchdog.remember, self._paths.mirror)
         with reaper.reaping():
             async with control.listening(self._paths.control_socket, self._answer_operator):
                 self._systemd.ready()

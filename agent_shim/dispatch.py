@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import logging
 import time
+import types
 import typing
 import uuid
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,7 @@ from typing import Any, Final, NewType
 
 import msgspec
 
-from agent_shim import wire
+from agent_shim import safetext, wire
 from agent_shim.agent import Agent
 from agent_shim.errors import ActionError, BadArgumentsError, HostError, ShimError, UnknownActionError
 from agent_shim.tasks import Task, Tasks, Work
@@ -41,6 +42,8 @@ Done = Callable[[str, str, float], None]
 
 SAME_REQUEST: Final = 60.0
 """Seconds in which a message that comes again, to the byte, is the same request."""
+MAX_RECENT: Final = 10_000
+"""Messages that are remembered for that."""
 
 
 class Mode(Enum):
@@ -71,7 +74,11 @@ class Action:
         return asyncio.Event in self.injected.values()
 
     def bind(self, arguments: Any) -> dict[str, Any]:
-        """Positional JSON arguments by name, as the types the action declares; surplus ones are ignored, as in Go."""
+        """Positional JSON arguments by name, as the types the action declares.
+
+        Surplus ones are ignored, as in Go; behind an optional parameter, which is a variadic one there, they must have
+        its type.
+        """
         if arguments is None:
             arguments = []
         if not isinstance(arguments, list):
@@ -85,6 +92,9 @@ class Action:
                 f"Not enough arguments, expected {self.required}, got {len(arguments)}"
             )
         try:
+            if len(self.parameters) > self.required:
+                for surplus in arguments[len(self.parameters) :]:
+                    wire.convert(surplus, self.parameters[-1][1])
             return {
                 name: wire.convert(value, wanted)
                 for value, (name, wanted) in zip(arguments, self.parameters, strict=False)
@@ -116,7 +126,7 @@ def action(
             if hints[name] in _INJECTED:
                 injected[name] = hints[name]
                 continue
-            parameters.append((name, hints[name]))
+            parameters.append((name, _of_a_value(hints[name])))
             required += parameter.default is inspect.Parameter.empty
         ACTIONS[method] = Action(
             method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
@@ -124,6 +134,12 @@ def action(
         return function
 
     return register
+
+
+def _of_a_value(hint: Any) -> Any:
+    """The type without the None that stands for an absent argument: a null is a zero value, also there."""
+    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+    return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
 
 
 class Dispatcher:
@@ -175,7 +191,9 @@ class Dispatcher:
         if begun is None:
             begun = asyncio.ensure_future(self._begin(found, request, data))
             # Before anything is awaited: the same request may come by another link meanwhile.
-            self._recent[_fingerprint(data)] = time.monotonic(), begun
+            message = _fingerprint(data)
+            self._recent.pop(message, None)  # the last one is the youngest
+            self._recent[message] = time.monotonic(), begun
         task = await asyncio.shield(begun)
         return {"agent_task_id": task.id, "state": "running"}, task.id
 
@@ -190,7 +208,11 @@ class Dispatcher:
     def _known(self, request: wire.Request, data: bytes) -> asyncio.Future[Task] | None:
         """The task of this very message, delivered twice: on the bus each request has a ``reply_to`` of its own."""
         old = time.monotonic() - SAME_REQUEST
-        self._recent = {key: entry for key, entry in self._recent.items() if entry[0] > old}
+        while self._recent:
+            oldest = next(iter(self._recent))
+            if self._recent[oldest][0] > old and len(self._recent) < MAX_RECENT:
+                break
+            del self._recent[oldest]
         known = self._recent.get(_fingerprint(data))
         return known[1] if known is not None and _is_of_a_director(request.reply_to) else None
 
@@ -233,7 +255,7 @@ class Dispatcher:
     def failure(self, method: str, exc: BaseException) -> str:
         """What the Director reads of an error: the reason of what was foreseen, a bare notice of what was not."""
         if isinstance(exc, ShimError | HostError):
-            return str(exc)
+            return safetext.lines(str(exc))
         logger.error("internal error in %s", method, exc_info=exc)
         return f"internal error in {method}: {type(exc).__name__} (the agent's log has the traceback)"
 

@@ -1,7 +1,9 @@
-"""The local half of ``sync_dns``: what the Director knows of all instances, for bosh-dns and for ``/etc/hosts``.
+"""Names in files: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
 
 bosh-dns reads ``records.json``, byte for byte what the Director wrote; so that comes first and decides. ``/etc/hosts``
 is a help for those who do not ask bosh-dns: in a pod it may be read-only or a mount, which must not make DNS stale.
+``localhost`` and the host name stand in it from the boot on, with or without a Director: some CPIs unmount the file of
+the container runtime, and the one below is empty.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from agent_shim.errors import ActionError
-from agent_shim.host import files
+from agent_shim.host import files, mounts, naming
 from agent_shim.paths import Paths
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ FETCH: Final = 45.0
 
 _ADDRESS: Final = re.compile(r"[0-9A-Fa-f.:]{2,45}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+LOCALHOST: Final = "localhost"
 
 
 class _Blob(msgspec.Struct, frozen=True):
@@ -67,6 +70,14 @@ class Dns:
         async with self._turn:
             return await asyncio.to_thread(self._restore, agent_id)
 
+    async def name_self(self, agent_id: str) -> str | None:
+        """Give the container its host name, and ``localhost`` and that name an address in the hosts file.
+
+        A boot step: returns why the host name stays another one, or None. Raises ``ActionError``.
+        """
+        async with self._turn:
+            return await asyncio.to_thread(self._name_self, agent_id)
+
     async def _has(self, version: int) -> bool:
         return await asyncio.to_thread(stored_version, self._paths.dns_records) >= version
 
@@ -90,22 +101,39 @@ class Dns:
             logger.warning("%s", exc)
 
     def _restore(self, agent_id: str) -> bool:
-        try:
-            blob = msgspec.json.decode(self._paths.dns_records.read_bytes(), type=_Blob)
-        except FileNotFoundError:
+        if (blob := self._stored()) is None:
             return False
-        except (OSError, msgspec.DecodeError) as exc:
-            raise ActionError(f"cannot read {self._paths.dns_records}: {exc}") from exc
         self._write_hosts(blob, agent_id)
         return True
 
+    def _stored(self) -> _Blob | None:
+        """The records of the last ``sync_dns``; None without one."""
+        try:
+            return msgspec.json.decode(self._paths.dns_records.read_bytes(), type=_Blob)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as exc:
+            raise ActionError(f"cannot read {self._paths.dns_records}: {exc}") from exc
+
+    def _name_self(self, agent_id: str) -> str | None:
+        kept = naming.set_host_name(agent_id) if self._paths.is_system else "the machine is left alone"
+        hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
+        missing = [name for name in (LOCALHOST, host_name) if not lines_naming(name, hosts)]
+        if missing and mounts.is_mount_point(hosts):
+            text = hosts.read_text(errors="replace")
+            text += "" if text.endswith("\n") or not text else "\n"
+            files.write_atomic(hosts, "\n".join([text + own_lines(missing), ""]).encode())
+        elif missing:
+            self._write_hosts(self._stored() or _Blob(), agent_id)
+        return kept or None
+
     def _write_hosts(self, blob: _Blob, agent_id: str) -> None:
-        hosts = self._paths.etc / "hosts"
+        hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         try:
             records = msgspec.json.decode(blob.records, type=list[list[str]] | None) or []
             hosts.parent.mkdir(parents=True, exist_ok=True)
-            kept = lines_naming(socket.gethostname(), hosts) if agent_id != socket.gethostname() else []
-            files.write_atomic(hosts, hosts_text(agent_id, kept, records).encode(), mode=0o644)
+            kept = lines_naming(host_name, hosts) if agent_id != host_name else []
+            files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ActionError(f"{hosts} holds no names of other instances: {exc}") from exc
 
@@ -118,32 +146,50 @@ def stored_version(records: Path) -> int:
         return -1
 
 
-def lines_naming(hostname: str, hosts: Path) -> list[str]:
-    """What a hosts file says of ``hostname``: the line that a container runtime wrote for the container itself."""
+def lines_naming(name: str, hosts: Path) -> list[str]:
+    """The lines of a hosts file that give ``name`` an address."""
     if not hosts.exists():
         return []
     lines = hosts.read_text(errors="replace").splitlines()
-    return [line for line in lines if hostname in line.partition("#")[0].split()[1:]]
+    return [line for line in lines if name in line.partition("#")[0].split()[1:]]
 
 
-def hosts_text(agent_id: str, kept: Iterable[str], records: Iterable[list[str]]) -> str:
+def own_lines(names: Sequence[str]) -> str:
+    """Lines by which ``names`` lead to this machine, for a hosts file that another program has written."""
+    good = [name for name in names if _NAME.fullmatch(name)]
+    lines = [f"127.0.0.1 {name}" for name in good]
+    lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in good else []
+    return "\n".join(lines)
+
+
+def hosts_text(agent_id: str, host_name: str, kept: Iterable[str], records: Iterable[list[str]]) -> str:
     """A hosts file in which the agent id is this machine (platform/linux_platform.go, SaveDNSRecords).
 
-    A record that is not an address and a name is left out: a line break in it would make lines of its own.
+    ``kept`` are the lines that the container runtime has written for ``host_name``; without one that name leads to this
+    machine as well. A record that is not an address and a name is left out: a line break in it would make lines of its
+    own. So is one that names ``localhost``, which would have two addresses.
     """
-    own = agent_id if _NAME.fullmatch(agent_id) else "localhost"
+    own = f"{agent_id} {LOCALHOST}" if _NAME.fullmatch(agent_id) else LOCALHOST
     header = [
-        f"127.0.0.1 localhost {own}",
-        f"::1 localhost ip6-localhost ip6-loopback {own}",
+        f"127.0.0.1 {own}",
+        f"::1 {own} ip6-localhost ip6-loopback",
         "fe00::0 ip6-localnet",
         "ff00::0 ip6-mcastprefix",
         "ff02::1 ip6-allnodes",
         "ff02::2 ip6-allrouters",
         "ff02::3 ip6-allhosts",
     ]
+    kept = list(kept)
+    if not kept and host_name not in own.split():
+        kept = list(filter(None, [own_lines([host_name])]))
+    taken = {LOCALHOST, "ip6-localhost", "ip6-loopback"}
     good = [
         f"{record[0]} {record[1]}"
         for record in records
-        if len(record) >= 2 and _ADDRESS.fullmatch(record[0]) and _NAME.fullmatch(record[1])
+        if len(record) >= 2
+        and _ADDRESS.fullmatch(record[0])
+        and _NAME.fullmatch(record[1])
+        and record[1].lower().rstrip(".") not in taken
     ]
-    return "\n".join([*header, *kept, *good, ""])
+    known = {*header, *good}
+    return "\n".join([*header, *(line for line in dict.fromkeys(kept) if line not in known), *good, ""])

@@ -22,6 +22,8 @@ DAY: Final = 86400.0
 NEAR: Final = 30 * DAY
 """Near the end is the last month, but never more than the last fifth of a certificate's life."""
 SHARE: Final = 0.2
+DOOR: Final = "server"
+"""The certificate of the HTTPS door at which the bosh CLI calls; all others are the agent's on the bus."""
 
 
 class Expiry:
@@ -60,6 +62,9 @@ def _warning(name: str, validity: Validity, now: float) -> str:
     if validity.ends - now > min(NEAR, SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    what, follows = f"the {name} certificate of the bus", "the agent cannot come back to the bus"
+    if name == DOOR:
+        what, follows = "the certificate of the HTTPS door", "the bosh CLI refuses it (give it another in the manifest)"
     if validity.ends <= now:
-        return f"the {name} certificate of the bus has ended, at {end}: the agent cannot come back to the bus"
-    return f"the {name} certificate of the bus ends at {end}: it has to be rotated before"
+        return f"{what} has ended, at {end}: {follows}"
+    return f"{what} ends at {end}: it has to be rotated before"

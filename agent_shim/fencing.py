@@ -34,14 +34,14 @@ from typing import Final, NoReturn
 import msgspec
 
 from agent_shim.errors import AlreadyRunningError
-from agent_shim.host import files, proc
+from agent_shim.host import files, guarded, proc
 from agent_shim.paths import Paths
 
 logger = logging.getLogger(__name__)
 
 NAME: Final = "lease.json"
 SCHEMA: Final = 1
-_LONGEST: Final = 4096
+_MAX_BYTES: Final = 4096
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -132,7 +132,7 @@ class Fence:
 
     def _rival(self, directory: Path, descriptor: int) -> str:
         is_locked = _lock(descriptor)
-        raw = os.pread(descriptor, _LONGEST, 0)
+        raw = os.pread(descriptor, _MAX_BYTES, 0)
         lease = _decoded(raw)
         if is_locked is not False and (not raw or (lease and lease.is_over)):
             return ""
@@ -151,7 +151,7 @@ class Fence:
         if not rival:
             self.let_go(directory)
             return ""
-        lease = _decoded((directory / NAME).read_bytes())
+        lease = _decoded(guarded.head(directory / NAME, _MAX_BYTES, directory.parent))
         return rival if lease is not None and lease.agent_id == self._agent_id else ""
 
     def let_go(self, directory: Path) -> None:
@@ -193,7 +193,7 @@ class Fence:
             if hold.descriptor < 0:
                 return ""
             try:
-                lease = _decoded(os.pread(hold.descriptor, _LONGEST, 0))
+                lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
             except OSError as exc:
                 logger.warning("cannot read the lease of %s: %s", directory, exc)
                 return ""
@@ -209,7 +209,7 @@ class Fence:
         raw = msgspec.json.encode(lease)
         try:
             # Blanks take the place of what a longer one before has left.
-            os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _LONGEST)), 0)
+            os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _MAX_BYTES)), 0)
             os.fdatasync(hold.descriptor)
         except OSError as exc:
             logger.warning("cannot write the lease of %s: %s", directory, exc)
@@ -218,11 +218,8 @@ class Fence:
 def _open(directory: Path) -> int:
     """The file, made if need be. Others may write to the volume: no link is followed, no pipe waited for."""
     files.make_dir(directory, 0o700)
-    top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        descriptor = files.open_beneath(top, NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
-    finally:
-        os.close(top)
+    with guarded.held(directory, directory.parent) as top:
+        descriptor = guarded.open_beneath(top, NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{directory / NAME} is no regular file")

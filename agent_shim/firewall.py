@@ -6,7 +6,8 @@ nftables (platform/firewall/nftables_firewall.go): by user, for each address tha
 back within a minute. A connection that is refused is refused at once; the Go agent lets it hang.
 
 They must never cut off the agent itself. Where a proxy of another user stands between it and the bus (the sidecar of a
-service mesh) they would: so they are tried, and taken away again if the bus can be reached only without them.
+service mesh) they would: so they are tried, and taken away again if the bus is heard only without them. The link and
+the attempts at one tell; no connection is opened to find out, which a server would log as a broken one.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final, NoReturn
-from urllib.parse import urlsplit
 
 from agent_shim.errors import HostError
 from agent_shim.host import nftables
-from agent_shim.settings import Mbus
+from agent_shim.settings import Mbus, bus_address
 
 logger = logging.getLogger(__name__)
 
 PERIOD: Final = 50.0
 """Seconds until the rules are made anew."""
 PATIENCE: Final = 3.0
-"""Seconds for a name, and for a connection to the bus."""
-GREETING: Final = b"INFO "
+"""Seconds for a name."""
+HEARD_WITH_RULES_S: Final = 3.0
+HEARD_WITHOUT_RULES_S: Final = 20.0
+"""For a word of the server; the second is longer than the pause between two attempts at a link."""
 DEFAULT_PORT: Final = 4222
 
 Targets = frozenset[tuple[str, int]]
@@ -43,14 +45,21 @@ PROXIED: Final = "the bus is reached by way of a process of another user, which 
 class Firewall:
     """``watch`` is the root task; ``obstacle`` says why jobs can reach the bus, "" while rules keep them from it.
 
-    ``mbus`` are the addresses in use, ``is_linked`` says whether there is a link to one of them. With a ``refusal``,
-    which is the obstacle then, nothing is ever done.
+    ``mbus`` are the addresses in use, ``is_linked`` says whether there is a link to one of them, ``is_heard`` whether a
+    server says something within so many seconds. With a ``refusal``, which is the obstacle then, nothing is ever done.
     """
 
-    def __init__(self, mbus: Callable[[], Mbus], is_linked: Callable[[], bool], refusal: str = "") -> None:
+    def __init__(
+        self,
+        mbus: Callable[[], Mbus],
+        is_linked: Callable[[], bool],
+        is_heard: Callable[[float], Awaitable[bool]],
+        refusal: str = "",
+    ) -> None:
         self.obstacle = refusal or AWAITED
         self._mbus = mbus
         self._is_linked = is_linked
+        self._is_heard = is_heard
         self._refusal = refusal
         self._due = asyncio.Event()
         self._proven: Targets = frozenset()
@@ -88,7 +97,7 @@ class Firewall:
 
     async def _settle(self) -> str:
         """Have the rules that are right now; the obstacle, if there is one. Raises ``HostError``."""
-        urls = [url for url in self._mbus().urls if urlsplit(url).scheme == "nats"]
+        urls = [url for url in self._mbus().urls if bus_address(url).scheme == "nats"]
         if not urls:
             return NO_BUS
         targets = await _addresses(urls)
@@ -97,16 +106,18 @@ class Firewall:
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
+        if targets != self._proven:  # a link that there is shows at once what rules do to it
+            await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
             return ""
-        if await _is_reached(targets):
+        if await self._is_heard(HEARD_WITH_RULES_S):
             self._proven = targets
             return ""
         await nftables.remove()
-        if await _is_reached(targets):
+        if await self._is_heard(HEARD_WITHOUT_RULES_S):
             await nftables.replace(wanted)
-            if await _is_reached(targets):  # it came back just now
+            if await self._is_heard(HEARD_WITH_RULES_S):  # it came back just now
                 self._proven = targets
                 return ""
             await nftables.remove()
@@ -131,7 +142,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
     """All that the names have now; names that have none are passed over."""
     loop, found = asyncio.get_running_loop(), set()
     for url in urls:
-        parts = urlsplit(url)
+        parts = bus_address(url)
         try:
             async with asyncio.timeout(PATIENCE):
                 entries = await loop.getaddrinfo(
@@ -141,19 +152,3 @@ async def _addresses(urls: Collection[str]) -> Targets:
             continue
         found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
     return frozenset(found)
-
-
-async def _is_reached(targets: Targets) -> bool:
-    """Whether one of them speaks to us as a NATS server does; a proxy would take a connection that leads nowhere."""
-    for address, port in targets:
-        try:
-            async with asyncio.timeout(PATIENCE):
-                reader, writer = await asyncio.open_connection(address, port)
-                try:
-                    if await reader.readexactly(len(GREETING)) == GREETING:
-                        return True
-                finally:
-                    writer.transport.abort()
-        except (OSError, EOFError, TimeoutError):
-            continue
-    return False

@@ -15,7 +15,7 @@ from agent_shim import mirror, rotation, settings
 from agent_shim.disks import hints, identity
 from agent_shim.errors import HostError, SettingsError
 from agent_shim.fencing import only_one
-from agent_shim.host import files, nftables, proc
+from agent_shim.host import files, nftables, proc, watchdog
 from agent_shim.paths import Paths
 from agent_shim.supervisor.identity import read as read_pidfile
 from agent_shim.supervisor.plan import ProcessSpec, plan
@@ -34,6 +34,7 @@ def hand_back(paths: Paths) -> list[str]:
         files.remove_tree(paths.given_up)
         files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)
+        watchdog.forget(paths.mirror)
         mirror.forget(paths)
     return [*said, "the BOSH agent and monit may be started now"]
 

@@ -6,11 +6,13 @@ INFO is what an operator wants in a timeline; WARNING is for somebody to look at
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import logging
 import os
 import queue
 import re
+import stat
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim import safetext
 from agent_shim.errors import HostError, ShimError
 
 logger = logging.getLogger(__name__)
@@ -59,11 +62,6 @@ def _members(record: logging.LogRecord) -> dict[str, Any]:
     return {name: redacted(value) if isinstance(value, str) else value for name, value in members.items()}
 
 
-_CONTROLS: Final = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""What ends a line or speaks to a terminal: texts of others would pass for lines of ours with it."""
-_INSIDE: Final = {code: escape for code, escape in _CONTROLS.items() if code != ord("\n")}
-
-
 def _trace(error: BaseException | None) -> str:
     """Where an error arose, and those it came from before it. Only our own have a text: any other may hold a secret."""
     parts: list[str] = []
@@ -86,14 +84,14 @@ class _Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
-        return super().formatMessage(record).translate(_CONTROLS)
+        return safetext.line(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return "  | " + _trace(ei[1]).translate(_INSIDE).replace("\n", "\n  | ")
+        return "  | " + safetext.lines(_trace(ei[1])).replace("\n", "\n  | ")
 
     def format(self, record: logging.LogRecord) -> str:
         members = "".join(f" {name}={_encode(value)}" for name, value in _members(record).items())
-        return redacted(super().format(record)) + members.translate(_CONTROLS)
+        return redacted(super().format(record)) + safetext.line(members)
 
 
 class _Json(logging.Formatter):
@@ -108,8 +106,7 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = redacted(_trace(record.exc_info[1]))
-        text = _encode(line)
-        return text if text.isascii() else text.translate(_CONTROLS)
+        return safetext.line(_encode(line))
 
 
 class _File(logging.Handler):
@@ -196,10 +193,27 @@ def turn(steps: int) -> None:
     root.setLevel(name)
 
 
+def _is_svlogds(directory: Path) -> bool:
+    """Whether stderr is a pipe and a svlogd works on the directory: it holds the lock there as long as it runs."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
+            return False
+        with (directory / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
-    """Send all logging to stderr and, when given, to ``file`` as well; ``form`` is json, text or "" (``is_json``)."""
+    """Send all logging to stderr and, when given, to ``file`` as well; ``form`` is json, text or "" (``is_json``).
+
+    Not to ``file`` where a svlogd writes what comes by stderr into its directory, as on a stemcell with runit.
+    """
     handlers: list[logging.Handler] = [_Stderr()]
-    if file is not None:
+    if file is not None and not _is_svlogds(file.parent):
         handlers.append(_File(file))
     root = logging.getLogger()
     for old in list(root.handlers):

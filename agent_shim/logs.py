@@ -30,6 +30,9 @@ KEPT: Final = 24 * 3600.0
 NICE: Final = 5
 """How much nicer than the agent packing is: jobs go first."""
 
+PACK_TIMEOUT_S: Final = 1500.0
+"""For all of it: the packer stops by itself before that, unless a disk does not answer."""
+
 _GENTLY: Final = partial(helper.work, nice=NICE)
 _BUNDLE: Final = re.compile(r"logs-[0-9a-f]{16}\.tgz")
 
@@ -111,8 +114,14 @@ class Logs:
         return path.parent == self._paths.bundled_logs and _BUNDLE.fullmatch(path.name) is not None
 
     async def _pack(self, kinds: str, patterns: Sequence[str], archive: Path) -> helper.Done:
-        trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in kinds.split(",")]
-        return await self._asked("Making logs tarball", helper.Pack(trees, str(archive), remarks=REMARKS))
+        # Of equal names the later kind counts: a kind that is named again is packed once, in its last place.
+        named = reversed(dict.fromkeys(reversed(kinds.split(","))))
+        trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
+        try:
+            async with asyncio.timeout(PACK_TIMEOUT_S):
+                return await self._asked("Making logs tarball", helper.Pack(trees, str(archive), remarks=REMARKS))
+        except TimeoutError:
+            raise ActionError(f"Making logs tarball: it has taken more than {PACK_TIMEOUT_S:g} seconds") from None
 
     def _tree(self, kind: str, patterns: list[str]) -> helper.Tree:
         match kind:

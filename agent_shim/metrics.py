@@ -22,7 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import Final
 
-from agent_shim import __version__, responder
+from agent_shim import __version__, responder, safetext
 from agent_shim.responder import Request, Response
 from agent_shim.supervisor.presence import KINDS
 from agent_shim.vitals import Figures
@@ -348,8 +348,7 @@ def _of_disk(disk: DiskReading) -> Iterator[Metric]:
 
 
 def _of_processes(processes: Sequence[ProcessReading]) -> Iterator[Metric]:
-    # A name with an undecodable byte (a lone surrogate) would cost the whole page.
-    named = [((process.name.encode("utf-8", "replace").decode(),), process) for process in processes]
+    named = [((safetext.label(process.name),), process) for process in processes]
 
     def rows(member: str) -> Rows:
         return [(label, getattr(process, member)) for label, process in named]

@@ -31,6 +31,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from agent_shim import wire
 from agent_shim.errors import BootError, HostError
 from agent_shim.host import files, proc
 from agent_shim.paths import Paths
@@ -261,7 +262,7 @@ def _agent_id(settings_cache: Path) -> str:
         agent_id: str = ""
 
     try:
-        return msgspec.json.decode(settings_cache.read_bytes(), type=Named).agent_id
+        return wire.convert(wire.decode_json(settings_cache.read_bytes()), Named).agent_id
     except (OSError, ValueError):
         return ""
 
@@ -273,6 +274,9 @@ def _plain(agent_id: str) -> str:
 
 def _make_equal(copy: Path, path: Path) -> None:
     """Make ``copy`` what ``path`` is, absent too; what is equal is not written."""
+    if path.is_symlink():  # to memory, which is where it stays
+        copy.unlink(missing_ok=True)
+        return
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim import __version__, asking
+from agent_shim import __version__, asking, safetext
 from agent_shim.errors import ConfigError, NoAgentError
 from agent_shim.monit_text import VERSION, Machine, status, summary
 from agent_shim.paths import VCAP, Paths
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = Command(name, Paths(Path(given.get("-b", VCAP)).absolute()), given, words)
         return _run(command)
     except (MonitError, getopt.GetoptError) as exc:
-        print(f"{name}: {exc}", file=sys.stderr)
+        print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
         # Somebody closed the pipe we print into, as `grep -q` does: no news for anybody.
@@ -149,7 +149,8 @@ def _validate(command: Command) -> int:
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
-        print(f"'{service['name']}' {service['reason'] or 'process is not running'}", file=sys.stderr)
+        text = f"'{service['name']}' {service['reason'] or 'process is not running'}"
+        print(safetext.line(text), file=sys.stderr)
     return FAILED if wrong else 0
 
 

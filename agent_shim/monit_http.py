@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from agent_shim import monit_text, responder
+from agent_shim import monit_text, responder, safetext
 from agent_shim.host import clock, machine, proc
 from agent_shim.responder import Request, Response
 from agent_shim.supervisor.faults import BITS
@@ -253,7 +253,7 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 
 def _escaped(text: str) -> str:
     """For XML and HTML, attributes too (the module ``html`` knows a thousand more names, and weighs)."""
-    return text.translate(_ESCAPES)
+    return safetext.line(text).translate(_ESCAPES)
 
 
 class _Data(str):
@@ -270,8 +270,7 @@ def _element(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         content = _members(value)
     elif isinstance(value, _Data):
-        printable = "".join(max(character, " ") for character in value)
-        content = f"<![CDATA[{printable.replace(']]>', ']] >')}]]>"
+        content = f"<![CDATA[{safetext.line(value).replace(']]>', ']] >')}]]>"
     else:
         content = _escaped(str(value))
     return f"<{name}>{content}</{name}>"

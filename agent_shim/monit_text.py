@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from agent_shim import safetext
+
 VERSION: Final = "5.2.5"
 """The monit that scripts believe to talk to."""
 
@@ -53,6 +55,7 @@ class Machine:
 
 def summary(shown: Mapping[str, Any], machine: Machine) -> str:
     """A header and a line for each service, the system last."""
+    shown = safetext.value(shown)
     rows = [(_title(service), words(service)) for service in shown["services"]]
     rows.append((f"System 'system_{machine.name}'", "running"))
     return "\n".join([_header(shown), "", *(f"{title:<35} {text}" for title, text in rows)])
@@ -60,6 +63,7 @@ def summary(shown: Mapping[str, Any], machine: Machine) -> str:
 
 def status(shown: Mapping[str, Any], machine: Machine) -> str:
     """A header and a paragraph for each service, the system last."""
+    shown = safetext.value(shown)
     lines = [_header(shown), ""]
     for service in shown["services"]:
         text = words(service)

@@ -54,6 +54,16 @@ class Paths:
         return self.bosh / "etc"
 
     @property
+    def dev_tools_list(self) -> Path:
+        """Names the files of compilers, one a line."""
+        return self.bosh_etc / "dev_tools_file_list"
+
+    @property
+    def static_libraries_list(self) -> Path:
+        """Names the libraries that only a compiler needs, one a line."""
+        return self.bosh_etc / "static_libraries_list"
+
+    @property
     def bosh_bin(self) -> Path:
         return self.bosh / "bin"
 
@@ -61,6 +71,16 @@ class Paths:
     def agent_log(self) -> Path:
         """Where ``bosh logs --agent`` looks."""
         return self.bosh / "log"
+
+    @property
+    def settings_tmpfs(self) -> Path:
+        """Where files with credentials lie with ``env.bosh.agent.settings.tmpfs``."""
+        return self.bosh / "settings"
+
+    @property
+    def with_credentials(self) -> tuple[Path, ...]:
+        """Files that are links to others in ``settings_tmpfs`` then."""
+        return (self.settings_cache, self.update_settings, self.former_mbus, self.disk_hints)
 
     @property
     def settings_cache(self) -> Path:

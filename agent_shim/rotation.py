@@ -11,26 +11,35 @@ works, and by ``handback`` into force again.
 from __future__ import annotations
 
 import asyncio
+import errno
+import heapq
 import logging
 import os
 import re
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
 from agent_shim.errors import ActionError, HostError
-from agent_shim.host import files, helper
+from agent_shim.host import files, guarded, helper
 from agent_shim.paths import Paths
 
 logger = logging.getLogger(__name__)
 
 DEPTH: Final = 3
 """Levels below ``sys/log`` that are looked at."""
+MAX_JOB_ENTRIES: Final = 20_000
+"""In the directories of a job that are looked at."""
+MAX_DUE: Final = 500
+MAX_REMOVED: Final = 500
+"""Logs that are rotated, archives that are removed in one round; others wait for the next."""
+LOOK_TIMEOUT_S: Final = 10.0
+ROTATE_TIMEOUT_S: Final = 1800.0
 BLOCK: Final = 512
 """Bytes of what ``st_blocks`` counts."""
-ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz")
+ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
 OUT_OF_FORCE: Final = ".disabled"
 """A suffix that logrotate passes over (``tabooext``)."""
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -71,6 +80,25 @@ class Found(NamedTuple):
     modified: float
 
 
+class Findings(NamedTuple):
+    """``due`` are logs to rotate, the smaller first: a huge one delays no other.
+
+    ``archived`` are the bytes of all archives, ``oldest`` some of them, the oldest first: however many there are, few
+    are kept in memory.
+    """
+
+    due: Sequence[Found] = ()
+    archived: int = 0
+    oldest: Sequence[Found] = ()
+
+    def __add__(self, more: Findings) -> Findings:  # type: ignore[override]  # a tuple's would put them side by side
+        return Findings(
+            heapq.nsmallest(MAX_DUE, [*self.due, *more.due], key=lambda log: log.size),
+            self.archived + more.archived,
+            heapq.nsmallest(MAX_REMOVED, [*self.oldest, *more.oldest], key=lambda each: each.modified),
+        )
+
+
 class Rotation:
     """``run`` is the root task. ``spec_size`` tells what the deployed spec says of the size, or nothing."""
 
@@ -93,26 +121,39 @@ class Rotation:
     async def rotate(self) -> None:
         """Rotate what is too large now, then remove the oldest archives above the limit."""
         limit = self._size()
-        due, archives = await asyncio.to_thread(look, self._root, limit)
-        if due:
-            logger.info("rotating %s", ", ".join(due))
+        found = await self._look(limit)
+        if found.due:
+            logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in found.due))
             most = max(self._limits.most, 2 * limit)  # who lets logs grow so large wants to keep them
-            request = helper.Rotate(str(self._root), due, self._limits.keep, most)
-            done = await helper.work(request, nice=10)
-            for path, outcome in zip(due, done.outcomes, strict=True):
+            paths = [os.fsencode(log.path) for log in found.due]
+            async with asyncio.timeout(ROTATE_TIMEOUT_S):
+                done = await helper.work(helper.Rotate(str(self._root), paths, self._limits.keep, most), nice=10)
+            for log, outcome in zip(found.due, done.outcomes, strict=True):
                 if outcome.error:
                     logger.error("%s", outcome.error)
                 elif outcome.left_out:
                     logger.warning(
                         "%s was too large to keep: its first %d bytes are gone, the last %d are in its archive",
-                        path,
+                        guarded.shown(log.path),
                         outcome.left_out,
                         most,
                     )
-            _, archives = await asyncio.to_thread(look, self._root, limit)
-        for path in surplus(archives, self._limits.total):
-            logger.info("removing %s: archives of logs take more than %d bytes", path, self._limits.total)
-            await asyncio.to_thread(remove, self._root, path)
+            found = await self._look(limit)
+        for path in surplus(found, self._limits.total):
+            shown = guarded.shown(path)
+            logger.info("removing %s: archives of logs take more than %d bytes", shown, self._limits.total)
+            await guarded.aside(_whose(path), partial(remove, self._root, path))
+
+    async def _look(self, limit: int) -> Findings:
+        """Look at the files of each job by itself: a volume that does not answer keeps no other job from it."""
+        findings = Findings()
+        for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
+            try:
+                look = partial(look_at, self._root, job, limit)
+                findings += await guarded.aside(_whose(job), look, timeout=LOOK_TIMEOUT_S)
+            except OSError as exc:
+                logger.warning("logs of %s are not rotated: %s", guarded.shown(job) or self._root, exc)
+        return findings
 
     def _size(self) -> int:
         """What the deployment says goes before our own option, if it can be read."""
@@ -155,67 +196,57 @@ def leave_to_logrotate(rule: Path) -> None:
         logger.error("nobody rotates the logs of jobs: %s", exc)
 
 
-def look(root: Path, limit: int) -> tuple[list[str], list[Found]]:
-    """The logs below ``root`` of more than ``limit`` bytes, and all archives; no link is followed or named. Blocks.
+def _whose(path: str) -> str:
+    """What names a job's files while they are looked at."""
+    return f"sys/log/{path.partition('/')[0]}"
 
-    The smaller a log the earlier it comes: a huge one delays nobody.
+
+def _jobs(root: Path) -> list[str]:
+    """Directories of jobs, and "" for what lies beside them. Blocks."""
+    with guarded.held(root) as top:
+        directory = guarded.open_directory(top, "")
+        try:
+            return ["", *sorted(guarded.names(directory))]
+        finally:
+            os.close(directory)
+
+
+def look_at(root: Path, job: str, limit: int) -> Findings:
+    """The logs of a job (or of none, "") of more than ``limit`` bytes, and its archives. Blocks.
+
+    No link is followed or named. Of a job with too many files only so many are looked at.
     """
     logs: list[Found] = []
     archives: list[Found] = []
-    for found in _walk(root, "", DEPTH):
-        if found.path.endswith(".log"):
-            if found.size > limit:
-                logs.append(found)
-        elif ARCHIVE.fullmatch(found.path):
-            archives.append(found)
-    return [log.path for log in sorted(logs, key=lambda log: log.size)], archives
+    with guarded.held(root) as top:
+        for path, status in guarded.walk(top, job, depth=DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
+            size = min(status.st_size, status.st_blocks * BLOCK)
+            if path.endswith(".log"):
+                if size > limit:
+                    logs.append(Found(path, size, status.st_mtime))
+            elif size and ARCHIVE.fullmatch(path):
+                archives.append(Found(path, size, status.st_mtime))
+    return Findings() + Findings(logs, sum(each.size for each in archives), archives)
 
 
-def _walk(root: Path, below: str, depth: int) -> Iterator[Found]:
-    try:
-        entries = os.scandir(root / below)
-    except OSError:
-        return  # gone, or none of ours
-    with entries:
-        for entry in entries:
-            path = f"{below}/{entry.name}" if below else entry.name
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    if depth > 1:
-                        yield from _walk(root, path, depth - 1)
-                    continue
-                status = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                yield Found(path, min(status.st_size, status.st_blocks * BLOCK), status.st_mtime)
-
-
-def surplus(archives: list[Found], total: int) -> list[str]:
-    """The oldest archives, whose removal brings all together to ``total`` bytes at most."""
-    excess = sum(each.size for each in archives) - total
-    found = []
-    for each in sorted(archives, key=lambda each: each.modified):
+def surplus(found: Findings, total: int) -> list[str]:
+    """The oldest archives, whose removal brings all together to ``total`` bytes, or nearer to that."""
+    excess = found.archived - total
+    paths = []
+    for each in found.oldest:
         if excess <= 0:
             break
-        found.append(each.path)
+        paths.append(each.path)
         excess -= each.size
-    return found
+    return paths
 
 
 def remove(root: Path, path: str) -> None:
     """Remove a file below ``root``, through no link. Blocks."""
-    held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent, _, name = path.rpartition("/")
     try:
-        parent, _, name = path.rpartition("/")
-        directory = files.open_beneath(held, parent, os.O_RDONLY | os.O_DIRECTORY) if parent else os.dup(held)
-        try:
+        with guarded.held(root / parent, root) as directory:
             os.unlink(name, dir_fd=directory)
-        except FileNotFoundError:
-            pass
-        finally:
-            os.close(directory)
-    except HostError as exc:
-        logger.info("cannot remove %s: %s", path, exc)
-    finally:
-        os.close(held)
+    except OSError as exc:
+        if exc.errno != errno.ENOENT:
+            logger.info("cannot remove %s: %s", guarded.shown(path), exc)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agent_shim import alerts, boot, comeback, heartbeat, monit_http, orderly, rotation, settings, wire
+from agent_shim import alerts, boot, comeback, expiry, heartbeat, monit_http, orderly, rotation, settings, wire
 from agent_shim.actions import (  # noqa: F401 - importing registers them
     access,
     blobs,
@@ -44,7 +44,7 @@ from agent_shim.errors import ActionError, BusError, HostError
 from agent_shim.expiry import Expiry
 from agent_shim.fencing import Fence
 from agent_shim.firewall import Firewall
-from agent_shim.host import files, network, proc
+from agent_shim.host import files, network, proc, process
 from agent_shim.lasting import for_ever
 from agent_shim.logs import Logs
 from agent_shim.metrics import Metrics
@@ -105,7 +105,7 @@ class Running:
         self.orderly: orderly.OrderlyStop | None = None
         self.standalone: Standalone | None = None
         self.drift = Drift(self._expected_addresses, self._address_missing)
-        self.expiry = Expiry(lambda: {"client": self.bus.mbus.certificate, "CA": self.bus.mbus.ca})
+        self.expiry = Expiry(lambda: certificates(self.bus.mbus))
         self._shim = shim
         self._fence = fence
         self._metrics = metrics
@@ -116,7 +116,12 @@ class Running:
         self.agent = assemble(
             paths,
             store,
-            Supervisor(paths, on_event=self._process_event, is_strict=shim.bpm.strict),
+            Supervisor(
+                paths,
+                on_event=self._process_event,
+                is_strict=shim.bpm.strict,
+                settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
+            ),
             Edges(self._announce_shutdown, self._reconnect, self._shut_down),
             mirror=mirror,
             fence=fence,
@@ -128,7 +133,10 @@ class Running:
 
             self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
         self.firewall = Firewall(
-            lambda: self.bus.mbus, lambda: self.bus.is_connected, _no_firewall(paths, is_wanted=shim.firewall)
+            lambda: self.bus.mbus,
+            lambda: self.bus.is_connected,
+            self._is_bus_heard,
+            _no_firewall(paths, is_wanted=shim.firewall),
         )
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
         self._alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
@@ -163,14 +171,14 @@ class Running:
         agent = self.agent
         steps = boot.steps(agent, self.comeback, monit_password=self._shim.monit.password)
         async with agent.supervisor:
-            if not await or_stop(boot.boot(steps), self._stop):
+            if not await or_stop(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
             await agent.tasks.resume(self.dispatcher.resumed())
             gc.freeze()  # what boot has made stays: no later collection looks at it again
             self.phase = "running"
             async with self._ports():
-                await self._run(self.dispatcher)
+                await self._run(self.dispatcher, [step for step in steps if step.late])
 
     def _rotation(self) -> Rotation:
         wanted, spec = self._shim.logs, self.agent.spec
@@ -189,15 +197,25 @@ class Running:
         ):
             yield
 
-    async def _run(self, dispatcher: Dispatcher) -> None:
+    async def _run(self, dispatcher: Dispatcher, late: list[boot.Step]) -> None:
         agent = self.agent
+        booted = asyncio.Event()
+
+        async def boot_late() -> None:
+            await boot.boot(late)
+            booted.set()
+
+        async def come_back() -> None:
+            await booted.wait()  # jobs may ask for the authorities of this machine as soon as they are started
+            await self.comeback.run()
+
         roots: dict[str, Callable[[], Awaitable[None]]] = {
             "bus": self.bus.run,
             "heartbeat": self.heartbeat.run,
             "alerts": self._alerts.run,
             "tasks": lambda: agent.tasks.run(dispatcher.failure),
             "settings": lambda: agent.settings.watch(self._settings_changed),
-            "coming back": self.comeback.run,
+            "coming back": come_back,
             "copy of the state": agent.mirror.watch,
             "leases": lambda: self._fence.keep(self._fenced_off),
             "addresses": self.drift.watch,
@@ -214,6 +232,7 @@ class Running:
         try:
             async with asyncio.TaskGroup() as group:
                 running: list[asyncio.Task[Any]] = [group.create_task(agent.supervisor.run(), name="supervisor")]
+                running.append(group.create_task(boot_late(), name="boot beside the connection"))
                 running += [
                     group.create_task(for_ever(name, run, is_vital=name in VITAL), name=name)
                     for name, run in roots.items()
@@ -284,6 +303,9 @@ class Running:
     async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
         assert self.dispatcher is not None
         return await self.dispatcher.handle(data, limit=limit)
+
+    async def _is_bus_heard(self, patience: float) -> bool:
+        return isinstance(self.bus, NatsBus) and await self.bus.is_heard(patience)
 
     def _connected(self) -> None:
         self.heartbeat.beat_now()
@@ -369,7 +391,7 @@ def assemble(
     """The services of an agent, wired."""
     spec = SpecStore(paths)
     of_jobs = partial(_processes_of_jobs, supervisor)
-    environ = {**os.environ, "TMPDIR": str(paths.tmp)}
+    environ = {**process.environment_of_scripts(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
     persistent = Disks(
         paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, let_go=fence.let_go
@@ -393,6 +415,13 @@ def assemble(
         mirror=mirror,
         edges=edges,
     )
+
+
+def certificates(mbus: settings.Mbus) -> dict[str, str]:
+    """What the agent shows, and what it trusts, as PEM texts by their names in metrics and warnings."""
+    if is_https(mbus):
+        return {expiry.DOOR: mbus.certificate}
+    return {"client": mbus.certificate, "CA": mbus.ca}
 
 
 def is_https(mbus: settings.Mbus) -> bool:

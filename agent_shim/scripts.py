@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """What scripts search, whatever the agent itself searches (agent/script/pathenv/pathenv.go)."""
+DIRECTORY: Final = Path("/")
+"""Where scripts begin: the Go agent's own directory on a stemcell."""
 NICE: Final = 5
 """How much nicer than the agent lifecycle scripts are; drain and errands are as the agent."""
 GRACE: Final = 10.0
@@ -106,7 +108,7 @@ class Scripts:
             script = process.spawn(
                 [str(self._script(job, name))],
                 env={**self._environ, **env},
-                cwd=self._paths.bosh,
+                cwd=DIRECTORY,
                 stdout=log / f"{name}.stdout.log",
                 stderr=log / f"{name}.stderr.log",
                 nice=NICE,
@@ -167,7 +169,7 @@ class Scripts:
             script = process.spawn(
                 [str(self._script(job, "drain")), *arguments],
                 env={**self._environ, **environment},
-                cwd=self._paths.bosh,
+                cwd=DIRECTORY,
                 stdout=stdout.fileno(),
                 stderr=self._log_directory(job) / "drain.stderr.log",
             )
@@ -189,7 +191,7 @@ class Scripts:
             script = process.spawn(
                 [str(self._script(job, "run"))],
                 env=self._environ,
-                cwd=self._paths.bosh,
+                cwd=DIRECTORY,
                 stdout=opened[0],
                 stderr=opened[1],
             )

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from agent_shim import wire, x509
 from agent_shim.errors import ConfigError, SettingsError
+from agent_shim.wire import Internal, Lenient
 
 T = TypeVar("T")
 
@@ -130,9 +132,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
 def parse_config(raw: bytes, *, origin: str) -> AgentConfig:
     """Read agent.json; ``origin`` names it in errors."""
     try:
-        document = msgspec.json.decode(raw)
-        return wire.convert(document, AgentConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        return wire.convert(wire.decode_json(raw), AgentConfig)
+    except ValueError as exc:
         raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
 
 
@@ -157,7 +158,7 @@ class Blobstore(msgspec.Struct, frozen=True):
 
     provider: str = "dummy"
     options: dict[str, Any] = {}
-    proxies: dict[str, str] = {}
+    proxies: Internal[dict[str, str]] = {}
     """``http_proxy`` and its like, on the way to it; they stand elsewhere in the settings (``Env``)."""
 
 
@@ -170,27 +171,55 @@ class TmpfsDir(msgspec.Struct, frozen=True):
         return self.tmpfs_size if re.fullmatch(r"[0-9]+[kmgKMG%]?", self.tmpfs_size) else default
 
 
+class RunDir(TmpfsDir, frozen=True):
+    """The Go agent has a tmpfs there in any case, and reads its size alone."""
+
+    tmpfs: Lenient[bool] = False
+
+
+class AgentSettings(msgspec.Struct, frozen=True):
+    """``env.bosh.agent.settings``; ``settling_time`` is ours."""
+
+    tmpfs: bool = False
+    settling_time: Lenient[Annotated[float, msgspec.Meta(ge=0, le=3600)]] = 0.0
+    """Seconds after ``start`` before the instance is ``running``, for scripts that count on monit's first cycle."""
+
+
+class AgentEnv(msgspec.Struct, frozen=True):
+    settings: AgentSettings = AgentSettings()
+
+
+class Ipv6(msgspec.Struct, frozen=True):
+    enable: bool = False
+
+
 class BoshEnv(msgspec.Struct, frozen=True):
     """``env.bosh``: what the Director and the manifest say to the agent."""
 
+    agent: AgentEnv = AgentEnv()
     mbus: MbusSettings = MbusSettings()
     blobstores: list[Blobstore] = []
     ntp: list[str] | None = None
+    ipv6: Ipv6 = Ipv6()
+    remove_dev_tools: bool = False
+    remove_static_libraries: bool = False
+    swap_size: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """MB."""
     password: str = ""
     keep_root_password: bool = False
     authorized_keys: list[str] = []
     parallel: int = 5
     job_dir: TmpfsDir = TmpfsDir()
-    run_dir: TmpfsDir = TmpfsDir()
+    run_dir: RunDir = RunDir()
 
 
 class Env(msgspec.Struct, frozen=True):
     """``env``: the three proxies mean what the variables of these names mean, and win over them."""
 
     bosh: BoshEnv = BoshEnv()
-    http_proxy: str = ""
-    https_proxy: str = ""
-    no_proxy: str = ""
+    http_proxy: Lenient[str] = ""
+    https_proxy: Lenient[str] = ""
+    no_proxy: Lenient[str] = ""
     persistent_disk_fs: str = ""
     persistent_disk_mount_options: list[str] = []
     persistent_disk_partitioner: str = ""
@@ -231,7 +260,7 @@ class Vm(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """The settings document of a CPI."""
 
-    agent_id: str
+    agent_id: str = ""
     vm: Vm = Vm()
     mbus: str = ""
     blobstore: Blobstore = Blobstore()
@@ -242,8 +271,8 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class DiskAssociation(msgspec.Struct, frozen=True):
-    name: str
-    cid: str
+    name: str = ""
+    cid: str = ""
 
 
 class UpdateSettings(msgspec.Struct, frozen=True):
@@ -264,9 +293,12 @@ class UpdateSettings(msgspec.Struct, frozen=True):
         )
 
 
-def parse(raw: bytes, *, origin: str) -> Settings:
-    """Read and check a settings document; ``origin`` names it in errors, which name the JSON path."""
-    settings = _decoded(raw, Settings, origin)
+def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
+    """Read and check a settings document; ``origin`` names it in errors, which name the JSON path.
+
+    ``ignored`` gets a line for each member of a wrong type that the Go agent does not read.
+    """
+    settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
         raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is empty")
     if any(character in settings.agent_id for character in ".*> \t\r\n/"):
@@ -279,12 +311,12 @@ def parse_update(raw: bytes, *, origin: str) -> UpdateSettings:
     return _decoded(raw, UpdateSettings, origin)
 
 
-def _decoded(raw: bytes, wanted: type[T], origin: str) -> T:
+def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None = None) -> T:
     if not raw.strip():
         raise SettingsError(f"cannot read settings from {origin}: the file is empty")
     try:
-        return wire.convert(msgspec.json.decode(raw), wanted)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        return wire.convert(wire.decode_json(raw), wanted, ignored)
+    except ValueError as exc:
         raise SettingsError(f"cannot read settings from {origin}: {exc}") from exc
 
 
@@ -358,7 +390,7 @@ class Effective:
     @property
     def name_servers(self) -> list[str]:
         """Those of the network that is the default for DNS, else of the only one (settings/settings.go)."""
-        networks = list(self.source.networks.values())
+        networks = [network for network in self.source.networks.values() if network.type != "vip"]
         if len(networks) > 1:
             networks = [network for network in networks if "dns" in network.default]
         return [server for network in networks for server in network.dns]
@@ -366,6 +398,20 @@ class Effective:
     @property
     def networks(self) -> Mapping[str, Network]:
         return self.source.networks
+
+
+def bus_address(url: str) -> SplitResult:
+    """The parts of an address of the bus; of one that cannot be read, all are empty and the port is None.
+
+    A password with a character that ends it early makes a host and a port of its parts: such an address cannot be read.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.port != 0 and "@" not in f"{parts.path}{parts.query}{parts.fragment}":
+            return parts
+    except ValueError:
+        pass
+    return urlsplit("")
 
 
 def _begins(cert: Cert) -> float:

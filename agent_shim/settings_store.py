@@ -42,6 +42,7 @@ class SettingsStore:
         self._current: settings.Effective | None = None
         self._former: settings.Mbus | None = None
         self._said = ""
+        self._ignored: list[str] = []
 
     @property
     def current(self) -> settings.Effective:
@@ -78,14 +79,14 @@ class SettingsStore:
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
         """Store ``update`` as it is and use it."""
-        await files.save(self._paths.update_settings, msgspec.json.encode(update), mode=0o600)
+        await files.save(files.behind(self._paths.update_settings), msgspec.json.encode(update), mode=0o600)
         self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
         """Keep credentials that work while others take their place; failing to is no reason not to rotate."""
         self._former = mbus
         try:
-            await files.save(self._paths.former_mbus, msgspec.json.encode(mbus), mode=0o600)
+            await files.save(files.behind(self._paths.former_mbus), msgspec.json.encode(mbus), mode=0o600)
         except HostError as exc:
             self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
@@ -131,7 +132,13 @@ class SettingsStore:
         for path in (*self._sources, self._paths.settings_cache):
             try:
                 raw = path.read_bytes()
-                return settings.parse(raw, origin=str(path)), raw, path
+                ignored: list[str] = []
+                found = settings.parse(raw, origin=str(path), ignored=ignored)
+                if ignored != self._ignored:
+                    self._ignored = ignored
+                    for member in ignored:
+                        logger.warning("ignoring a member of the settings in %s: %s", path, member)
+                return found, raw, path
             except SettingsError as exc:
                 problem = problem or exc
             except FileNotFoundError:
@@ -156,7 +163,7 @@ class SettingsStore:
         if self._current is not None and await asyncio.to_thread(_same, self._paths.settings_cache, raw):
             return
         try:
-            await files.save(self._paths.settings_cache, raw, mode=0o600)
+            await files.save(files.behind(self._paths.settings_cache), raw, mode=0o600)
         except OSError as exc:
             self._say(logging.WARNING, f"cannot keep a copy of the settings in {self._paths.settings_cache}: {exc}")
 

@@ -6,12 +6,14 @@ the stored form in ``get_state``. ``networks`` and ``resource_pool`` are kept ex
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from agent_shim import wire
-from agent_shim.errors import ActionError
+from agent_shim.digest import MultipleDigest
+from agent_shim.errors import ActionError, DigestError
+from agent_shim.wire import INT64, DigestText
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -34,17 +36,29 @@ class Job(msgspec.Struct, frozen=True):
 class Package(msgspec.Struct, frozen=True):
     name: str = ""
     version: str = ""
-    sha1: str = ""
+    sha1: DigestText = ""
     blobstore_id: str = ""
     signed_url: str = ""
     blobstore_headers: dict[str, str] | None = None
 
 
 class Archive(msgspec.Struct, frozen=True):
-    """The rendered templates of all jobs, one tarball."""
+    """The rendered templates of all jobs, one tarball.
+
+    An empty digest goes only with an empty id, and is null then (applyspec/rendered_templates_archive_spec.go).
+    """
 
     sha1: str | None = None
     blobstore_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.sha1 or self.blobstore_id:
+            try:
+                MultipleDigest.parse(self.sha1 or "")
+            except DigestError as exc:
+                raise ValueError(str(exc)) from exc
+        elif self.sha1 is not None:
+            msgspec.structs.force_setattr(self, "sha1", None)
 
 
 class Logging(msgspec.Struct, frozen=True):
@@ -62,14 +76,14 @@ class ApplySpec(msgspec.Struct, frozen=True):
     job: Job = Job()
     packages: dict[str, Package] = {}
     configuration_hash: str = ""
-    networks: dict[str, Any] = {}
+    networks: dict[str, dict[str, Any] | None] = {}
     resource_pool: Any = {}
     deployment: str = ""
     name: str = ""
-    index: int | None = None
+    index: Annotated[int, INT64] | None = None
     id: str = ""
     az: str = ""
-    persistent_disk: int = 0
+    persistent_disk: Annotated[int, INT64] = 0
     rendered_templates_archive: Archive | None = None
 
     @property
@@ -105,6 +119,11 @@ def parse(value: Any) -> ApplySpec:
 def decode(raw: bytes) -> ApplySpec:
     """The stored spec of ``spec.json``."""
     try:
-        return parse(msgspec.json.decode(raw))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        document = wire.decode_json(raw)
+    except ValueError as exc:
         raise ActionError(f"cannot read the apply spec: {exc}") from exc
+    packages = document.get("packages") if isinstance(document, dict) else None
+    for package in packages.values() if isinstance(packages, dict) else ():
+        if isinstance(package, dict) and not package.get("sha1"):  # stored without one
+            package.pop("sha1", None)
+    return parse(document)

@@ -107,8 +107,8 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {PATIENCE:.0f} seconds") from None
 
     async def _stop(self) -> None:
-        for pid in proc.table():
-            line = proc.command_line(pid)
+        lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table().keys()))
+        for pid, line in lines.items():
             if _OURS.match(line) and str(self._config) in line and (server := process.adopt(pid)) is not None:
                 await server.terminate(GRACE)
 

@@ -113,7 +113,9 @@ def isolation(found: dict[str, Any]) -> str:
     level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
-    return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}"
+    # Without a mount namespace there is no other /tmp to be had: TMPDIR alone is the job's own.
+    temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
+    return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}{temporary}"
 
 
 def _row(process: dict[str, Any]) -> tuple[str, ...]:

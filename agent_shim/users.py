@@ -25,13 +25,15 @@ PREFIX: Final = "bosh_"
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 MOST: Final = 50
 """Users at a time; each is an entry in files that every log-in reads."""
+NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
+"""In place of a hash: no password fits."""
 _USER: Final = re.compile(r"bosh_[a-z0-9_]{1,27}")
 _KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?")
 _HASH: Final = re.compile(r"[^\s:\0]+")
 
 _REPLACE_KEYS: Final = """
 umask 077 && cd "$HOME" && mkdir -p .ssh && chmod 700 .ssh &&
-cat >.ssh/authorized_keys.new && mv -fT .ssh/authorized_keys.new .ssh/authorized_keys
+rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/authorized_keys.new .ssh/authorized_keys
 """
 
 # What Go's regular expressions and Python's agree on, without what a hostile one needs to take for ever: nothing that
@@ -107,6 +109,8 @@ class Users:
             raise ActionError(f"cannot set the password of {' and '.join(users)}: it is not a crypt hash")
         async with self._turn:
             with saying(f"cannot set the password of {' and '.join(users)}"):
+                if hashed == NO_PASSWORD and not await asyncio.to_thread(self._with_password, users):
+                    return
                 await command.run("chpasswd", "-e", given="".join(f"{user}:{hashed}\n" for user in users))
 
     async def _create(self, user: str, known: Sequence[str]) -> None:
@@ -117,6 +121,11 @@ class Users:
             files.make_dir(self._paths.ssh_home, 0o755)
             await command.run("useradd", "-m", "-b", str(self._paths.ssh_home), "-s", "/bin/bash", user)
         files.make_dir(self._paths.ssh_home / user, 0o700)
+
+    def _with_password(self, users: Sequence[str]) -> bool:
+        """Whether one of them has a password that somebody could know."""
+        rows = [line.split(":") for line in (self._paths.etc / "shadow").read_text(errors="replace").splitlines()]
+        return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
     def ephemeral(self) -> list[str]:
         """The users that are ours."""

@@ -139,7 +139,7 @@ def _rotate(request: Rotate) -> Done:
     try:
         for path in request.paths:
             try:
-                moved = rotating.rotate(root, path, request.keep, request.most)
+                moved = rotating.rotate(root, os.fsdecode(path), request.keep, request.most)
                 outcomes.append(Outcome(left_out=moved.left_out))
             except HostError as exc:
                 outcomes.append(Outcome(error=str(exc)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import calendar
-import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
@@ -21,26 +21,33 @@ class Validity(NamedTuple):
     ends: int
 
 
+def blocks(pem: str) -> Iterator[str]:
+    """Each certificate in ``pem`` from its first line to its last, read or not, in time that grows with the length."""
+    end = 0
+    while (begin := pem.find(_BEGIN, end)) >= 0 and (end := pem.find(_END, begin)) >= 0:
+        end += len(_END)
+        yield pem[begin:end]
+
+
 def validity(pem: str) -> Validity:
     """Of the first certificate in ``pem``; raises ``ValueError`` if there is none that can be read."""
-    found = _PEM.search(pem)
-    if found is None:
-        raise ValueError("there is no PEM certificate")
-    return _of_body(found[1])
+    for block in blocks(pem):
+        return _of_block(block)
+    raise ValueError("there is no PEM certificate")
 
 
 def validities(pem: str) -> list[Validity]:
     """Of all certificates in ``pem``, in their order; what cannot be read is left out."""
     found = []
-    for body in _PEM.findall(pem):
+    for block in blocks(pem):
         with suppress(ValueError):
-            found.append(_of_body(body))
+            found.append(_of_block(block))
     return found
 
 
-def _of_body(base64_text: str) -> Validity:
+def _of_block(block: str) -> Validity:
     try:
-        return _validity(base64.b64decode(base64_text))
+        return _validity(base64.b64decode(block.removeprefix(_BEGIN).removesuffix(_END)))
     except (IndexError, binascii.Error, UnicodeDecodeError) as exc:
         raise ValueError("the certificate cannot be read") from exc
 

@@ -10,13 +10,14 @@ import msgspec
 from agent_shim.agent import Agent
 from agent_shim.dispatch import Mode, action
 from agent_shim.errors import ActionError
+from agent_shim.wire import DigestText
 
 
 class Upload(msgspec.Struct, frozen=True):
     """The argument of ``upload_blob``; the payload is base64 with line breaks, as Ruby writes it."""
 
     blob_id: str = ""
-    checksum: str = ""
+    checksum: DigestText = ""
     payload: str = ""
 
 

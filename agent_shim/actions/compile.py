@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from agent_shim.actions.jobs import bundles_of
 from agent_shim.agent import Agent
 from agent_shim.blobstore import BlobRef
-from agent_shim.bundles import Bundle
+from agent_shim.bundles import Bundle, Bundles
+from agent_shim.compilation import Compilation
 from agent_shim.compiler import Package
 from agent_shim.dispatch import Mode, action
 from agent_shim.errors import ActionError, ShimError
 from agent_shim.host.helper import Done
-
-logger = logging.getLogger(__name__)
+from agent_shim.spec import ApplySpec
+from agent_shim.wire import DigestText
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class Dependency(msgspec.Struct, frozen=True):
 
     name: str = ""
     version: str = ""
-    sha1: str = ""
+    sha1: DigestText = ""
     blobstore_id: str = ""
     package_get_signed_url: str = ""
     blobstore_headers: dict[str, str] = {}
@@ -38,7 +39,7 @@ class Signed(msgspec.Struct, frozen=True):
 
     package_get_signed_url: str = ""
     upload_signed_url: str = ""
-    digest: str = ""
+    digest: DigestText = ""
     name: str = ""
     version: str = ""
     blobstore_headers: dict[str, str] = {}
@@ -50,7 +51,7 @@ async def compile_package(
     agent: Agent,
     cancelled: asyncio.Event,
     blob_id: str,
-    digest: str,
+    digest: DigestText,
     name: str,
     version: str,
     dependencies: dict[str, Dependency],
@@ -74,46 +75,29 @@ async def compile_package_with_signed_url(agent: Agent, cancelled: asyncio.Event
 async def _compiled(
     agent: Agent, cancelled: asyncio.Event, package: Package, dependencies: Mapping[str, Dependency]
 ) -> Done:
-    try:
-        if agent.spec.current.jobs:
-            jobs = ", ".join(agent.spec.current.job_names)
-            raise ActionError(f"cannot compile on an instance with jobs ({jobs}): their packages would be removed")
-        try:
-            alone = _compiled_alone(agent, package, [_bundle(each) for each in dependencies.values()])
-            return await _unless(cancelled, alone)
-        finally:
-            await _clean(agent)
-    except ShimError as exc:
-        raise ActionError(f"Compiling package {package.name}: {exc}") from exc
-
-
-async def _compiled_alone(agent: Agent, package: Package, dependencies: list[Bundle]) -> Done:
-    """With exactly the dependencies and the package itself in use.
-
-    Packaging scripts read ``packages/golang-*``: any other version there would be taken without a word.
-    """
-    settings, bundles = agent.settings.current, agent.bundles
+    settings = agent.settings.current
+    in_use = packages_of_jobs(agent.spec.current, agent.bundles)
+    parallel = settings.source.env.bosh.parallel
+    compilation = Compilation(agent.bundles, agent.compiler, settings.blobstore, in_use, parallel)
 
     def report(step: str) -> None:
         agent.tasks.report(f"{package.name}: {step}")
 
-    await bundles.activate_packages([])
-    report("fetching dependencies")
-    parallel = settings.source.env.bosh.parallel
-    doing = "Installing dependent package: '{0.name}'"
-    await bundles.install(dependencies, settings.blobstore, parallel, doing=doing)
-    await bundles.activate_packages(dependencies)
-    target = await bundles.create(Bundle("package", package.name, package.version))
-    return await agent.compiler.compile(package, target, settings.blobstore, report)
-
-
-async def _clean(agent: Agent) -> None:
-    """Give back the room on the disk. What fails here says nothing of the package, and the next one will tell."""
-    for remove in (agent.compiler.clean, lambda: agent.bundles.activate_packages([])):
+    try:
+        needed = [_bundle(each) for each in dependencies.values()]
         try:
-            await remove()
-        except ActionError as exc:
-            logger.warning("cannot clean up after compiling: %s", exc)
+            return await _unless(cancelled, compilation.compile(package, needed, report))
+        finally:
+            await compilation.clean()
+    except ShimError as exc:
+        raise ActionError(f"Compiling package {package.name}: {exc}") from exc
+
+
+def packages_of_jobs(spec: ApplySpec, bundles: Bundles) -> list[Bundle]:
+    """The installed packages that jobs of this instance use."""
+    packages = bundles_of(spec)[1] if spec.jobs else []
+    missing = bundles.missing(packages)
+    return [package for package in packages if package not in missing]
 
 
 def _bundle(needed: Dependency) -> Bundle:

@@ -39,10 +39,13 @@ async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 
 @action("migrate_disk", Mode.TASK)
-async def migrate_disk(agent: Agent, old: str = "", new: str = "") -> dict[str, str]:
-    """Copy the disk on the store to the one on the migration target and swap them; the CLI names neither."""
+async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, str]:
+    """Copy the disk on the store to the one on the migration target and swap them; the CLI names neither.
+
+    The Go agent takes no arguments here: what is no cid counts as absent.
+    """
     with _telling("Migrating persistent disk"):
-        await agent.disks.migrate(old, new)
+        await agent.disks.migrate(*(cid if isinstance(cid, str) else "" for cid in (old, new)))
     return {}
 
 

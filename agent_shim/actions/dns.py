@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -12,12 +13,13 @@ from agent_shim.blobstore import BlobRef
 from agent_shim.dispatch import Mode, action
 from agent_shim.errors import ActionError
 from agent_shim.host import network
+from agent_shim.wire import UINT64, DigestText
 
-Version = Annotated[int, msgspec.Meta(ge=0)]
+Version = Annotated[int, UINT64]
 
 
 @action("sync_dns", Mode.NOW)
-async def sync_dns(agent: Agent, blob_id: str, digest: str, version: Version) -> str:
+async def sync_dns(agent: Agent, blob_id: str, digest: DigestText, version: Version) -> str:
     """Bring the DNS records of all instances up to ``version`` (agent/action/sync_dns.go)."""
     source = BlobRef(blob_id=blob_id, digest=digest)
     return await _sync(agent, source, version, f"getting {blob_id[:100]} from blobstore")
@@ -27,7 +29,7 @@ class Signed(msgspec.Struct, frozen=True):
     """The argument of ``sync_dns_with_signed_url``."""
 
     signed_url: str = ""
-    multi_digest: str = ""
+    multi_digest: DigestText = ""
     version: Version = 0
     blobstore_headers: dict[str, str] = {}
 
@@ -61,9 +63,9 @@ async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any
     """Forget the link addresses of these neighbours where the container may; never fails (delete_arp_entries.go)."""
     addresses = []
     for text in entries.ips:
-        try:
-            addresses.append(str(ipaddress.ip_address(text)))
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            address = ipaddress.ip_address(text)
+            if not getattr(address, "scope_id", None):  # any text, line breaks too
+                addresses.append(str(address))
     await network.forget_neighbours(addresses)
     return {}

@@ -56,11 +56,14 @@ def drain_spec(spec: ApplySpec) -> DrainSpec:
 
 
 @action("run_errand", Mode.TASK)
-async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str = "") -> dict[str, Any]:
-    """Run ``bin/run`` of a job; a non-zero exit is a result, not a failure (agent/action/run_errand.go)."""
+async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str | None = None) -> dict[str, Any]:
+    """Run ``bin/run`` of a job; a non-zero exit is a result, not a failure (agent/action/run_errand.go).
+
+    Without a name the first job of the instance group is meant, which ``job.template`` names.
+    """
     job = agent.spec.current.job
-    if not name:
-        if not job.templates:
+    if name is None:
+        if not job.template:
             raise ActionError("At least one job template is required to run an errand")
         name = job.template
     elif name not in [template.name for template in job.templates or []]:

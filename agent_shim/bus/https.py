@@ -14,11 +14,14 @@ import base64
 import hmac
 import logging
 import os
+import socket
+import ssl
 import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 from urllib.parse import unquote, urlsplit
@@ -47,7 +50,7 @@ class Bounds:
     blob: int = 16 * 1024**3
     """Bytes of a blob."""
     connections: int = 128
-    """When one more comes, the oldest goes that has not shown the password."""
+    """When one more comes, the oldest goes that has not shown the password; if all have, the new one."""
     handshake: float = 10.0
     idle: float = 30.0
     """A connection without a whole request head is closed; the CLI polls every second."""
@@ -91,6 +94,8 @@ class HttpsBus:
         )
         self._server: asyncio.Server | None = None
         self._changing = asyncio.Lock()
+        self._callers: dict[web.RequestHandler, asyncio.Task[None]] = {}
+        """Connections in the order of their arrival, each with its TLS handshake."""
         self._known: set[web.RequestHandler] = set()
         """Connections that have shown the password."""
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
@@ -128,6 +133,8 @@ class HttpsBus:
                 await asyncio.sleep(self._bounds.retry)
         finally:
             self._stop_listening()
+            for greeting in self._callers.values():
+                greeting.cancel()
             self._web.pre_shutdown()
             await self._web.shutdown(self._bounds.goodbye)
             for task in self._answering:
@@ -167,12 +174,7 @@ class HttpsBus:
         self._stop_listening()
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._admit,
-                host,
-                port,
-                ssl=context,
-                ssl_handshake_timeout=self._bounds.handshake,
-                ssl_shutdown_timeout=self._bounds.goodbye,
+                lambda: _Arrival(partial(self._admit, context)), host, port
             )
         except OSError as exc:
             raise BusError(f"cannot listen at {host or '*'}:{port}: {exc.strerror or exc}") from exc
@@ -191,16 +193,40 @@ class HttpsBus:
         self._server = None
         self.stats.connected_at = None
 
-    def _admit(self) -> web.RequestHandler:
-        """A new connection, for which a stranger may have to go."""
+    def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
+        """Begin TLS with a caller, for whom the oldest stranger may have to go: in its handshake or after it."""
         connections = self._web.connections
         self._known.intersection_update(connections)
-        if len(connections) >= self._bounds.connections:
-            strangers = (connection for connection in connections if connection not in self._known)
-            transport = next((stranger.transport for stranger in strangers if stranger.transport is not None), None)
-            if transport is not None:
-                transport.abort()
-        return self._web()
+        self._callers = {
+            handler: greeting
+            for handler, greeting in self._callers.items()
+            if not greeting.done() or handler in connections
+        }
+        if len(self._callers) >= self._bounds.connections:
+            oldest = next((handler for handler in self._callers if handler not in self._known), None)
+            if oldest is None:
+                caller.close()
+                return
+            self._callers.pop(oldest).cancel()
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        handler = self._web()
+        greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS with a caller")
+        # One that is cancelled before its first step closes nothing itself.
+        greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
+        self._callers[handler] = greeting
+
+    async def _greet(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: handler,
+                caller,
+                ssl=context,
+                ssl_handshake_timeout=self._bounds.handshake,
+                ssl_shutdown_timeout=self._bounds.goodbye,
+            )
+        except OSError as exc:
+            logger.debug("a caller has not come through TLS: %s", exc)
 
     # --- requests ---
 
@@ -342,6 +368,23 @@ class HttpsBus:
             if most < 0:
                 raise _TooLargeError
             yield chunk
+
+
+class _Arrival(asyncio.Protocol):
+    """Gives a connection away before anything is read of it.
+
+    A server of asyncio with TLS tells of a connection only after its handshake: those before it could not be counted.
+    """
+
+    def __init__(self, give: Callable[[socket.socket], None]) -> None:
+        self._give = give
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        caller = transport.get_extra_info("socket").dup()
+        transport.abort()
+        self._give(caller)
 
 
 def _only_waits(body: bytes) -> bool:

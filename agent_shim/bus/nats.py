@@ -30,7 +30,7 @@ from agent_shim import imports
 from agent_shim.bus import Handle, Stats, tls
 from agent_shim.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.host.apart import apart
-from agent_shim.settings import Mbus
+from agent_shim.settings import Mbus, bus_address
 
 # aiohttp is there for websockets, importlib.metadata for a version number, nats.js for JetStream: 15 MB for nothing.
 with imports.without("aiohttp", "importlib.metadata", empty="nats.js"):
@@ -41,7 +41,7 @@ with imports.without("aiohttp", "importlib.metadata", empty="nats.js"):
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
-LONGEST_SUBJECT: Final = 1024
+MAX_SUBJECT_BYTES: Final = 1024
 """nats-server ends a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Requests that are worked on at a time, in number and size; what comes beyond is dropped, as nats.go does."""
@@ -241,8 +241,10 @@ class _Link(Client):
 
     async def open(self, url: str, context: ssl.SSLContext, agent_id: str, timing: Timing) -> None:
         """Connect and subscribe; returns when the server has confirmed the subscription."""
-        self.url = urlsplit(url)
-        self.address = self.url.netloc.rpartition("@")[2]
+        self.url = bus_address(url)
+        self.address = _place(url)
+        if not self.url.hostname:
+            raise BusError("an address is nats://HOST:PORT, with a password percent-encoded")
         await self.connect(
             [url],
             error_cb=_ignore,
@@ -294,8 +296,9 @@ class _Link(Client):
         """Hand a message over to be sent; raises ``BusError``."""
         if self.is_over:
             raise BusError(self._ended.result())
-        if len(subject) > LONGEST_SUBJECT:
-            raise BusError(f"a subject of {len(subject)} characters would end the link")
+        size = len(subject.encode())
+        if size > MAX_SUBJECT_BYTES:
+            raise BusError(f"a subject of {size} bytes would end the link")
         if self.pending_data_size > MAX_BACKLOG:
             raise BusError("the server does not take what is sent")
         try:
@@ -303,11 +306,15 @@ class _Link(Client):
         except nats_errors.Error as exc:
             raise BusError(str(exc) or type(exc).__name__) from exc
 
-    async def settle(self, patience: float) -> None:
-        """Until the server has dealt with all that was sent, or the link is over, or ``patience`` seconds are."""
+    async def settle(self, patience: float) -> bool:
+        """Until the server has dealt with all that was sent, or the link is over, or ``patience`` seconds are.
+
+        True in the first case.
+        """
         arrived: asyncio.Future[Any] = asyncio.create_task(self._round_trip(), name="bus round trip")
         try:
             await asyncio.wait({arrived, self._ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            return arrived.done() and not self.is_over
         finally:
             arrived.cancel()
 
@@ -423,6 +430,9 @@ class NatsBus:
         self._timing = timing or Timing()
         self._link: _Link | None = None
         self._linked = asyncio.Event()
+        self._attempted = asyncio.Event()
+        self._greeted_at = 0
+        """The number of the last attempt that a server greeted, and refused."""
         self._noted: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
@@ -449,6 +459,28 @@ class NatsBus:
             await asyncio.wait(set(self._answering), timeout=patience)
         if self._link is not None:
             await self._link.settle(patience)
+
+    async def is_heard(self, patience: float) -> bool:
+        """Whether a server says anything to us within ``patience`` seconds from now: on the link, or at an attempt.
+
+        Nothing is opened for it: ``run`` makes the attempts. One that was under way already counts if it succeeds. A
+        link that does not answer in time is given up.
+        """
+        begun = self.stats.attempts
+        try:
+            async with asyncio.timeout(patience):
+                while self._link is None or self._link.is_over:
+                    self._attempted.clear()
+                    await self._attempted.wait()
+                    if self._greeted_at > begun:
+                        return True
+        except TimeoutError:
+            return False
+        link = self._link
+        is_answered = await link.settle(patience)
+        if not is_answered:
+            link.end(f"no answer to a ping within {patience:g} s")
+        return is_answered
 
     async def wait_connected(self) -> None:
         """Until there is a link."""
@@ -556,6 +588,7 @@ class NatsBus:
 
     async def _open(self, url: str, mbus: Mbus) -> _Link:
         self.stats.attempts += 1
+        number = self.stats.attempts
         link = _Link(self._received, self._denied)
         opening = asyncio.create_task(
             link.open(url, tls.client_context(mbus), self._agent_id, self._timing), name="bus connection"
@@ -567,6 +600,9 @@ class NatsBus:
                 raise TimeoutError
             opening.result()
         except BaseException:
+            if link.has_greeted:
+                self._greeted_at = number
+                self._attempted.set()
             await _ended(opening)
             await link.abandon()
             raise
@@ -581,6 +617,7 @@ class NatsBus:
         self._noted.clear()
         logger.info("connected to the bus at %s", link.address)
         self._linked.set()
+        self._attempted.set()
         self._on_connected()
 
     async def _stay(self) -> bool:
@@ -703,11 +740,16 @@ class NatsBus:
         self._note(f"the bus refuses a message: {text}", kind="denied")
 
 
+def _place(url: str) -> str:
+    """Host and port of an address, never a part of its password."""
+    return bus_address(url).netloc.rpartition("@")[2] or "an address that cannot be read"
+
+
 def _failure(url: str, exc: Exception) -> BusError:
     """What went wrong at an address, in words; ``CredentialsError`` where other credentials might help."""
     if isinstance(exc, CredentialsError):
         return CredentialsError(f"cannot use the credentials of the bus: {exc}")
-    where = f"cannot connect to the bus at {urlsplit(url).netloc.rpartition('@')[2]}"
+    where = f"cannot connect to the bus at {_place(url)}"
     if isinstance(exc, ssl.SSLCertVerificationError):
         return CredentialsError(f"{where}: {getattr(exc, 'verify_message', exc)}")
     if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):

@@ -57,6 +57,8 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the certificate is no PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
         raise CredentialsError("the private key is no PEM key")
+    if "ENCRYPTED" in certificate + private_key:  # how long one takes to decrypt, its own text says: hours, if it likes
+        raise CredentialsError("the private key is encrypted: there is no password for it")
     file = os.memfd_create("bus")
     try:
         with open(file, "w", closefd=False) as out:

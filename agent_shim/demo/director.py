@@ -68,10 +68,13 @@ class Peer:
         self._on_message = on_message
         self._writer: asyncio.StreamWriter | None = None
         self._joined = asyncio.Event()
+        self.published = 0
+        """Messages handed over so far."""
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Hand a message to the bus, once there is one."""
         await self._joined.wait()
+        self.published += 1
         if self._writer is not None:
             self._writer.write(b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(data), data))
             await self._writer.drain()

@@ -106,11 +106,12 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
     """All disks by cid: those of the settings, and over them the stored hints.
 
-    A hint that names no place does not hide one in the settings: the two ways in which CPIs tell differ in age.
+    A hint that names no place does not hide one in the settings: the two ways in which CPIs tell differ in age. The
+    empty cid names no disk.
     """
-    found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items()}
+    found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
     for cid, disk in stored.items():
-        if disk.place is not None or cid not in found or found[cid].place is None:
+        if cid and (disk.place is not None or cid not in found or found[cid].place is None):
             found[cid] = disk
     return found
 
@@ -130,4 +131,4 @@ def load(path: Path) -> dict[str, DiskSettings]:
 
 def save(path: Path, stored: Mapping[str, DiskSettings]) -> None:
     """Store hints, which may hold passwords."""
-    files.write_atomic(path, msgspec.json.encode(stored), mode=0o600)
+    files.write_atomic(files.behind(path), msgspec.json.encode(stored), mode=0o600)

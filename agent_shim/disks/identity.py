@@ -27,7 +27,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from agent_shim.host import files
+from agent_shim.host import files, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ DIRECTORY: Final = ".agent_shim"
 NAME: Final = "disk.json"
 OURS: Final = frozenset({DIRECTORY, "lost+found"})
 """Names at the top of a volume that are no data of jobs."""
-_LONGEST: Final = 65536
+_MAX_BYTES: Final = 65536
 
 Role = Literal["store", "target", ""]
 """Where a disk belongs; "" was mounted once and then taken down."""
@@ -76,29 +76,24 @@ def read(volume: Path) -> Marker | None:
 
 def _content(volume: Path) -> bytes:
     """Jobs may write to the volume: no link is followed, no pipe waited for."""
-    top = os.open(volume, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fd = files.open_beneath(top, f"{DIRECTORY}/{NAME}", os.O_RDONLY | os.O_NONBLOCK)
-    finally:
-        os.close(top)
-    try:
-        return os.read(fd, _LONGEST)
-    finally:
-        os.close(fd)
+    return guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume)
 
 
 def write(volume: Path, marker: Marker) -> None:
     """Put the marker on a volume, whole or not at all; raises ``HostError``."""
     try:
         files.make_dir(volume / DIRECTORY, 0o700)
-        fd = os.open(volume / DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            # By descriptor: what somebody puts in the place of the directory meanwhile is not written to.
+        # By descriptor: a directory that is exchanged meanwhile is not written to.
+        with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
-        finally:
-            os.close(fd)
     except OSError as exc:
         raise files.failed(f"mark the volume {volume} as disk {marker.cid}", exc) from exc
+
+
+def remove(volume: Path) -> None:
+    """Take the marker away where no other can be written; raises ``OSError``."""
+    with guarded.held(volume / DIRECTORY, volume) as directory:
+        os.unlink(NAME, dir_fd=directory)
 
 
 # --- the decision ---------------------------------------------------------------------------------------------------

@@ -93,13 +93,20 @@ class Places:
             place = self._paths.store  # the CPI names none: whoever made the container has put it there
         if place is None or not volumes.is_directory(place):
             return Disk(cid, place)
-        # A bare directory, of the container or of what is mounted on all of /var/vcap, is where a volume is missing.
-        if self._paths.is_system and not volumes.is_mounted(place, apart_from=self._paths.base):
+        if self.is_bare(place):
             return Disk(cid, place)
         marker = identity.read(place)
         if marker is not None and cid in self._taken_down:
             marker = msgspec.structs.replace(marker, role="")
         return Disk(cid, place, place, marker)
+
+    def is_bare(self, place: Path) -> bool:
+        """True for a directory that is no mount point: there a volume is missing.
+
+        What it lies on does not matter. A directory of the node, into which volumes are mounted while the pod runs, is
+        a mount itself; a file that is written there before the volume arrives, or after it has left, stays on the node.
+        """
+        return self._paths.is_system and volumes.is_directory(place) and not mounts.is_mount_point(place)
 
     def _mounted_on(self, place: Path, disks: dict[str, Disk], managed: str) -> str:
         for disk in disks.values():
@@ -209,7 +216,7 @@ class Places:
         except HostError as exc:
             logger.warning("%s", exc)
             with suppress(OSError):  # a full disk still lets go of a name
-                (volume / identity.DIRECTORY / identity.NAME).unlink()
+                identity.remove(volume)
 
     # --- mount and unmount ------------------------------------------------------------------------------------------
 
@@ -299,7 +306,9 @@ class Places:
             self._let_go(volume / identity.DIRECTORY)
 
     def place_of(self, view: View, cid: str) -> Path | None:
-        """Where a disk is mounted."""
+        """Where a disk is mounted; None where it is not, and for the empty cid, which names no disk."""
+        if not cid:
+            return None
         if cid == view.store:
             return self._paths.store
         return self._paths.store_migration_target if cid == view.target else None
@@ -352,6 +361,8 @@ class Places:
             raise ActionError(f"Persistent disk with volume id '{wanted.cid}' could not be found")
         if disk.place is None or not disk.place.exists():
             raise ActionError(f"there is nothing at {disk.place or 'the place of the disk, which nobody named'}")
+        if self.is_bare(disk.place):
+            raise ActionError(f"nothing is mounted at {disk.place}")
         files.make_dir(self._paths.instance_disks, 0o755)
         files.swap_link(disk.place, self._paths.instance_disks / plain(wanted.name))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agent_shim.disks import hints
 from agent_shim.disks.copying import Copy, in_worker
@@ -27,6 +27,9 @@ from agent_shim.paths import Paths
 from agent_shim.settings import DiskAssociation, Effective
 
 logger = logging.getLogger(__name__)
+
+DEVICES: Final = Path("/dev")
+SHARED_MEMORY: Final = DEVICES / "shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,12 @@ class Disks:
     # --- hints ------------------------------------------------------------------------------------------------------
 
     async def add(self, cid: str, hint: Any) -> None:
-        """Keep what the CPI says of a disk."""
+        """Keep what the CPI says of a disk; raises ``ActionError`` for a disk without a cid.
+
+        The Go agent keeps such a hint. In a :class:`View` the empty cid means a place without a known disk.
+        """
+        if not cid:
+            raise ActionError("cannot keep the hint: the disk has no cid")
         await asyncio.to_thread(self._change_hints, cid, hints.from_hint(cid, hint, self._settings().source.env))
 
     async def remove(self, cid: str) -> None:
@@ -144,7 +152,7 @@ class Disks:
         if cid in known:
             return known[cid]
         view = await self._look()
-        if cid in (view.store, view.target):  # mounted, though its hint is gone
+        if self._places.place_of(view, cid) is not None:  # mounted, though its hint is gone
             return DiskSettings(cid=cid)
         raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
 
@@ -208,6 +216,11 @@ class Disks:
                 raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
             if disk.volume is not None:
                 return
+            if _is_device(disk.place):
+                raise ActionError(
+                    f"cannot use disk {cid}: {disk.place} is a block device, and no directory with its files "
+                    "(have the CPI mount the volume into the container and name that directory as path in the hint)"
+                )
             if time.monotonic() > deadline:
                 raise ActionError(f"the volume of disk {cid} is not there: {_missing(disk.place)}")
             await asyncio.sleep(self._patience.look)
@@ -303,12 +316,15 @@ class Disks:
         await asyncio.to_thread(link.unlink, missing_ok=True)
 
     async def _existence(self, place: Path | None) -> None:
-        """Wait for something, of whatever kind, to be at ``place``."""
+        """Wait for a volume, a device or a file to be at ``place``."""
         deadline = time.monotonic() + self._patience.arrival
-        while place is None or not await asyncio.to_thread(place.exists):
+        while place is None or not await asyncio.to_thread(self._is_there, place):
             if place is None or time.monotonic() > deadline:
                 raise ActionError(_missing(place))
             await asyncio.sleep(self._patience.look)
+
+    def _is_there(self, place: Path) -> bool:
+        return place.exists() and not self._places.is_bare(place)
 
 
 def _is_migrated(view: View, old: str, new: str) -> bool:
@@ -317,6 +333,13 @@ def _is_migrated(view: View, old: str, new: str) -> bool:
     if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.target:
         return False
     return new in ("", there.cid) and old in ("", there.marker.source)
+
+
+def _is_device(place: Path | None) -> bool:
+    """True for a block device, and for the name of one that this container does not have: waiting brings neither."""
+    if place is None:
+        return False
+    return place.is_block_device() or (place.is_relative_to(DEVICES) and not place.is_relative_to(SHARED_MEMORY))
 
 
 def _missing(place: Path | None) -> str:

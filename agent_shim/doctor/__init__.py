@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import os
 import pwd
+import re
 import resource
 import shutil
 import socket
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult
 
 from agent_shim import asking, drift, x509
+from agent_shim.bus import tls
 from agent_shim.doctor import judgement
-from agent_shim.doctor.finding import LIMITED, Finding, Report
-from agent_shim.errors import ConfigError, HostError, NoAgentError
+from agent_shim.doctor.finding import LIMITED, Finding, Report, Runtime
+from agent_shim.errors import ConfigError, HostError, NoAgentError, ShimError
 from agent_shim.host import (
     cages,
     capabilities,
@@ -42,13 +44,17 @@ from agent_shim.host import (
     trials,
 )
 from agent_shim.paths import Paths
-from agent_shim.settings import AgentConfig, Effective, UpdateSettings, parse, parse_config, parse_update
+from agent_shim.settings import AgentConfig, Effective, UpdateSettings, bus_address, parse, parse_config, parse_update
 
 PATIENCE: Final = 3.0
 """Seconds for an answer over the network."""
+MAX_GREETING_BYTES: Final = 65536
+"""Of a NATS server; the line has some 500."""
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/)")
+"""Where a kubelet has, on its node, what it mounts into each container: hosts file and termination log."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 
 
@@ -78,7 +84,15 @@ def examine(paths: Paths, config: Path | None) -> Report:
             except (OSError, ValueError, LookupError) as exc:
                 findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
         binds = not trials.outcome(partial(trials.bind_mount, patient.scratch))
-        return Report(judgement.tier(is_root=patient.is_root, mounts=binds), findings)
+        told = [finding.told(runtime(patient.settings)) for finding in findings]
+        return Report(judgement.tier(is_root=patient.is_root, mounts=binds), told)
+
+
+def runtime(settings: Effective | None) -> Runtime:
+    """What made the container: mounts of the kubelet tell a pod, settings with a bus tell a CPI."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in mounts.mounts()):
+        return "pod"
+    return "cpi" if settings is not None and settings.mbus.urls else "engine"
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
@@ -249,7 +263,7 @@ def _kernel(_: Patient) -> Iterator[Finding]:
     yield judgement.watches(
         trials.outcome(trials.watch_files), _sysctl("max_user_instances"), _sysctl("max_user_watches")
     )
-    name = Path("/proc/1/comm").read_text().strip()
+    name = proc.name(1)
     yield judgement.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))
 
 
@@ -267,7 +281,8 @@ def _clock(patient: Patient) -> Iterator[Finding]:
     if patient.settings is not None and "BEGIN CERTIFICATE" in patient.settings.mbus.certificate:
         begins, ends = x509.validity(patient.settings.mbus.certificate)
         now = clock.wall_time_of(clock.boot_ticks())
-        yield judgement.certificate(ends - now, begins - now)
+        is_door = patient.settings.mbus.scheme == "https"
+        yield judgement.certificate(ends - now, begins - now, is_door=is_door)
 
 
 def _ports(patient: Patient) -> Iterator[Finding]:
@@ -293,10 +308,37 @@ def _refuses(host: str, port: int) -> str:
     return ""
 
 
+def _without_bus(patient: Patient, place: SplitResult) -> str:
+    """Why the agent has no link, else why there would be none; "" if there is or would be one.
+
+    The handshake is brought to its end: what is dropped before that, the server logs as an error.
+    """
+    if held := patient.status.get("bus"):
+        return "" if held["connected"] else str(held["error"]) or "there is no link yet"
+    assert patient.settings is not None, "the place is out of the settings"
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 4222), PATIENCE) as one:
+            context = tls.client_context(patient.settings.mbus)
+            _read_line(one)
+            secured = context.wrap_socket(one, server_hostname=place.hostname)
+            with secured, contextlib.suppress(OSError):
+                secured.unwrap()
+    except (ShimError, OSError) as exc:
+        return getattr(exc, "verify_message", "") or getattr(exc, "strerror", None) or str(exc)
+    return ""
+
+
+def _read_line(one: socket.socket) -> None:
+    """Read the greeting of the server, byte for byte: what follows belongs to TLS."""
+    for _ in range(MAX_GREETING_BYTES):
+        if one.recv(1) in (b"", b"\n"):
+            return
+
+
 def _network(patient: Patient) -> Iterator[Finding]:
     words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
     servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
-    places = [urlsplit(url) for url in patient.settings.mbus.urls] if patient.settings else []
+    places = [bus_address(url) for url in patient.settings.mbus.urls] if patient.settings else []
     places = [place for place in places if place.scheme == "nats" and place.hostname]
     names = [place.hostname for place in places if place.hostname and not _is_address(place.hostname)]
     resolved = {name: _unresolved(name) for name in names}
@@ -308,12 +350,14 @@ def _network(patient: Patient) -> Iterator[Finding]:
     yield judgement.addresses(
         found.ip if found else "", {ip: where for ip, where in expected.items() if not network.has_address(ip)}
     )
-    reached = {
-        f"{place.hostname}:{place.port or 4222}": _refuses(place.hostname or "", place.port or 4222) for place in places
-    }
+    reached = {f"{place.hostname}:{place.port or 4222}": _without_bus(patient, place) for place in places}
     if (finding := judgement.bus(reached)) is not None:
         yield finding
         yield judgement.firewall(_no_firewall(patient))
+
+
+def _names(_: Patient) -> Iterator[Finding]:
+    yield judgement.own_names({name: _unresolved(name) for name in ("localhost", socket.gethostname())})
 
 
 def _no_firewall(patient: Patient) -> str:
@@ -369,5 +413,6 @@ CHECKS: Final[Mapping[str, Callable[[Patient], Iterator[Finding]]]] = {
     "kernel": _kernel,
     "clock": _clock,
     "ports": _ports,
+    "names": _names,
     "network": _network,
 }

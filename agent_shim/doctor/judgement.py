@@ -1,4 +1,8 @@
-"""What follows from what a container allows. Pure: facts in, findings out; the places of manifests are Kubernetes'."""
+"""What follows from what a container allows. Pure: facts in, findings out.
+
+The advice has three forms where the places differ: for a pod, for a CPI outside of Kubernetes, whose
+``cloud_properties`` are those of the Docker CPI (keys of Docker's HostConfig), and for options of docker and podman.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from agent_shim.doctor.finding import GOOD, LIMITED, WRONG, Finding
+from agent_shim.doctor.finding import GOOD, LIMITED, WRONG, Change, Finding
 from agent_shim.host.capabilities import Privileges
 
 MIB: Final = 1 << 20
@@ -44,6 +48,19 @@ ROOT: Final = "root with few capabilities"
 RESTRICTED: Final = "restricted: no root"
 
 _SECURITY: Final = "securityContext"
+_CPI: Final = "cloud_properties of the VM"
+
+
+def _capabilities(names: Collection[str], more: str = "") -> Change:
+    listed = f"[{', '.join(names)}]"
+    return Change(
+        f"{_SECURITY}.capabilities.add: {listed}{more}",
+        cpi=f"{_CPI}: Privileged: true (the default), or CapAdd: {listed}{more}",
+        engine=f"{' '.join(f'--cap-add={name}' for name in names)}{more}",
+    )
+
+
+_DNS: Final = "dns of the network in the cloud-config"
 
 
 def tier(*, is_root: bool, mounts: bool) -> str:
@@ -62,7 +79,11 @@ def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
             f"{name}{where}",
             "agent and jobs are one user: a job can read what the agent knows; pre-start scripts that need root fail; "
             "no bosh ssh",
-            f"{_SECURITY}.runAsUser: 0, where that is allowed",
+            Change(
+                f"{_SECURITY}.runAsUser: 0, where that is allowed",
+                cpi=f"{_CPI}: no User",
+                engine="--user=0",
+            ),
         )
     if becomes or gives:
         return Finding(
@@ -70,7 +91,7 @@ def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
             WRONG,
             f"{name}{where}, who cannot be or serve another user ({os.strerror(becomes or gives)})",
             "no job that runs as vcap starts",
-            f"{_SECURITY}.capabilities.add: [CHOWN, SETGID, SETUID]",
+            _capabilities(["CHOWN", "SETGID", "SETUID"]),
         )
     return Finding("user", GOOD, f"{name}{where}, who can run jobs as another user")
 
@@ -89,7 +110,7 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
             WRONG if any(name in NEEDED for name in missing) else LIMITED,
             f"without {', '.join(missing)}",
             "; ".join(dict.fromkeys({**NEEDED, **USEFUL}[name] for name in missing)),
-            f"{_SECURITY}.capabilities.add: [{', '.join(missing)}]",
+            _capabilities(missing),
         )
     if absent:
         return Finding(
@@ -97,7 +118,11 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
             LIMITED,
             f"those the agent needs; without {', '.join(absent)}",
             "; ".join(STRONG[name] for name in absent),
-            f"{_SECURITY}.capabilities.add, for jobs that need one of them",
+            Change(
+                f"{_SECURITY}.capabilities.add, for jobs that need one of them",
+                cpi=f"{_CPI}: Privileged: true (the default), or CapAdd, for jobs that need one of them",
+                engine="--cap-add=NAME, for jobs that need one of them",
+            ),
         )
     return Finding("capabilities", GOOD, f"{len(found.effective)} of them, all that jobs ask for")
 
@@ -113,7 +138,11 @@ def privileges(found: Privileges) -> Finding:
             LIMITED,
             ", ".join(marks),
             "sudo, su and other setuid programs do nothing, for jobs and in bosh ssh",
-            f"{_SECURITY}.allowPrivilegeEscalation: true, if somebody needs sudo",
+            Change(
+                f"{_SECURITY}.allowPrivilegeEscalation: true, where sudo is needed",
+                cpi=f"{_CPI}: SecurityOpt without no-new-privileges, where sudo is needed",
+                engine="no --security-opt=no-new-privileges, where sudo is needed",
+            ),
         )
     return Finding("confinement", GOOD, ", ".join(marks) or "none")
 
@@ -129,7 +158,11 @@ def mounts(bind: int, tmpfs: int) -> Finding:
         "; ".join(refused),
         "a persistent disk is shown by a link (scripts that ask `mountpoint /var/vcap/store` see none); jobs that "
         "mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk",
-        f"{_SECURITY}.privileged: true, or mount the volume on /var/vcap/store itself",
+        Change(
+            f"{_SECURITY}.privileged: true, or mount the volume on /var/vcap/store itself",
+            cpi=f"{_CPI}: Privileged: true",
+            engine="--privileged, or --volume=NAME:/var/vcap/store",
+        ),
     )
 
 
@@ -157,7 +190,11 @@ def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | 
                 LIMITED,
                 "not visible",
                 "memory and processor in heartbeats are those of the machine; nobody says that memory ran out",
-                "mount /sys/fs/cgroup (read-only is enough)",
+                Change(
+                    "mount /sys/fs/cgroup (read-only is enough)",
+                    cpi="the property mount_cgroupfs of the CPI",
+                    engine="--volume=/sys/fs/cgroup:/sys/fs/cgroup:ro",
+                ),
             )
         ]
     how = "can be made below ours" if delegates else "read-only"
@@ -173,7 +210,7 @@ def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | 
                 LIMITED,
                 ", ".join(filter(None, texts)) or "none",
                 "one job can take the memory of the whole machine; heartbeats tell the machine's memory",
-                "resources.limits.memory",
+                Change("resources.limits.memory", cpi=f"{_CPI}: Memory: BYTES", engine="--memory=SIZE"),
             )
         )
     return findings
@@ -188,7 +225,11 @@ def open_files(hard: int, processes: int) -> Finding:
             LIMITED,
             ", ".join(shown),
             "jobs that want more open files get these (bpm.yml limits.open_files is often 65536 or 100000)",
-            "the default ulimits of the container runtime on the node (LimitNOFILE)",
+            Change(
+                "the default ulimits of the container runtime on the node (LimitNOFILE)",
+                cpi=f"{_CPI}: Ulimits: [{{Name: nofile, Soft: 1048576, Hard: 1048576}}]",
+                engine="--ulimit=nofile=1048576:1048576",
+            ),
         )
     return Finding("job limits", GOOD, ", ".join(shown))
 
@@ -202,7 +243,11 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
             WRONG,
             f"cannot be written: {why}",
             f"{needs} cannot be kept there",
-            f"a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)",
+            Change(
+                f"a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)",
+                cpi="ReadonlyRootfs: false, Binds without :ro",
+                engine=f"--volume=NAME:{path}, writable by this user",
+            ),
         )
     if "noexec" in options:
         return Finding(
@@ -210,7 +255,11 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
             WRONG,
             "mounted noexec",
             "no program of a job or package runs there",
-            f"a volume on {path} that is mounted without noexec",
+            Change(
+                f"a volume on {path} that is mounted without noexec",
+                cpi=f"{_CPI}: no Tmpfs or Binds on {path} with noexec",
+                engine=f"--volume=NAME:{path} without noexec",
+            ),
         )
     if not is_own_volume:
         return Finding(
@@ -218,7 +267,11 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
             LIMITED,
             "in the root file system of the container",
             f"{needs} are gone with the container",
-            f"a volume mounted on {path}",
+            Change(
+                f"a volume mounted on {path}",
+                cpi="a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data",
+                engine=f"--volume=NAME:{path}",
+            ),
         )
     return Finding(path, GOOD, "a volume of its own, writable")
 
@@ -227,7 +280,12 @@ def plain_directory(path: str, refused: int, follows: str) -> Finding:
     """A directory that has only to be writable."""
     if not refused:
         return Finding(path, GOOD, "writable")
-    change = f"an emptyDir on {path}" if path.count("/") == 1 and path != "/etc" else "readOnlyRootFilesystem: false"
+    is_own = path.count("/") == 1 and path != "/etc"
+    change = Change(
+        f"an emptyDir on {path}" if is_own else "readOnlyRootFilesystem: false",
+        cpi=f"{_CPI}: ReadonlyRootfs: false",
+        engine=f"--tmpfs={path}" if is_own else "no --read-only",
+    )
     return Finding(path, LIMITED, f"cannot be written: {os.strerror(refused)}", follows, change)
 
 
@@ -251,7 +309,11 @@ def shared_memory(size: int) -> Finding:
             LIMITED,
             f"{size / MIB:.0f} MiB",
             "databases that share memory between processes (postgres) may fail when they need more",
-            f"an emptyDir with medium: Memory on {SHARED_MEMORY}",
+            Change(
+                f"an emptyDir with medium: Memory on {SHARED_MEMORY}",
+                cpi=f"{_CPI}: ShmSize: BYTES",
+                engine="--shm-size=SIZE",
+            ),
         )
     return Finding(SHARED_MEMORY, GOOD, f"{size / MIB:.0f} MiB")
 
@@ -311,7 +373,7 @@ def low_ports(refused: int) -> Finding:
             LIMITED,
             os.strerror(refused).lower(),
             "routers, DNS servers and sshd cannot listen on their usual ports",
-            f"{_SECURITY}.capabilities.add: [NET_BIND_SERVICE] or sysctl net.ipv4.ip_unprivileged_port_start=0",
+            _capabilities(["NET_BIND_SERVICE"], " or sysctl net.ipv4.ip_unprivileged_port_start=0"),
         )
     return Finding("ports below 1024", GOOD, "can be listened on")
 
@@ -340,30 +402,36 @@ def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
     return Finding("clock", GOOD, "follows a time server" if kept else "no complaint")
 
 
-def certificate(ends_in: float, begins_in: float) -> Finding:
-    """Of the bus; seconds until its end and its beginning."""
-    days = ends_in / 86400
+def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> Finding:
+    """Of the bus, or of the HTTPS door; seconds until its end and its beginning."""
+    days, topic = ends_in / 86400, "bus certificate"
+    now, later = "no connection to the bus", "the Director does not reach this instance any more"
+    advice = "rotate the certificates of the Director's NATS and deploy"
+    late = "rotate it: a deploy with new certificates, or recreate the instance"
+    if is_door:
+        topic, now, later = "certificate of the HTTPS door", "the bosh CLI refuses it", "the bosh CLI refuses it"
+        advice = late = "make another (cloud_provider.cert in the manifest of create-env) and run create-env"
     if begins_in > 0:
-        return Finding(
-            "bus certificate", WRONG, "not good yet", "no connection to the bus", "the time of the node is wrong"
-        )
+        return Finding(topic, WRONG, "not good yet", now, "the time of the node is wrong")
     if ends_in <= 0:
-        return Finding(
-            "bus certificate",
-            WRONG,
-            f"expired {-days:.0f} days ago",
-            "no connection to the bus",
-            "rotate it: a deploy with new certificates, or recreate the instance",
-        )
+        return Finding(topic, WRONG, f"expired {-days:.0f} days ago", now, late)
     if days < 30:
+        return Finding(topic, LIMITED, f"good for {days:.0f} days more", f"afterwards {later}", advice)
+    return Finding(topic, GOOD, f"good for {days:.0f} days more")
+
+
+def own_names(resolved: Mapping[str, str]) -> Finding:
+    """``resolved`` maps ``localhost`` and the host name to an error, "" for those that have an address."""
+    failed = {name: why for name, why in resolved.items() if why}
+    if failed:
         return Finding(
-            "bus certificate",
-            LIMITED,
-            f"good for {days:.0f} days more",
-            "afterwards the Director does not reach this instance any more",
-            "rotate the certificates of the Director's NATS and deploy",
+            "names",
+            WRONG,
+            "; ".join(f"{name}: {why}" for name, why in failed.items()),
+            "jobs do not find themselves; sudo and bosh ssh wait for name servers",
+            "/etc/hosts writable for the agent, which completes it at the boot",
         )
-    return Finding("bus certificate", GOOD, f"good for {days:.0f} days more")
+    return Finding("names", GOOD, f"{' and '.join(resolved)} found")
 
 
 def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, str]) -> Finding:
@@ -375,7 +443,7 @@ def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, st
             WRONG,
             "/etc/resolv.conf names no server",
             "names are not found",
-            "dnsPolicy and dnsConfig of the pod; a CPI: dns of the network",
+            Change("dnsPolicy and dnsConfig of the pod", cpi=_DNS, engine="--dns=ADDRESS"),
         )
     if failed:
         return Finding(
@@ -383,7 +451,11 @@ def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, st
             WRONG,
             "; ".join(f"{name}: {why}" for name, why in failed.items()),
             "the bus cannot be found",
-            "dnsPolicy: ClusterFirst, a NetworkPolicy that lets port 53 out, or an address in the settings",
+            Change(
+                "dnsPolicy: ClusterFirst, a NetworkPolicy that lets port 53 out, or an address in the settings",
+                cpi=f"{_DNS}, or an address of the bus instead of its name",
+                engine="--dns=ADDRESS, or an address in the settings",
+            ),
         )
     text = f"{', '.join(servers)}" + (f"; {', '.join(resolved)} found" if resolved else "")
     if rewrite:
@@ -400,11 +472,23 @@ def addresses(own: str, missing: Mapping[str, str]) -> Finding:
             WRONG,
             "; ".join(f"no interface has {ip} ({where})" for ip, where in missing.items()),
             "other instances look for this one at the wrong place",
-            "`bosh recreate` this instance, or give the pod its address again",
+            Change(
+                "`bosh recreate` this instance, or give the pod its address again",
+                cpi="`bosh recreate` this instance",
+                engine="--ip=ADDRESS",
+            ),
         )
     if not own:
         return Finding(
-            "addresses", LIMITED, "no default route", "dynamic networks get no address", "hostNetwork or a CNI network"
+            "addresses",
+            LIMITED,
+            "no default route",
+            "dynamic networks get no address",
+            Change(
+                "hostNetwork or a CNI network",
+                cpi="name of the network in cloud_properties of the subnet",
+                engine="--network=NAME",
+            ),
         )
     return Finding("addresses", GOOD, own)
 
@@ -420,7 +504,11 @@ def bus(reached: Mapping[str, str]) -> Finding | None:
             WRONG,
             "; ".join(f"{place}: {why}" for place, why in failed.items()),
             "the Director does not reach this instance",
-            "a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?",
+            Change(
+                "a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?",
+                cpi="a firewall that lets port 4222 out; is the Director's NATS up?",
+                engine="a firewall that lets port 4222 out; is the Director's NATS up?",
+            ),
         )
     return Finding("bus", GOOD, f"{', '.join(place for place in reached if place not in failed)} can be reached")
 
@@ -434,7 +522,7 @@ def firewall(obstacle: str) -> Finding:
         LIMITED,
         f"jobs can reach the bus: {obstacle}",
         "a job that has got hold of a certificate of the bus can use it",
-        f"{_SECURITY}.capabilities.add: [NET_ADMIN], an image with nftables, a network of its own",
+        _capabilities(["NET_ADMIN"], ", an image with nftables, a network of its own"),
     )
 
 
@@ -474,5 +562,9 @@ def first_process(name: str, *, is_init: bool) -> Finding:
         LIMITED,
         f"{name}, no init that we know",
         "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order",
-        "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
+        Change(
+            "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
+            cpi=f"{_CPI}: no Cmd, Entrypoint or PidMode",
+            engine="/sbin/init as the command; no --init, no --pid=host",
+        ),
     )

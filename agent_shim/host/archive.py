@@ -1,7 +1,8 @@
 """Tar archives: unpacking what may be hostile, packing what may change while it is read.
 
-Only worker processes import this module. Headers are read with :class:`tarfile.TarInfo`, everything else is done here:
-the interpreters of supported systems differ in what ``tarfile`` checks, and some loop for ever on a hostile archive.
+Only short-lived processes import this module. Headers are read with :class:`tarfile.TarInfo`, everything else is done
+here: the interpreters of supported systems differ in what ``tarfile`` checks, and some loop for ever on a hostile
+archive.
 What is unpacked looks as after GNU tar run by root with ``--no-same-owner``, as the Go agent does it
 (bosh-utils fileutil/tarball_compressor.go): modes and times kept, all owned by whoever unpacks.
 """
@@ -105,11 +106,7 @@ def unpack(
 def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, limits: Limits) -> bool:
     """True if there was anything below ``wanted``."""
     found = not wanted
-    room = limits.room(os.fstat(source.fileno()).st_size)
-    stream: _Source = source
-    if is_gzip(source):
-        stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
-    reader = _Reader(stream, limits.members, room)
+    reader = _reader(source, limits)
     fd = os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         tree = _Tree(fd, outside_links)
@@ -125,7 +122,29 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
     return found
 
 
-def _place(tree: _Tree, reader: _Reader, member: _Member, parts: _Parts, wanted: _Parts) -> None:
+def entries(source: BinaryIO, limits: Limits = GENEROUS) -> Iterator[tuple[Member, str, Iterator[bytes]]]:
+    """Each member of ``source``, tar or gzipped tar, with its path in normal form and its data.
+
+    The path has neither ``./`` before it nor ``/`` behind it. Data that is not read by the next step is skipped. Raises
+    ``ArchiveError``.
+    """
+    try:
+        reader = _reader(source, limits)
+        for member in reader.members():
+            yield member, "/".join(_parts(member.name)), reader.data()
+    except _BROKEN as exc:
+        raise ArchiveError(f"cannot read the archive: {exc}") from exc
+
+
+def _reader(source: BinaryIO, limits: Limits) -> _Reader:
+    room = limits.room(os.fstat(source.fileno()).st_size)
+    stream: _Source = source
+    if is_gzip(source):
+        stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
+    return _Reader(stream, limits.members, room)
+
+
+def _place(tree: _Tree, reader: _Reader, member: Member, parts: _Parts, wanted: _Parts) -> None:
     try:
         if member.kind == tarfile.DIRTYPE:
             tree.directory(parts, member)
@@ -153,8 +172,10 @@ _Parts = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """A header with its extensions applied; times in nanoseconds since 1970."""
+class Member:
+    """A header with its extensions applied: ``kind`` is the type of ``tarfile``, ``size`` in bytes, ``mtime`` in
+    nanoseconds since 1970.
+    """
 
     kind: bytes
     name: str
@@ -179,7 +200,7 @@ class _Reader:
         """Data bytes of the current member that nobody has read yet."""
         self._padding = 0
 
-    def members(self) -> Iterator[_Member]:
+    def members(self) -> Iterator[Member]:
         """Each member; what is not taken of its data before the next is skipped."""
         defaults: dict[str, str] = {}
         extended: dict[str, str] = {}
@@ -248,7 +269,7 @@ class _Reader:
             size -= len(piece)
 
 
-def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> _Member:
+def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:
     name = extended.get("path", header.name)
     if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended):
         raise ArchiveError(f"{_told(name)}: it is stored as a file with holes")
@@ -263,7 +284,7 @@ def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> _Member:
     if size < 0:
         raise ArchiveError(f"{_told(name)}: its size is negative")
     kind = tarfile.DIRTYPE if is_directory else header.type
-    return _Member(kind, name, extended.get("linkpath", header.linkname), stat.S_IMODE(header.mode), size, mtime)
+    return Member(kind, name, extended.get("linkpath", header.linkname), stat.S_IMODE(header.mode), size, mtime)
 
 
 _PAX_RECORD: Final = re.compile(rb"(\d{1,7}) ([^=\n]+)=")
@@ -311,14 +332,14 @@ class _Tree:
 
     fd: int
     outside_links: bool
-    directories: dict[str, _Member | None] = field(default_factory=dict)
-    links: dict[str, _Member] = field(default_factory=dict)
+    directories: dict[str, Member | None] = field(default_factory=dict)
+    links: dict[str, Member] = field(default_factory=dict)
 
-    def directory(self, parts: _Parts, member: _Member) -> None:
+    def directory(self, parts: _Parts, member: Member) -> None:
         self._enter(parts)
         self.directories["/".join(parts)] = member
 
-    def file(self, parts: _Parts, member: _Member, data: Iterator[bytes]) -> None:
+    def file(self, parts: _Parts, member: Member, data: Iterator[bytes]) -> None:
         path = self._vacate(parts)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         try:
@@ -331,7 +352,7 @@ class _Tree:
         finally:
             os.close(fd)
 
-    def link(self, parts: _Parts, member: _Member) -> None:
+    def link(self, parts: _Parts, member: Member) -> None:
         if not member.target or "\0" in member.target:
             raise ArchiveError("it points nowhere")
         if not self.outside_links and _points_out(len(parts) - 1, member.target):

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from agent_shim.host import machine
+from agent_shim.host import proc as processes
 from agent_shim.host.mounts import Mount, parse
 
 _INACTIVE: Final = {1: "total_inactive_file", 2: "inactive_file"}
@@ -51,10 +52,7 @@ def find(proc: Path = machine.PROC) -> Cgroup:
 
 def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
     """Join ``/proc/self/cgroup`` (``4:memory:/a`` in version 1, ``0::/a`` in version 2) with the mounts."""
-    paths: dict[str, str] = {}
-    for line in text.splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        paths.update(dict.fromkeys(controllers.split(","), path))
+    paths = processes.parse_groups(text)
 
     def hierarchy(controller: str) -> Hierarchy | None:
         if controller in paths:
@@ -63,6 +61,40 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
         return _hierarchy(2, paths.get("", ""), [mount for mount in table if mount.kind == "cgroup2"])
 
     return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"), hierarchy("pids"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A hierarchy in which processes can be told apart; ``controller`` is ``""`` in version 2.
+
+    ``path`` is our own cgroup as ``/proc/PID/cgroup`` shows it.
+    """
+
+    controller: str
+    hierarchy: Hierarchy
+    path: str
+
+
+TRACKING: Final = ("", "freezer", "pids", "name=systemd", "perf_event", "net_cls,net_prio", "devices", "memory")
+"""Hierarchies for telling processes apart, best first: version 2 kills all of a cgroup, ``freezer`` holds it still,
+``pids`` lets it make no new processes; the others only know its members."""
+
+
+def trees(root: Path = machine.PROC) -> list[Tree]:
+    """The mounted hierarchies of ``TRACKING`` that this process is in, in that order."""
+    try:
+        paths = processes.parse_groups((root / "self/cgroup").read_text())
+        table = parse((root / "self/mountinfo").read_bytes())
+    except (OSError, ValueError):
+        return []
+    found = []
+    for controller in TRACKING:
+        path = paths.get(controller.partition(",")[0], "")
+        kind = "cgroup" if controller else "cgroup2"
+        ours = [m for m in table if m.kind == kind and (not controller or controller.partition(",")[0] in m.features)]
+        if hierarchy := _hierarchy(1 if controller else 2, path, ours):
+            found.append(Tree(controller.partition(",")[0], hierarchy, path))
+    return found
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.errors import HostError
-from agent_shim.host import files
+from agent_shim.host import files, guarded
 
 CHUNK: Final = 1 << 20
 REPORT: Final = 0.5
@@ -397,7 +397,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextmanager
 def _opened_below(top: int, path: str) -> Iterator[int]:
-    fd = files.open_beneath(top, path, _READ_DIR) if path else os.dup(top)
+    fd = guarded.open_beneath(top, path, _READ_DIR) if path else os.dup(top)
     try:
         yield fd
     finally:
@@ -407,15 +407,24 @@ def _opened_below(top: int, path: str) -> Iterator[int]:
 @contextmanager
 def _opened_file(directory: int, name: str) -> Iterator[int]:
     """Open to read, without a trace in the time of access where that is allowed; a pipe put there does not block."""
-    flags = _READ | os.O_NONBLOCK
+    held = guarded.open_beneath(directory, name, os.O_PATH)
     try:
-        fd = os.open(name, flags | os.O_NOATIME, dir_fd=directory)
-    except PermissionError:
-        fd = os.open(name, flags, dir_fd=directory)
+        fd = _reopened(held)
+    finally:
+        os.close(held)
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def _reopened(held: int) -> int:
+    if stat.S_ISDIR(os.fstat(held).st_mode):
+        return guarded.open_directory(held, "")
+    try:
+        return guarded.reopen(held, os.O_RDONLY | os.O_NOATIME)
+    except PermissionError:
+        return guarded.reopen(held, os.O_RDONLY)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Files that are whole or old, directories with the modes they should have, and paths on which no link is followed.
+"""Files that are whole or old, and directories with the modes they should have.
 
 All functions here block on the disk; the event loop calls them through ``asyncio.to_thread`` (:func:`save` does).
 Failures are :class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group`` and
@@ -9,7 +9,6 @@ give files away (no CAP_CHOWN) keeps them, which is said once.
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import grp
 import logging
@@ -19,14 +18,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from agent_shim.errors import HostError
-from agent_shim.host import capabilities
+from agent_shim.host import capabilities, guarded
 from agent_shim.host.mounts import is_mount_point
 
 logger = logging.getLogger(__name__)
@@ -151,6 +149,11 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None) -> Ite
     sync_directory(path.parent)
 
 
+def behind(path: Path) -> Path:
+    """What to write instead of ``path``, where that is a link which the agent has left: to a file in memory."""
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
     """Make ``data`` the content of ``path``, whole or not at all.
 
@@ -202,41 +205,6 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-# --- files of others ------------------------------------------------------------------------------------------------
-
-
-def open_plain(path: Path) -> int:
-    """Open for reading what is a plain file, through links too; raises ``OSError`` for anything else.
-
-    That is not opened even then: a pipe would be waited for, and devices do things when they are opened.
-    """
-    held = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(held).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
-        return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(held)
-
-
-def open_log(path: Path, mode: int) -> int:
-    """Open for appending what programs print, where somebody else may have put what he likes; raises ``OSError``.
-
-    No link is followed, no pipe waited for, and nothing written into a file that has another name somewhere else.
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(path, flags, mode)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise OSError(errno.EINVAL, "it is no plain file with one name", str(path))
-        os.set_blocking(fd, True)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 # --- directories and links ------------------------------------------------------------------------------------------
 
 
@@ -258,8 +226,9 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 def _make_way(path: Path, mode: int) -> int:
     """Open a directory step by step, making what is not there."""
-    rest, links = deque(path.relative_to(path.anchor).parts), 0
-    here = os.open(path.anchor or ".", (os.O_PATH if rest else os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
+    top, rest = guarded.start(path)
+    links = 0
+    here = os.open(top, (os.O_PATH if rest else os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while rest:
             name = rest.popleft()
@@ -296,15 +265,8 @@ def _link_to_follow(here: int, name: str) -> Path | None:
     status = os.stat(name, dir_fd=here, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         return None
-    trusted = {0, os.geteuid()} | ({_overflow_user()} if capabilities.is_user_namespace() else set())
-    if status.st_uid not in trusted:
-        raise OSError(errno.ELOOP, f"on the way there is a link, {name}, of user {status.st_uid}")
+    guarded.refuse_link(name, status, os.fstat(here))
     return Path(os.readlink(name, dir_fd=here))
-
-
-def _overflow_user() -> int:
-    """Who everybody is that a user namespace has no number for: nobody in it, jobs least of all."""
-    return int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
 def swap_link(target: Path, link: Path) -> None:
@@ -351,30 +313,6 @@ def _let_owner_write(tree: Path) -> None:
         for path in (Path(here, name) for name in names):
             if not path.is_symlink():
                 path.chmod(0o700)
-
-
-def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """Open ``path`` below the directory with descriptor ``directory``, following no link and never going up.
-
-    What ``openat2`` does with RESOLVE_BENEATH and RESOLVE_NO_SYMLINKS, step by step: old kernels and some sandboxes
-    lack the call, and without ``..`` nothing that happens meanwhile can lead outside.
-    """
-    names = [name for name in path.split("/") if name not in ("", ".")]
-    here = directory
-    try:
-        if path.startswith("/") or not names or ".." in names:
-            raise OSError(0, "it does not lead below its directory")
-        for name in names[:-1]:
-            below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            if here != directory:
-                os.close(here)
-            here = below
-        return os.open(names[-1], flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-    except OSError as exc:
-        raise failed(f"open {path}", exc) from exc
-    finally:
-        if here != directory:
-            os.close(here)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------

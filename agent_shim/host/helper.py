@@ -132,11 +132,11 @@ class Mirror(msgspec.Struct, frozen=True, tag=True):
 class Rotate(msgspec.Struct, frozen=True, tag=True):
     """Rotate the log files ``paths`` below ``root`` (``host.rotating``), keeping ``keep`` archives of each.
 
-    Of a file with more than ``most`` bytes the end is kept.
+    Of a file with more than ``most`` bytes the end is kept. The paths are bytes: jobs name files as they like.
     """
 
     root: str
-    paths: list[str]
+    paths: list[bytes]
     keep: int
     most: int
 

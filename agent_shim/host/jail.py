@@ -5,8 +5,11 @@ and nothing of it is left once the program runs, which has the same process numb
 an init stays above it. ``FD`` holds the ``Order`` as a line of JSON. What cannot be done is said on stderr; then
 nothing is run (exit 127).
 
-With a ``gate`` FD 0 is a socket. Who is on the other side is told the process number (as text) where that is another
-one than that of this program, and answers with a byte when the program may run; an end without it ends all here.
+With a ``gate`` FD 0 is a socket. The other side gets the process number (as text) where that is another one than that
+of this program, or why there is none, and answers with a byte when the program may run; without it all ends here.
+
+Everything that is shown is opened once, before anything is given up: links are followed only where root has made them,
+and mounts and rules are made of descriptors. A job can exchange a directory at any moment, but not what is held.
 
 Only the standard library: the file is run by its path.
 """
@@ -16,20 +19,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import json
 import os
 import resource
 import signal
+import stat
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import termios
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypedDict
 
 FAILED: Final = 127
 
 # include/uapi/linux/prctl.h, capability.h
-_CAPBSET_READ, _CAPBSET_DROP, _KEEPCAPS, _NO_NEW_PRIVS, _AMBIENT = 23, 24, 8, 38, 47
+_CAPBSET_READ, _CAPBSET_DROP, _KEEPCAPS, _CHILD_SUBREAPER, _NO_NEW_PRIVS, _AMBIENT = 23, 24, 8, 36, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
 _CAPABILITY_VERSION: Final = 0x20080522
 _SYS_ADMIN: Final = 21
@@ -46,14 +52,14 @@ _CLONE_PARENT: Final = 0x8000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_SLAVE, _MS_SHARED = 1 << 12, 1 << 14, 1 << 18, 1 << 19, 1 << 20
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
-_OPEN_TREE_CLONE, _MOVE_FROM_FD, _MNT_DETACH = 1, 4, 2
+_OPEN_TREE_CLONE, _MOVE_FROM_FD, _MOVE_ONTO_FD, _MNT_DETACH = 1, 4, 0x40, 2
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 
 # include/uapi/linux/landlock.h
 _PATH_BENEATH: Final = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
-_ALL_OF_FIRST: Final = (1 << 13) - 1
+_EVERYTHING: Final = (1 << 15) - 1
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
 """No signals to processes outside; from version 6 on. Abstract sockets belong to the network, which bpm shares."""
@@ -85,6 +91,8 @@ _MASKED: Final = (
 _READ_ONLY: Final = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _NEW_ROOT: Final = "/dev"
 """Where the new root is put together: some directory that is surely there. Nobody else sees it there."""
+_MAX_LINKS: Final = 40
+"""On one way, as for the kernel."""
 
 
 class Place(TypedDict):
@@ -106,9 +114,10 @@ class Order(TypedDict):
 
     ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits, ``cgroups`` are directories to join. Without
     ``places`` everything can be opened. ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) are made anew and the
-    places are all that there is, each where its ``path`` says, and the first of ``inits`` that is there is the first
-    process of a new pid namespace, or we are; without namespaces Landlock guards them where they are,
-    and ``may_signal`` allows signals to processes outside. With ``enter`` the namespaces are those of that process.
+    places are all that there is, each where its ``path`` says; without namespaces Landlock guards them where they are,
+    and ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init, which is
+    the first of ``inits`` that is there, or this process. With ``enter`` the namespaces are those of that process, and
+    the ``terminal`` is a descriptor below 3 that becomes the controlling terminal of a session of its own.
     """
 
     argv: list[str]
@@ -122,10 +131,29 @@ class Order(TypedDict):
     cgroups: list[str]
     places: list[Place] | None
     namespaces: list[str]
+    has_init: bool
     inits: list[str]
     may_signal: bool
     gate: bool
     enter: int | None
+    terminal: int | None
+
+
+class StepError(Exception):
+    """Names the step that failed, the place where there is one, and the reason."""
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Tell an ``OSError`` as the failure of a step: ``WHAT: PLACE: REASON``."""
+    try:
+        yield
+    except OSError as exc:
+        raise StepError(f"{what}: {_told(exc)}") from exc
+
+
+def _told(exc: OSError) -> str:
+    return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror or str(exc)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -135,25 +163,36 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not order["gate"]:
             _release(descriptor)
-        _join(order["cgroups"])
+        if order["enter"] is None:
+            _take_terminal(order)
+        with _step("join a cgroup"):
+            _join(order["cgroups"])
         if order["enter"] is not None:
             return _enter(order, order["enter"])
+        rules = []
         if order["namespaces"]:
             child = _be_apart(order)
             if child:
                 os.write(descriptor, b"%d" % child)
                 return 0
+        elif order["places"] is not None:
+            with _step("open what bpm.yml shows"):
+                rules = _rules(order["places"])
         if order["gate"]:
             if not is_open and os.read(descriptor, 1) == b"":
                 return FAILED
             _release(descriptor)
-        _become(order)
-        if "pid" in order["namespaces"]:
-            _run_below_init(order)
-        _run(order)
-    except OSError as exc:
-        where = f"{exc.filename}: " if exc.filename else ""
-        sys.stderr.write(f"agent-shim: cannot run {order['argv'][0]}: {where}{exc.strerror}\n")
+        _become(order, rules)
+        with _step("execute"):
+            if order["has_init"]:
+                _run_below_init(order)
+            _run(order)
+    except (StepError, OSError) as exc:
+        text = str(exc) if isinstance(exc, StepError) else _told(exc)
+        sys.stderr.write(f"agent-shim: cannot run {order['argv'][0]}: {text}\n")
+        if order["gate"]:
+            with contextlib.suppress(OSError):
+                os.write(descriptor, text.encode(errors="replace"))
     return FAILED
 
 
@@ -182,25 +221,33 @@ def _join(groups: Iterable[str]) -> None:
             file.write("0")
 
 
-def _become(order: Order) -> None:
-    _set_limits(order["limits"])
-    _be_killable()
-    if not order["keeps_privileges"]:
-        _drop_bounding(order["capabilities"])
-    if order["uid"] is not None and order["gid"] is not None:
+def _become(order: Order, rules: Sequence[tuple[int, int]] = ()) -> None:
+    with _step("set its limits"):
+        _set_limits(order["limits"])
+        _be_killable()
+    with _step("give up capabilities"):
+        if not order["keeps_privileges"]:
+            _drop_bounding(order["capabilities"])
         if order["capabilities"]:
             _prctl(_KEEPCAPS, 1)
-        os.setgroups([])
-        os.setresgid(order["gid"], order["gid"], order["gid"])
-        os.setresuid(order["uid"], order["uid"], order["uid"])
+    if order["uid"] is not None and order["gid"] is not None:
+        with _step(f"become user {order['uid']}"):
+            os.setgroups([])
+            os.setresgid(order["gid"], order["gid"], order["gid"])
+            os.setresuid(order["uid"], order["uid"], order["uid"])
     if not order["keeps_privileges"]:
-        _set_capabilities(order["capabilities"])
-        _prctl(_NO_NEW_PRIVS, 1)
-    os.chdir(order["cwd"])
-    if order["places"] is not None and not order["namespaces"]:
-        _restrict(order["places"], may_signal=order["may_signal"])
-    elif order["namespaces"] and not (order["keeps_privileges"] or _SYS_ADMIN in order["capabilities"]):
-        _forbid_mounts()
+        with _step("take its capabilities"):
+            _set_capabilities(order["capabilities"])
+            _prctl(_NO_NEW_PRIVS, 1)
+    with _step("enter its directory"):
+        os.chdir(order["cwd"])
+        if os.getcwd() != order["cwd"]:  # noqa: PTH109 - reached over a link, which the kernel does not remember
+            order["env"].setdefault("PWD", order["cwd"])
+    with _step("confine it"):
+        if order["places"] is not None and not order["namespaces"]:
+            _restrict(rules, may_signal=order["may_signal"])
+        elif order["namespaces"] and not (order["keeps_privileges"] or _SYS_ADMIN in order["capabilities"]):
+            _forbid_mounts()
 
 
 def _run(order: Order) -> NoReturn:
@@ -222,9 +269,9 @@ def _set_limits(limits: Mapping[str, int]) -> None:
             sys.stderr.write(f"agent-shim: {name} is {hard}, the most that may be had, not {value}\n")
 
 
-def _be_killable() -> None:
+def _be_killable(score: str = "/proc/self/oom_score_adj") -> None:
     """The agent may be spared when memory runs out; jobs are not."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+    with contextlib.suppress(OSError), open(score, "r+") as file:
         if int(file.read()) < 0:
             file.write("0")
 
@@ -257,28 +304,117 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 def _be_apart(order: Order) -> int:
     """A child, of our parent, in new namespaces with the view as its root; 0 in the child, as fork does it."""
     places = order["places"] or []
-    for place in places:
-        if place["shared"]:
-            _make_shared(place["source"])
+    with _step("share a volume"):
+        for place in places:
+            if place["shared"]:
+                _make_shared(place["source"])
     flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
-    child = _checked(_libc().syscall(_CLONE3, arguments, ctypes.c_size_t(64)), "new namespaces")
+    with _step("make namespaces"):
+        child = _checked(_libc().syscall(_CLONE3, arguments, ctypes.c_size_t(64)), "")
     if child == 0:
-        os.setsid()
-        _make_root(places, is_masked=not order["keeps_privileges"])
+        with _step("mount what bpm.yml shows"):
+            os.setsid()
+            _make_root(places, is_masked=not order["keeps_privileges"])
     return child
 
 
 def _make_shared(path: str) -> None:
-    """Have what is mounted below it seen by all who have it mounted."""
-    with open("/proc/self/mountinfo", "rb") as file:
-        fields = [line.split() for line in file]
-    real = os.path.realpath(path)
-    mounted = [each for each in fields if each[4].decode("unicode_escape") == real]
-    if not mounted:
-        _mount(real, real, None, _MS_BIND | _MS_REC)
-    if not mounted or not any(each.startswith(b"shared:") for each in mounted[-1][6:]):
-        _mount(None, real, None, _MS_SHARED | _MS_REC)
+    """Have what is mounted below it seen by all who have it mounted.
+
+    ``path`` is opened once: the mount is made on what is held, not on what may be there by then.
+    """
+    held = _open(path)
+    try:
+        place = f"/proc/self/fd/{held}"
+        with open(f"/proc/self/fdinfo/{held}", "rb") as file:
+            number = next(line.split()[1] for line in file if line.startswith(b"mnt_id:"))
+        with open("/proc/self/mountinfo", "rb") as file:
+            fields = next((fields for line in file if (fields := line.split())[0] == number), [])
+        there = os.readlink(place)  # noqa: PTH115 - pathlib would be loaded for nothing
+        is_mounted = len(fields) > 4 and _unescaped(fields[4]) == there
+        if not is_mounted:
+            _mount(place, place, None, _MS_BIND | _MS_REC)
+            os.close(held)
+            held = _open(path)  # what was held lies below the new mount
+            place = f"/proc/self/fd/{held}"
+        if not is_mounted or not any(field.startswith(b"shared:") for field in fields[6:]):
+            _mount(None, place, None, _MS_SHARED | _MS_REC)
+    finally:
+        os.close(held)
+
+
+def _unescaped(field: bytes) -> str:
+    """A path of mountinfo: blanks and the like are written as octal numbers there."""
+    head, *rest = field.split(b"\\")
+    return os.fsdecode(head + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in rest))
+
+
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
+def _open(path: str) -> int:
+    """Hold what is at the absolute ``path``, without opening it; links that a job may have put there are refused.
+
+    Step by step: a link in the place of a directory is met here, and named in the error, or is not on the way any more.
+    The rules are those of ``host.guarded``, which this program cannot import.
+    """
+    rest, links = _parts(path), 0
+    here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while rest:
+            name = rest.pop()
+            below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            status = os.fstat(below)
+            if not stat.S_ISLNK(status.st_mode):
+                os.close(here)
+                here = below
+                continue
+            try:
+                links += 1
+                if links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                _refuse_link(name, status, os.fstat(here))
+                target = os.readlink("", dir_fd=below)
+            finally:
+                os.close(below)
+            rest += _parts(target)
+            if target.startswith("/"):
+                os.close(here)
+                here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        os.close(here)
+        exc.filename = path
+        raise
+    return here
+
+
+def _refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
+    """Raise ``OSError`` for a link that a job may have made, or may have moved to this directory."""
+    if link.st_uid not in _trusted():
+        raise OSError(errno.ELOOP, f"on the way there is a link, {name!a}, of user {link.st_uid}")
+    is_open = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
+    if os.geteuid() == 0 and (directory.st_uid not in _trusted() or is_open):
+        raise OSError(errno.ELOOP, f"on the way there is a link, {name!a}, in a directory that others may write")
+
+
+def _parts(path: str) -> list[str]:
+    """The names on the way, the last one first."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+@functools.cache
+def _trusted() -> frozenset[int]:
+    """Root, this user, and in a user namespace the number of all that it has no number for: no job is that."""
+    with open("/proc/self/uid_map") as file:
+        is_whole = file.read().split() == ["0", "0", "4294967295"]
+    if is_whole:
+        return frozenset((0, os.geteuid()))
+    with open("/proc/sys/kernel/overflowuid") as file:
+        return frozenset((0, os.geteuid(), int(file.read())))
+
+
+# --- the view -------------------------------------------------------------------------------------------------------
 
 
 def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
@@ -308,7 +444,8 @@ def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
     for path, tree in trees.items():
-        _make_point(path[1:], is_directory=_is_directory(tree))
+        if root is None or path.startswith("/dev/"):  # all else is in that root, which is not ours to change
+            _make_point(path[1:], is_directory=_is_directory(tree))
     for kind, path, flags, options in _KERNEL:
         _make_point(path[1:], is_directory=True)
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
@@ -342,8 +479,12 @@ def _tree(place: Place, *, is_masked: bool) -> int | None:
 
 
 def _open_tree(path: str) -> int:
-    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
-    return _checked(_libc().syscall(_OPEN_TREE, _AT_FDCWD, path.encode(errors="surrogateescape"), flags), "mount", path)
+    held = _open(path)
+    try:
+        flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE | _AT_EMPTY_PATH
+        return _checked(_libc().syscall(_OPEN_TREE, held, b"", flags), "mount", path)
+    finally:
+        os.close(held)
 
 
 def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0) -> None:
@@ -355,8 +496,11 @@ def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0)
 
 
 def _attach(tree: int, path: str) -> None:
-    there = path.encode(errors="surrogateescape")
-    _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, there, _MOVE_FROM_FD), "mount", path)
+    """Mount it there: on what is held, which below a place that a job may write is not what it was a moment ago."""
+    held = _open(path)
+    flags = _MOVE_FROM_FD | _MOVE_ONTO_FD
+    _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", held, b"", flags), "mount", path)
+    os.close(held)
     os.close(tree)
 
 
@@ -388,27 +532,35 @@ def _is_directory(tree: int) -> bool:
 def _enter(order: Order, pid: int) -> int:
     """Run the program beside ``pid``, which may be ours to signal; its exit code, as a shell has it."""
     flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
-    descriptor = os.pidfd_open(pid)
-    _checked(_libc().setns(descriptor, flags), "setns")
-    os.close(descriptor)
+    with _step("enter its namespaces"):
+        descriptor = os.pidfd_open(pid)
+        _checked(_libc().setns(descriptor, flags), "setns")
+        os.close(descriptor)
     child = os.fork()  # A process cannot change its own pid namespace, only that of its children.
     if child == 0:
+        _take_terminal(order)
         _become(order)
         _run(order)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda sig, _: os.kill(child, sig))
     return _exit_code(os.waitpid(child, 0)[1])
 
 
 def _run_below_init(order: Order) -> None:
-    """Leave the place of the first process, whose end ends all others, to an init; the program runs below it.
+    """Leave this place to an init; the program runs below it, as the scripts of releases count on.
 
-    It passes signals on to the program alone, reaps whoever is left to it, and ends as the program does.
+    It passes signals on to the program alone, reaps what is left to it, and ends as the program does; in a pid
+    namespace of its own its end is that of all others.
     """
     program = order["argv"][0]
     os.stat(program)  # noqa: PTH116 - raises
     if not os.access(program, os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
+    if os.getpid() != 1:
+        _prctl(_CHILD_SUBREAPER, 1)  # outlives what is executed, not what is forked
     for init in order["inits"]:
         if os.access(init, os.X_OK):
             order["argv"] = [init, "--", *order["argv"]]
@@ -433,6 +585,13 @@ def _run_below_init(order: Order) -> None:
                     os._exit(_exit_code(ended[1]))
 
 
+def _take_terminal(order: Order) -> None:
+    if order["terminal"] is not None:
+        with _step("take the terminal"):
+            os.setsid()
+            fcntl.ioctl(order["terminal"], termios.TIOCSCTTY, 0)
+
+
 def _exit_code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
@@ -447,37 +606,40 @@ def landlock_version() -> int:
     return max(0, version)
 
 
-def _restrict(places: Sequence[Place], *, may_signal: bool) -> None:
-    """From here on only these places can be opened. Paths that do not exist are passed over."""
+def _rules(places: Sequence[Place]) -> list[tuple[int, int]]:
+    """What is held of the places, and what may be done below it. Paths that do not exist are passed over.
+
+    Names may be listed everywhere: Landlock cannot show those along the way to a place alone.
+    """
+    rules = [(_open("/"), _READ_DIR)]
+    for place in places:
+        allowed = _EVERYTHING & ~_EXECUTE if place["write"] else _READ_FILE | _READ_DIR
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            rules.append((_open(place["source"]), allowed | (_EXECUTE if place["run"] else 0)))
+    return rules
+
+
+def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
+    """From here on only what these descriptors hold can be opened; they are closed."""
     version = landlock_version()
-    everything = _ALL_OF_FIRST | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    everything = _EVERYTHING & ~(_REFER if version < 2 else 0) & ~(_TRUNCATE if version < 3 else 0)
     fields = struct.pack("QQQ", everything, 0, 0 if version < 6 or may_signal else _SCOPE_SIGNAL)
     size = 8 if version < 4 else 16 if version < 6 else 24
     attributes = ctypes.create_string_buffer(fields[:size])
     ruleset = _checked(_libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0), "Landlock")
-    for place in places:
-        allowed = everything & ~_EXECUTE if place["write"] else _READ_FILE | _READ_DIR
-        _allow(ruleset, place["source"], allowed | (_EXECUTE if place["run"] else 0))
+    for held, allowed in rules:
+        is_directory = stat.S_ISDIR(os.fstat(held).st_mode)
+        rule = struct.pack("=Qi", allowed & everything & (-1 if is_directory else _OF_FILES), held)
+        _checked(_libc().syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.create_string_buffer(rule), 0), "Landlock")
+        os.close(held)
     _checked(_libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
 
 
 def _forbid_mounts() -> None:
-    """Whoever is under any rule cannot mount, in a user namespace of its own neither: so one that allows everything."""
+    """Nothing under any rule can mount, in a user namespace of its own neither: so one that allows everything."""
     if landlock_version():
-        _restrict([Place(path="/", source="/", write=True, run=True, shared=False)], may_signal=True)
-
-
-def _allow(ruleset: int, path: str, allowed: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return
-    if not os.path.isdir(path):  # noqa: PTH112 - pathlib would be loaded for nothing
-        allowed &= _OF_FILES
-    rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor))
-    _checked(_libc().syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), "Landlock", path)
-    os.close(descriptor)
+        _restrict([(_open("/"), _EVERYTHING)], may_signal=True)
 
 
 # --- the C library --------------------------------------------------------------------------------------------------

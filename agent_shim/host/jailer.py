@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,7 +23,7 @@ SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolv
 APART: Final = ("mnt", "pid", "ipc", "uts")
 """The namespaces that bpm makes; the network is that of the container."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
-"""Where a container may have bpm's own first process of a namespace. Ours needs some MB for each job."""
+"""Where a container may have the init of bpm. Ours needs some MB for each process."""
 NOBODY: Final = 65534
 NOTHING: Final = "/bin/true"
 
@@ -58,10 +59,12 @@ def order(argv: Sequence[str], **members: object) -> jail.Order:
         "cgroups": [],
         "places": None,
         "namespaces": [],
+        "has_init": False,
         "inits": list(INITS),
         "may_signal": False,
         "gate": False,
         "enter": None,
+        "terminal": None,
     }
     return {**made, **members}  # type: ignore[typeddict-item]
 
@@ -110,20 +113,25 @@ async def prepared(
                 command(0), env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, session=True
             )
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # it has ended: how, is seen by who waits for it
+        with contextlib.suppress(ConnectionError):  # it has ended; its status says how
             await loop.sock_sendall(ours, _encoded({**order, "gate": True}))
             if order["namespaces"]:
-                started = await _child(started, await loop.sock_recv(ours, 64))
+                started = await _child(started, ours)
         yield started
         with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(ours, b"\n")
 
 
-async def _child(parent: process.Process, told: bytes) -> process.Process:
+async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
+    """The process that ``parent`` has left behind: the gate tells its number, and why it ended, if it has ended."""
+    loop = asyncio.get_running_loop()
+    told = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
-    child = process.adopt(int(told)) if told else None
+    number = re.match(rb"\d+", told)
+    child = process.adopt(int(number[0])) if number else None
     if child is None:
-        raise HostError(f"cannot set it apart: {'it ended at once' if told else f'exit {status}'}")
+        why = told[number.end() :] or await loop.sock_recv(gate, 4096) if number else told
+        raise HostError(f"cannot {why.decode(errors='replace') or f'set it apart: exit {status}'}")
     return child
 
 

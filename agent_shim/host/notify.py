@@ -1,17 +1,14 @@
-"""What systemd is told of us (sd_notify(3)): that we are ready, that our event loop turns, that we go.
+"""What systemd is told of us (sd_notify(3)): that we are ready, that we live, that we go.
 
 Silent where nobody listens. The variables of the protocol are taken out of the environment: jobs are not meant by them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,21 +33,15 @@ class Notifier:
         """We end, on purpose."""
         self._send("STOPPING=1")
 
-    @asynccontextmanager
-    async def beating(self) -> AsyncIterator[None]:
-        """For the length of the block, tell that the event loop turns: one that hangs is killed and started anew."""
-        beats = asyncio.create_task(self._beat(), name="watchdog of systemd")
-        try:
-            yield
-        finally:
-            beats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await beats
+    @property
+    def period(self) -> float:
+        """Seconds from beat to beat; 0 where none is wanted."""
+        return self.patience / BEATS
 
-    async def _beat(self) -> None:
-        while self.patience:
+    def beat(self) -> None:
+        """We live; called by the watchdog (``host.watchdog``), from its thread, as long as it does not end us."""
+        if self.patience:
             self._send("WATCHDOG=1")
-            await asyncio.sleep(self.patience / BEATS)
 
     def _send(self, message: str) -> None:
         if not self.address:

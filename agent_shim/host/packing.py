@@ -1,19 +1,22 @@
 """Packing directories into tar archives: compiled packages and logs.
 
-Only worker processes import this module. The same tree always gives the same bytes: names sorted, everything owned by
-root, times those of the files. A tree of logs changes while it is read, and vcap may write in it: so no link is
+Only short-lived processes import this module. The same tree always gives the same bytes: names sorted, everything owned
+by root, times those of the files. A tree of logs changes while it is read, and vcap may write in it: so no link is
 followed, nothing is opened that could block, and what is gone by then is left out.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import posixpath
 import re
 import stat
+import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO, Final
@@ -22,7 +25,7 @@ from isal import isal_zlib
 
 from agent_shim.digest import Hasher, MultipleDigest
 from agent_shim.errors import HostError
-from agent_shim.host import files
+from agent_shim.host import files, guarded
 from agent_shim.host.helper import Tree
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
@@ -30,15 +33,18 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 VANISHED: Final = "it was gone before it was read"
 
+BLOCK: Final = 512
+"""Bytes of what ``st_blocks`` counts."""
 LEVEL: Final = 2
 """Of isal's 0 to 3: fast enough to wait for the disk; 3 halves the speed for one per cent."""
 
-_FLAGS: Final = {
-    stat.S_IFREG: os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY,
-    stat.S_IFLNK: os.O_PATH,
-    stat.S_IFDIR: os.O_PATH | os.O_DIRECTORY,
-}
-"""What is packed, and how it is opened: so that nothing waits and nothing happens."""
+MAX_JOB_ENTRIES: Final = 20_000
+"""That are packed below each directory at the top of a live tree: so much of our memory is a job's."""
+MAX_REMARKS: Final = 1_000
+LIVE_TIMEOUT_S: Final = 1200.0
+"""After which a live tree is left as it is packed by then."""
+PERMISSIONS: Final = 0o777
+"""Mode bits kept of a live file: setuid and setgid would give a job's program the rights of the unpacking user."""
 
 
 class OutputError(OSError):
@@ -64,13 +70,15 @@ def pack(
     entry of this name.
     """
     with ExitStack() as opened:
-        archive = _Archive(_Sink(out, compressed=compressed, newest=newest), is_live=bool(remarks))
+        archive = _Archive(Sink(out, compressed=compressed, newest=newest), is_live=bool(remarks))
         roots = [root for tree in trees if (root := archive.open(tree, opened)) is not None]
         for _ in range(2 if remarks else 1):
             wanted: dict[str, _Entry] = {}
             for root in roots:
                 wanted.update((root.name_of(entry), entry) for entry in archive.chosen(root))
             for name in sorted(wanted.keys() - archive.names):
+                if archive.is_late():
+                    break
                 archive.add(name, wanted[name])
         return archive.finish(remarks)
 
@@ -85,7 +93,17 @@ class _Root:
 
     def open(self, path: str, flags: int) -> int:
         """A new descriptor for what is at ``path`` below it; for itself if that is empty."""
-        return files.open_beneath(self.fd, path, flags) if path else os.dup(self.fd)
+        return guarded.open_beneath(self.fd, path, flags) if path else os.dup(self.fd)
+
+    def open_entry(self, entry: _Entry) -> int:
+        """Hold a directory or link, open a file: so that nothing waits and nothing happens."""
+        held = self.open(entry.path, os.O_PATH | os.O_NOFOLLOW)
+        if entry.kind != stat.S_IFREG or not stat.S_ISREG(os.fstat(held).st_mode):
+            return held
+        try:
+            return guarded.reopen(held, os.O_RDONLY)
+        finally:
+            os.close(held)
 
     def name_of(self, entry: _Entry) -> str:
         return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
@@ -103,13 +121,21 @@ class _Entry:
 class _Archive:
     """What is in the archive already, and what is to be said of it."""
 
-    def __init__(self, sink: _Sink, *, is_live: bool) -> None:
+    def __init__(self, sink: Sink, *, is_live: bool) -> None:
         self.names: set[str] = set()
         self._sink = sink
         self._is_live = is_live
         self._remarks: dict[str, str] = {}
         self._first_names: dict[tuple[int, int], str] = {}
         self._files: set[tuple[int, int, int]] = set()
+        self._give_up_at = time.monotonic() + LIVE_TIMEOUT_S
+
+    def is_late(self) -> bool:
+        """Whether a live tree has had its time; then that is said."""
+        if not self._is_live or time.monotonic() < self._give_up_at:
+            return False
+        self._remarks["."] = f"what is missing was left out: packing has taken {LIVE_TIMEOUT_S:g} seconds"
+        return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
         """The tree, open; None when it need not be there and is not."""
@@ -128,7 +154,7 @@ class _Archive:
             yield _Entry(root, "", stat.S_IFDIR)
             yield from self._below(root)
             return
-        patterns = [compiled for pattern in root.tree.patterns for compiled in _compile(pattern)]
+        patterns = _compiled(root.tree.patterns)
         for entry in self._below(root):
             parts = entry.path.split("/")
             if entry.kind != stat.S_IFDIR and any(_matches(pattern, parts) for pattern in patterns):
@@ -137,21 +163,29 @@ class _Archive:
     def _below(self, root: _Root) -> Iterator[_Entry]:
         """Every directory, file and link below ``root``, but for directories that cannot be read in live trees."""
         waiting = [""]
+        left: dict[str, int] = {}
         while waiting:
             here = waiting.pop()
+            job = here.partition("/")[0]
+            limit = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
             try:
-                found = _listed(root, here)
+                found = _listed(root, here, limit + 1)
             except OSError as exc:
                 if exc.errno not in GONE:
                     self._cannot_read(root.name_of(_Entry(root, here, stat.S_IFDIR)), exc)
                 continue
+            if len(found) > limit:
+                name = root.name_of(_Entry(root, here, stat.S_IFDIR))
+                self._remarks[name] = f"the rest of it is left out: there are more than {MAX_JOB_ENTRIES} files"
+                del found[limit:]
+            left[job] = limit - len(found)
             yield from found
             waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
 
     def add(self, name: str, entry: _Entry) -> None:
         """Pack ``entry``, unless it is gone or something else by now."""
         try:
-            fd = entry.root.open(entry.path, _FLAGS[entry.kind])
+            fd = entry.root.open_entry(entry)
         except OSError as exc:
             if exc.errno in GONE:
                 self._remarks[name] = VANISHED
@@ -159,7 +193,9 @@ class _Archive:
                 self._cannot_read(name, exc)
             return
         try:
-            self._add_open(name, entry, fd)
+            status = os.fstat(fd)
+            if not self._has_second_name(name, status):
+                self._add_open(name, entry, fd, status)
         except OutputError:
             raise
         except OSError as exc:
@@ -167,8 +203,17 @@ class _Archive:
         finally:
             os.close(fd)
 
-    def _add_open(self, name: str, entry: _Entry, fd: int) -> None:
-        status = os.fstat(fd)
+    def _has_second_name(self, name: str, status: os.stat_result) -> bool:
+        """Whether a live tree shows a file of root that is somewhere else too; then that is said."""
+        try:
+            if self._is_live:
+                guarded.refuse_second_name(status)
+        except OSError as exc:
+            self._remarks[name] = f"{exc.strerror}, and not packed"
+            return True
+        return False
+
+    def _add_open(self, name: str, entry: _Entry, fd: int, status: os.stat_result) -> None:
         if stat.S_IFMT(status.st_mode) != entry.kind:
             self._remarks[name] = VANISHED
             return
@@ -176,7 +221,11 @@ class _Archive:
         header = tarfile.TarInfo(name)
         header.mode = stat.S_IMODE(status.st_mode)
         header.mtime = self._sink.dated(int(status.st_mtime))
-        header.uname = header.gname = "root"
+        if self._is_live:
+            header.mode &= PERMISSIONS
+            header.uid, header.gid = status.st_uid, status.st_gid
+        else:
+            header.uname = header.gname = "root"
         if entry.kind == stat.S_IFDIR:
             header.type = tarfile.DIRTYPE
         elif entry.kind == stat.S_IFLNK:
@@ -189,21 +238,26 @@ class _Archive:
             header.linkname = first
         elif self._is_known(status):
             return  # it was packed under the name it had then
-        else:
-            header.size = status.st_size
+        runs = [(0, status.st_size)]
+        if self._is_live and header.isreg() and status.st_blocks * BLOCK < status.st_size:
+            runs = list(guarded.segments(fd, 0, status.st_size))
+        if header.isreg():
+            header.size = sum(end - begin for begin, end in runs)
         self._sink.write_header(header)
         if header.isreg():
-            self._write_content(name, fd, status)
+            self._write_content(name, fd, status, runs)
         self.names.add(name)
 
-    def _write_content(self, name: str, fd: int, status: os.stat_result) -> None:
-        size = status.st_size
-        there, problem = self._sink.write_file(fd, size)
+    def _write_content(self, name: str, fd: int, status: os.stat_result, runs: Sequence[tuple[int, int]]) -> None:
+        size = sum(end - begin for begin, end in runs)
+        there, problem = self._sink.write_file(fd, runs)
         if problem is not None and not self._is_live:
             raise problem
         if there < size:
             why = problem.strerror if problem else "it was cut while it was read"
             self._remarks[name] = f"zeros stand for what follows the first {there} of {size} bytes: {why}"
+        elif (holes := status.st_size - size) > 0:
+            self._remarks[name] = f"{holes} bytes of it are holes, which nothing was written to, and are not here"
         elif (grown := os.fstat(fd).st_size - size) > 0:
             self._remarks[name] = f"the last {grown} bytes were written while it was read and are not here"
 
@@ -228,7 +282,7 @@ class _Archive:
             return target
         inner = _inner_target(entry, target)
         if not inner:
-            self._remarks[name] = f"it is a link that leads out of the directory, to {target}"
+            self._remarks[name] = f"it is a link that leads out of the directory, to {guarded.shown(target)}"
         return inner
 
     def _cannot_read(self, name: str, exc: OSError) -> None:
@@ -239,17 +293,20 @@ class _Archive:
     def finish(self, remarks: str) -> MultipleDigest:
         """End the archive, with the entry ``remarks`` if there is anything to say."""
         if self._is_live and self._remarks:
-            text = "".join(f"{name}: {what}\n" for name, what in sorted(self._remarks.items()))
-            self._sink.write_text(f"./{remarks}", text)
+            lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
+            if len(lines) > MAX_REMARKS:
+                lines[MAX_REMARKS:] = [f"and so with {len(lines) - MAX_REMARKS} more\n"]
+            self._sink.write_text(f"./{remarks}", "".join(lines))
         return self._sink.finish()
 
 
-def _listed(root: _Root, here: str) -> list[_Entry]:
-    """What can be packed in the directory ``here`` below ``root``."""
-    fd = root.open(here, os.O_RDONLY | os.O_DIRECTORY)
+def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
+    """What can be packed in the directory ``here`` below ``root``; at most ``limit`` entries are looked at."""
+    fd = guarded.open_directory(root.fd, here)
     try:
         with os.scandir(fd) as entries:
-            seen = [(f"{here}/{entry.name}" if here else entry.name, _kind(entry)) for entry in entries]
+            some = itertools.islice(entries, limit)
+            seen = [(f"{here}/{entry.name}" if here else entry.name, _kind(entry)) for entry in some]
     finally:
         os.close(fd)
     return [_Entry(root, path, kind) for path, kind in seen if kind]
@@ -279,7 +336,7 @@ def _inner_target(entry: _Entry, target: str) -> str:
     return "" if path == ".." or path.startswith("../") else posixpath.relpath(f"/{path}", f"/{here}")
 
 
-class _Sink:
+class Sink:
     """Where the archive goes: through gzip and the digests to the file."""
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
@@ -308,28 +365,43 @@ class _Sink:
         header = tarfile.TarInfo(name)
         header.size, header.mtime = len(content), self._newest_seen
         header.uname = header.gname = "root"
-        self.write_header(header)
-        self.write(content)
-        self._fill(-len(content) % tarfile.BLOCKSIZE)
+        self.write_member(header, [content])
 
-    def write_file(self, fd: int, size: int) -> tuple[int, OSError | None]:
-        """``size`` bytes and the padding after them: what grew is cut, what shrank is filled up with zeros.
+    def write_member(self, header: tarfile.TarInfo, content: Iterable[bytes]) -> None:
+        """An entry and its ``content``, of ``header.size`` bytes together."""
+        self.write_header(header)
+        for piece in content:
+            self.write(piece)
+        self._fill(-header.size % tarfile.BLOCKSIZE)
+
+    def write_file(self, fd: int, runs: Sequence[tuple[int, int]]) -> tuple[int, OSError | None]:
+        """The bytes of ``runs`` and the padding after them: what grew is cut, what shrank is filled up with zeros.
 
         Returns how many bytes were read, and why not all if the disk gave a reason.
         """
-        left, problem = size, None
+        size = sum(end - begin for begin, end in runs)
+        there, problem = 0, None
+        for begin, end in runs:
+            count, problem = self._write_run(fd, begin, end - begin)
+            there += count
+            if count < end - begin:
+                break
+        self._fill(size - there + -size % tarfile.BLOCKSIZE)
+        return there, problem
+
+    def _write_run(self, fd: int, begin: int, size: int) -> tuple[int, OSError | None]:
+        left = size
+        os.lseek(fd, begin, os.SEEK_SET)
         while left:
             try:
                 count = os.readv(fd, [self._buffer[: min(left, files.CHUNK)]])
             except OSError as exc:
-                problem = exc
-                break
+                return size - left, exc
             if not count:
                 break
             self.write(self._buffer[:count])
             left -= count
-        self._fill(left + -size % tarfile.BLOCKSIZE)
-        return size - left, problem
+        return size - left, None
 
     def _fill(self, left: int) -> None:
         while left:
@@ -356,14 +428,33 @@ class _Sink:
 _Pattern = list[re.Pattern[str] | None]
 """One expression for each step of a path; None stands for any number of steps."""
 
+MAX_PATTERNS: Final = 1000
+"""Patterns without braces; each file is compared with all of them."""
+MAX_PATTERN: Final = 4096
+"""Characters of a pattern, as of a path."""
+MAX_BRACES: Final = 50
+"""In one pattern."""
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _PIECE: Final = re.compile(
     r"\\(?P<escaped>.)|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\])+)\]|(?P<stars>\*+)|(?P<any>\?)|(?P<plain>.)", re.DOTALL
 )
 
 
+def _compiled(patterns: Sequence[str]) -> list[_Pattern]:
+    """All that the patterns mean; raises ``HostError`` when that is too much: thirty braces stand for a billion."""
+    found = list(
+        itertools.islice((compiled for pattern in patterns for compiled in _compile(pattern)), MAX_PATTERNS + 1)
+    )
+    if len(found) > MAX_PATTERNS:
+        raise HostError(f"cannot use the patterns: with their braces they are more than {MAX_PATTERNS}")
+    return found
+
+
 def _compile(pattern: str) -> Iterator[_Pattern]:
     """``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one; ``{a,b}`` is either."""
+    if len(pattern) > MAX_PATTERN or pattern.count("{") > MAX_BRACES:
+        most = f"more than {MAX_PATTERN} characters or {MAX_BRACES} braces"
+        raise HostError(f"cannot use the pattern '{pattern[:100]}': it has {most}")
     choice = _BRACES.search(pattern)
     if choice:
         for arm in choice[1].split(","):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import fcntl
 import grp
 import logging
@@ -23,12 +24,12 @@ import signal
 import subprocess
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent_shim.errors import HostError
-from agent_shim.host import clock, files, proc
+from agent_shim.host import clock, files, guarded, loop_guard, proc
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _watched: dict[int, list[Process]] = {}
 """Every ``Process`` that has not ended, by number: the kernel has one set of children, and so has this module."""
 _due: deque[Process] = deque()
 """Those whose end was seen and has not been noted yet."""
+_spawned: dict[int, int] = {}
+"""Number and start ticks of the children that ``spawn`` has made and that are not reaped."""
 takes_orphans = False
 """Whether orphans of our descendants come to us (``host.reaper``)."""
 
@@ -59,6 +62,8 @@ class Process:
         self.start_ticks: Final = stat.start_ticks
         self.seen_ticks = stat.start_ticks
         """The tick until which it was known to live; a child of ours until it was reaped, its number being its own."""
+        self.cgroups: Sequence[str] = ()
+        """The directories of those that ``spawn`` has put it in."""
         self._leads = leads
         self._has_heirs = False
         """Its group has outlived it, so far."""
@@ -253,22 +258,26 @@ def spawn(
     umask: int = 0o022,
     session: bool = False,
     limits: Mapping[int, tuple[int, int]] = {},
+    cgroups: Sequence[str] = (),
 ) -> Process:
     """Run a program in a process group (or ``session``) of its own, without a shell.
 
     None stands for ``/dev/null``; a path is appended to. ``user`` and ``group`` are names or numbers, taken with the
     supplementary groups of the user; an ordinary user cannot change them, so there they are passed over. ``limits``
-    maps ``resource.RLIMIT_*`` to soft and hard values, lowered to what may be had. Raises ``HostError``
-    "cannot run PROGRAM: why".
+    maps ``resource.RLIMIT_*`` to soft and hard values, lowered to what may be had. ``cgroups`` are directories that it
+    is in before it is executed. Raises ``HostError`` "cannot run PROGRAM: why", where why names the step that failed.
     """
     with contextlib.ExitStack() as opened:
         try:
             out, err = (_output(opened, target) for target in (stdout, stderr))
-            ids = _ids(user, group) if os.geteuid() == 0 else _Ids()
-            if limits or nice:
-                # Newer Pythons warn of any code between fork and exec; this one does two system calls.
+            becoming = _Becoming(
+                _ids(user, group) if os.geteuid() == 0 else _Ids(), user, limits, nice, cgroups, opened
+            )
+            if becoming.is_needed:
+                # Newer Pythons warn of any code between fork and exec; this one does some system calls.
                 opened.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", DeprecationWarning)
+            opened.enter_context(loop_guard.spawning())
             popen = subprocess.Popen(
                 argv,
                 env=env,
@@ -279,21 +288,22 @@ def spawn(
                 umask=umask,
                 start_new_session=session,
                 process_group=None if session else 0,
-                preexec_fn=_restrain(limits, nice) if limits or nice else None,  # noqa: PLW1509 - see above
-                user=ids.user,
-                group=ids.group,
-                extra_groups=ids.groups,
+                preexec_fn=becoming if becoming.is_needed else None,  # noqa: PLW1509 - see above
             )
         except OSError as exc:
-            where = "" if exc.filename in (None, argv[0]) else f" with {exc.filename}"
-            raise files.failed(f"run {argv[0]}{where}", exc) from exc
-        except (LookupError, ValueError, subprocess.SubprocessError) as exc:
+            raise _cannot_run(argv[0], exc) from exc
+        except (LookupError, ValueError) as exc:
             raise HostError(f"cannot run {argv[0]}: {exc}") from exc
+        except subprocess.SubprocessError as exc:
+            raise HostError(f"cannot run {argv[0]}: {becoming.failure() or exc}") from exc
     # Reaping is ours: without a return code Popen would try it as well.
     popen.returncode = 0
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
-    return Process(stat, _open(popen.pid), leads=True)
+    _spawned[popen.pid] = stat.start_ticks
+    made = Process(stat, _open(popen.pid), leads=True)
+    made.cgroups = tuple(cgroups)
+    return made
 
 
 def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
@@ -324,6 +334,11 @@ def default_signals() -> None:
             signal.signal(number, _ignore)
 
 
+def environment_of_scripts(environ: Mapping[str, str]) -> dict[str, str]:
+    """What scripts of releases inherit: nothing that is meant for this program alone."""
+    return {name: value for name, value in environ.items() if not name.startswith(("AGENT_SHIM_", "MALLOC_"))}
+
+
 def leave_no_core() -> None:
     """Let no core file show what we know; jobs begin with the same, as on a stemcell, and may raise it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -343,6 +358,16 @@ def send(identity: tuple[int, int], sig: int) -> bool:
             os.close(pidfd)
 
 
+def kill_group_of(ended: proc.Stat) -> None:
+    """Kill the group of a process that has ended and is not reaped: all of it at once, whatever it forks meanwhile.
+
+    Until it is reaped no other group can have the number.
+    """
+    if ended.group != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(ended.group, signal.SIGKILL)
+
+
 def reap(pid: int) -> bool:
     """Collect a dead child and tell every ``Process`` that stands for it; False if it is no dead child of ours."""
     now = clock.boot_ticks()  # From the reaping on the number can be used again.
@@ -352,11 +377,17 @@ def reap(pid: int) -> bool:
         return False
     if info is None:
         return False
+    _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
     has_heirs = _leaves_children(pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
         process._finish(status, now, has_heirs=has_heirs)  # noqa: SLF001 - one class, two halves
     return True
+
+
+def is_spawned(identity: tuple[int, int]) -> bool:
+    """Whether this process was made by ``spawn``, and not by a child of ours that has left it to us."""
+    return _spawned.get(identity[0]) == identity[1]
 
 
 def is_watched(pid: int) -> bool:
@@ -443,7 +474,7 @@ def _exit_info(pidfd: int | None) -> int | None:
 
 def _output(opened: contextlib.ExitStack, target: int | Path | None) -> int:
     if isinstance(target, Path):
-        target = files.open_log(target, 0o640)
+        target = guarded.open_log(target, 0o640)
         opened.callback(os.close, target)
     return subprocess.DEVNULL if target is None else target
 
@@ -475,21 +506,73 @@ def _ids(user: str | None, group: str | None) -> _Ids:
     return ids
 
 
-def _restrain(limits: Mapping[int, tuple[int, int]], nice: int) -> Callable[[], None]:
-    """What the child does between fork and exec. A limit above what it may have becomes what it may have."""
-    wanted = []
-    for what, (soft, hard) in limits.items():
-        ceiling = resource.getrlimit(what)[1]
-        wanted.append((what, (_lower(soft, ceiling), _lower(hard, ceiling))))
+class _Becoming:
+    """What the child does between fork and exec, step by step; which step failed is told to the parent.
 
-    def restrain() -> None:
-        for what, values in wanted:
-            resource.setrlimit(what, values)
-        if nice:
-            with contextlib.suppress(PermissionError):
-                os.nice(nice)
+    A limit above what it may have becomes what it may have.
+    """
 
-    return restrain
+    def __init__(
+        self,
+        ids: _Ids,
+        user: str | None,
+        limits: Mapping[int, tuple[int, int]],
+        nice: int,
+        cgroups: Sequence[str],
+        opened: contextlib.ExitStack,
+    ) -> None:
+        """Raises ``OSError`` for a cgroup that cannot be joined."""
+        self._ids, self._user, self._nice = ids, user, nice
+        self._limits = []
+        for what, (soft, hard) in limits.items():
+            ceiling = resource.getrlimit(what)[1]
+            self._limits.append((what, (_lower(soft, ceiling), _lower(hard, ceiling))))
+        self._groups = []
+        for each in cgroups:
+            # Opened here: the right to join is that of who opened it.
+            descriptor = os.open(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            self._groups.append((each, descriptor))
+        self.is_needed = bool(self._limits or nice or self._groups or ids != _Ids())
+        if self.is_needed:
+            self._told = os.memfd_create("failure", os.MFD_CLOEXEC)
+            opened.callback(os.close, self._told)
+
+    def __call__(self) -> None:
+        step = ""
+        try:
+            for path, descriptor in self._groups:
+                step = f"enter the cgroup {path}"
+                os.write(descriptor, b"0")
+            for what, values in self._limits:
+                step = f"set limit {what} to {values[0]}"
+                resource.setrlimit(what, values)
+            if self._nice:
+                with contextlib.suppress(PermissionError):
+                    os.nice(self._nice)
+            step = f"become user {self._user}"
+            if self._ids.groups is not None:
+                os.setgroups(self._ids.groups)
+            if self._ids.group is not None:
+                os.setresgid(self._ids.group, self._ids.group, self._ids.group)
+            if self._ids.user is not None:
+                os.setresuid(self._ids.user, self._ids.user, self._ids.user)
+        except OSError as exc:
+            os.write(self._told, f"cannot {step}: {exc.strerror}".encode())
+            raise
+
+    def failure(self) -> str:
+        """What the child has told of the step that failed."""
+        return os.pread(self._told, 1000, 0).decode(errors="replace") if self.is_needed else ""
+
+
+def _cannot_run(program: str, exc: OSError) -> HostError:
+    """``exc`` is what ``Popen`` raises when the program cannot be executed or the directory not be entered."""
+    if exc.filename not in (None, program):
+        return files.failed(f"run {program} with {exc.filename}", exc)
+    if exc.errno == errno.ENOENT and os.path.exists(program):  # noqa: PTH110 - text
+        return files.failed(f"run {program}", OSError(exc.errno, "the interpreter that it names is missing"))
+    return files.failed(f"run {program}", exc)
 
 
 def _lower(value: int, ceiling: int) -> int:

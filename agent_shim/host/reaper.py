@@ -7,15 +7,17 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from agent_shim.host import process
+from agent_shim.host import proc, process
 
 logger = logging.getLogger(__name__)
 
 STRANGERS: Final = 32
 """Orphans that are reaped in one turn of the event loop."""
+heirs: Final[list[Callable[[proc.Stat], None]]] = []
+"""Called with each orphan that has ended, before it is reaped: its number, group and session are still its own."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 
@@ -64,10 +66,19 @@ def reap_some() -> bool:
         if dead is None:
             return False
         is_stranger = not process.is_watched(dead.si_pid)
+        if is_stranger and heirs and (ended := proc.stat(dead.si_pid)) is not None:
+            for heir in heirs:
+                heir(ended)
         process.reap(dead.si_pid)
         if not is_stranger:
             break
     return True
+
+
+def reap_all() -> None:
+    """Reap what has ended until now; only on the thread of the event loop."""
+    while reap_some():
+        pass
 
 
 def _subreaper(*, on: bool) -> bool:

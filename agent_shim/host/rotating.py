@@ -13,10 +13,11 @@ from typing import Final, NamedTuple
 
 from isal import isal_zlib
 
-from agent_shim.errors import HostError
-from agent_shim.host import files
+from agent_shim.host import files, guarded
 
 LEVEL: Final = 2
+MAX_SURPLUS: Final = 1000
+"""Archives of one log beyond those that are kept, which are removed in one go."""
 GZIP: Final = 31
 """For zlib: a gzip head, and the largest window."""
 
@@ -37,25 +38,32 @@ def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     packed loses the rest. What comes in the moment before the cut is lost.
     """
     parent, _, name = path.rpartition("/")
-    directory = files.open_beneath(root, parent, os.O_RDONLY | os.O_DIRECTORY) if parent else os.dup(root)
     try:
-        source = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        directory = guarded.open_directory(root, parent)
         try:
-            status = os.fstat(source)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
-                return Moved()
-            return _rotate(directory, name, source, status, keep, most)
+            return _rotate(directory, name, keep, most)
         finally:
-            os.close(source)
+            os.close(directory)
     except OSError as exc:
-        if isinstance(exc, HostError):
-            raise
-        raise files.failed(f"rotate {path}", exc) from exc
+        raise files.failed(f"rotate {guarded.shown(path)}", exc) from exc
+
+
+def _rotate(directory: int, name: str, keep: int, most: int) -> Moved:
+    held = guarded.open_beneath(directory, name, os.O_PATH)
+    try:
+        status = os.fstat(held)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
+            return Moved()
+        source = guarded.reopen(held, os.O_RDWR)
     finally:
-        os.close(directory)
+        os.close(held)
+    try:
+        return _move(directory, name, source, os.fstat(source), keep, most)
+    finally:
+        os.close(source)
 
 
-def _rotate(directory: int, name: str, source: int, status: os.stat_result, keep: int, most: int) -> Moved:
+def _move(directory: int, name: str, source: int, status: os.stat_result, keep: int, most: int) -> Moved:
     _shift(directory, name, keep)
     fresh = f"{name}.1.gz"
     target = os.open(
@@ -76,9 +84,8 @@ def _rotate(directory: int, name: str, source: int, status: os.stat_result, keep
 
 def _shift(directory: int, name: str, keep: int) -> None:
     """Make room for a first archive: ``.1.gz`` becomes ``.2.gz`` and so on, up to the first gap; the oldest go."""
-    names = set(os.listdir(directory))
     last = 0
-    while f"{name}.{last + 1}.gz" in names:
+    while last < keep + MAX_SURPLUS and _is_there(directory, f"{name}.{last + 1}.gz"):
         last += 1
     for number in range(last, 0, -1):
         old = f"{name}.{number}.gz"
@@ -88,18 +95,30 @@ def _shift(directory: int, name: str, keep: int) -> None:
             os.rename(old, f"{name}.{number + 1}.gz", src_dir_fd=directory, dst_dir_fd=directory)
 
 
+def _is_there(directory: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
 def _pack(source: int, target: int, size: int, most: int) -> Moved:
     """Copy what ends at ``size`` and what came meanwhile, then cut the source, with little in between."""
     packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
-    first = _first_data(source)
-    begin = max(first, size - most)
-    if begin > first:
-        _write(target, packer.compress(f"({begin - first} bytes before this were too many to keep)\n".encode()))
-    os.lseek(source, begin, os.SEEK_SET)
+    # A writer that does not append goes on where it was, and leaves a hole before that: no content.
+    runs = list(guarded.segments(source, 0, size))
+    left_out = excess = max(0, sum(end - begin for begin, end in runs) - most)
+    if left_out:
+        _write(target, packer.compress(f"({left_out} bytes before this were too many to keep)\n".encode()))
     moved = 0
-    while begin + moved < size and (chunk := os.read(source, files.CHUNK)):
-        moved += len(chunk)
-        _write(target, packer.compress(chunk))
+    for begin, end in runs:
+        passed = min(excess, end - begin)
+        excess -= passed
+        for _, chunk in guarded.chunks(source, begin + passed, end):
+            moved += len(chunk)
+            _write(target, packer.compress(chunk))
+    os.lseek(source, size, os.SEEK_SET)
     # On disk before it is gone from there.
     _write(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
@@ -110,15 +129,7 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
         _write(target, packer.compress(chunk))
     os.ftruncate(source, 0)
     _write(target, packer.flush())
-    return Moved(moved + rest, begin - first)
-
-
-def _first_data(source: int) -> int:
-    """Where the content begins: a writer that does not append goes on where it was, and leaves a hole before that."""
-    try:
-        return os.lseek(source, 0, os.SEEK_DATA)
-    except OSError:
-        return 0
+    return Moved(moved + rest, left_out)
 
 
 def _write(target: int, data: bytes) -> None:

@@ -39,12 +39,6 @@ def is_directory(path: Path) -> bool:
         return False
 
 
-def is_mounted(path: Path, *, apart_from: Path) -> bool:
-    """True if ``path`` lies on something mounted: not on the root file system, nor on that of ``apart_from``."""
-    mount, other = mounts.mount_of(path), mounts.mount_of(apart_from)
-    return mount is not None and mount.point != Path("/") and mount != other
-
-
 def shows(place: Path, volume: Path) -> bool:
     """True if both lead to the same directory, however that came about."""
     try:
@@ -155,34 +149,23 @@ def holders(places: Sequence[Path]) -> list[Holder]:
     """Everybody but this process who has something open, runs, or is mounted at or below ``places``."""
     found = [*_mounted_below(places), *_loop_devices(places)]
     devices = {place.stat().st_dev for place in places if is_directory(place)}
-    own = os.getpid()
-    for process in proc.table().values():
-        if process.pid != own and (use := next(_uses(process.pid, places, devices), None)):
-            name = " ".join(proc.command_line(process.pid).split())[:80]
-            found.append(Holder(process.pid, process.start_ticks, f"pid {process.pid} ({name}) {use}"))
+    processes = proc.table()
+    del processes[os.getpid()]
+    for pid, uses in proc.uses(processes.keys(), lambda path: _is_below(path, places), devices).items():
+        if uses:
+            name = " ".join(proc.command_line(pid).split())[:80]
+            text = f"pid {pid} ({name}) {_USES[uses[0].kind].format(uses[0].path)}"
+            found.append(Holder(pid, processes[pid].start_ticks, text))
     return found
 
 
-def _uses(pid: int, places: Sequence[Path], devices: Collection[int]) -> Iterator[str]:
-    """What a process does with ``places``; nothing where it is gone or may not be looked at.
-
-    A process of another container, where they see each other, may have the same path on another device.
-    """
-    about = Path("/proc", str(pid))
-    links = [(about / "cwd", "works in {}"), (about / "root", "has {} as its root"), (about / "exe", "runs {}")]
-    with suppress(OSError):
-        links += [(descriptor, "has {} open") for descriptor in (about / "fd").iterdir()]
-    for link, what in links:
-        with suppress(OSError):
-            path = str(link.readlink())
-            if _is_below(path, places) and link.stat().st_dev in devices:
-                yield what.format(path)
-    with suppress(OSError):
-        if (about / "ns/mnt").samefile("/proc/self/ns/mnt"):
-            for line in (about / "maps").read_bytes().splitlines():
-                _, slash, rest = os.fsdecode(line).partition("/")
-                if slash and _is_below(slash + rest, places):
-                    yield f"has {slash}{rest} mapped"
+_USES: Final = {
+    "cwd": "works in {}",
+    "root": "has {} as its root",
+    "exe": "runs {}",
+    "fd": "has {} open",
+    "map": "has {} mapped",
+}
 
 
 def _mounted_below(places: Iterable[Path]) -> Iterator[Holder]:

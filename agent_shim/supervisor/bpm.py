@@ -183,6 +183,16 @@ def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
     return volume
 
 
+def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
+    """Raise ``ConfigError``, in the words of bpm, for a path that an additional volume cannot have."""
+    if path != (clean := _clean(path)):
+        raise ConfigError(f"volume path must be canonical, expected {clean} but got {path}")
+    if path in (str(root / disk / job) for disk in ("data", "store")):
+        raise ConfigError(f"invalid volume path: {path} cannot conflict with default job data or store directories")
+    if not path.startswith(f"{root}/"):
+        raise ConfigError(f"invalid volume path: {path} must be within {root}")
+
+
 def _clean(path: str) -> str:
     """The shortest path of the same meaning; unlike Go's, Python's keeps two slashes at the beginning."""
     return re.sub("^//", "/", posixpath.normpath(path))

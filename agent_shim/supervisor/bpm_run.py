@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
+import json
 import logging
 import os
 import resource
@@ -26,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from agent_shim.errors import ConfigError, HostError
-from agent_shim.host import cages, capabilities, clock, files, proc, process
+from agent_shim.host import cages, capabilities, clock, files, guarded, proc, process
 from agent_shim.paths import Paths
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.identity import MARK, Identity, Traces
@@ -83,6 +84,10 @@ def key_table() -> str:
     """``HONOURED`` as a table in Markdown."""
     rows = [f"| `{key}` | {' | '.join(levels)} |" for key, levels in HONOURED.items()]
     return "\n".join(["| Key | Level 1 | Level 2 | Level 3 |", "|---|---|---|---|", *rows])
+
+
+class UnknownProcessError(ConfigError):
+    """The bpm.yml of the job has no process of this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +153,16 @@ class Bpm:
         """The process as its bpm.yml says; raises ``ConfigError`` or ``HostError``."""
         found = self._file(job).process(name)
         if found is None:
-            raise ConfigError(f"process {name!r} is not in the configuration of job {job}")
+            config = self._paths.jobs / job / "config/bpm.yml"
+            raise UnknownProcessError(f'process "{name}" not present in job configuration ({config})')
         return found
+
+    def check_volumes(self, job: str, volumes: Sequence[bpm.Volume]) -> None:
+        """Raise ``ConfigError`` for volumes of a command line that bpm.yml could not have either."""
+        from agent_shim.supervisor import bpm
+
+        for volume in volumes:
+            bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
         """The living process, started by this agent or an earlier one."""
@@ -157,12 +170,16 @@ class Bpm:
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        marked = proc.variable(found.pid, MARK)
-        if marked is not None:
-            return found.identity if marked == identity.mark(bpm_label(job, name), self._paths.base) else None
-        # Its environment may not be read; the pid file is ours alone and was written when it started.
+        label = bpm_label(job, name)
+        if (caged := self._programs.ownership.label_of(found.pid)) is not None:
+            return found.identity if caged == label else None
+        # The pid file is ours alone and was written when it started.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
-        return found.identity if -0.1 < age < SETTLED else None
+        if -0.1 < age < SETTLED:
+            return found.identity
+        # The wall clock may have been set since. The process decides how long it takes to read this.
+        is_ours = proc.variable(found.pid, MARK) == identity.mark(label, self._paths.base)
+        return found.identity if is_ours else None
 
     def rows(self) -> tuple[list[Row], list[str]]:
         """All processes of all jobs as ``bpm list`` shows them, and what is wrong with configurations."""
@@ -183,15 +200,17 @@ class Bpm:
                 rows.append(Row(shown, found[0] if found else 0, "running" if found else left))
         return rows, complaints
 
-    def last_words(self, call: BpmCall) -> str:
-        """The last line of its error log."""
-        return last_line(self._log(call.job, call.process, "stderr"))
+    async def last_words(self, call: BpmCall) -> str:
+        """The last line of its error log, where the process may have put anything else."""
+        return await last_line(
+            bpm_label(call.job, call.process), self._log(call.job, call.process, "stderr"), self._paths.sys / "log"
+        )
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
         """Have it run; one that runs is left alone. Raises ``HostError`` or ``ConfigError``; returns once it runs."""
-        async with self._only(call):
+        async with self._only(call), self._noted(call, "start"):
             if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
                 return running
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -199,7 +218,7 @@ class Bpm:
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
         """Signal, QUIT, KILL, then whatever is left of it, then the pid file; by monotonic time ``by``."""
-        async with self._only(call):
+        async with self._only(call), self._noted(call, "stop"):
             signal_name = "TERM"
             with contextlib.suppress(ConfigError, OSError):
                 wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -217,7 +236,7 @@ class Bpm:
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
         """Run it to its end, as for an errand, without a pid file; its exit code. 0 at once if it runs already."""
-        async with self._only(call):
+        async with self._only(call), self._noted(call, "run"):
             if self.find(call.job, call.process):
                 return 0
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -245,6 +264,45 @@ class Bpm:
     async def _only(self, call: BpmCall) -> AsyncIterator[None]:
         async with self._locks.setdefault((call.job, call.process), asyncio.Lock()):
             yield
+
+    @contextlib.asynccontextmanager
+    async def _noted(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
+        """Have the log of bpm say that it begins and ends, and why it fails."""
+        await asyncio.to_thread(self._note, call, f"{verb}.starting")
+        try:
+            yield
+        except (ConfigError, OSError) as exc:
+            await asyncio.to_thread(self._note, call, f"{verb}.failed-to-{verb}", str(exc))
+            raise
+        finally:
+            await asyncio.to_thread(self._note, call, f"{verb}.complete")
+
+    def _note(self, call: BpmCall, message: str, error: str = "") -> None:
+        """A line of ``sys/log/JOB/bpm.log``, as bpm's library for logs writes it (lager's ``PrettySink``)."""
+        now = clock.wall_time()
+        data = {"job": call.job, "process": call.process} | ({"error": error} if error else {})
+        line = {
+            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e9):09}Z",
+            "level": "error" if error else "info",
+            "source": "bpm",
+            "message": f"bpm.{message}",
+            "data": data,
+        }
+        root = self._paths.sys / "log"
+        owner = f"{self._user}:{self._user}" if self._user else None
+        try:
+            if (self._paths.jobs / call.job).is_dir():
+                _make_kept(root / call.job, 0o750, owner)
+            descriptor = guarded.open_log(root / call.job / "bpm.log", 0o600)
+            try:
+                os.fchown(descriptor, *files.owner_ids(owner))
+                os.write(descriptor, json.dumps(line).encode() + b"\n")
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            return  # no job of this name
+        except OSError as exc:
+            logger.warning("cannot write the log of bpm for %s: %s", call.job, exc)
 
     async def _launch(self, call: BpmCall, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
         from agent_shim.host import jailer
@@ -316,6 +374,7 @@ class Bpm:
             cgroups=self._make_cage(job, wanted, isolation),
             places=self._places(job, wanted, is_apart=is_apart) if has_view else None,
             namespaces=[each for each in jailer.APART if each not in left_out] if is_apart else [],
+            has_init=True,
             may_signal=wanted.unsafe.host_pid_namespace,
         )
 
@@ -324,7 +383,7 @@ class Bpm:
         isolation = await self.isolation()
         found = self.find(job, wanted.name)
         if found is None:
-            raise HostError("job is not running")
+            raise HostError("process is not running or could not be found")
         limits = replace(wanted.limits, memory=None, processes=None)
         order = await asyncio.to_thread(self.order, job, replace(wanted, limits=limits), isolation)
         order["enter"] = found[0] if order["namespaces"] else None
@@ -350,6 +409,8 @@ class Bpm:
         found.append(place("/sys"))
         if not is_apart:
             found += [place(each, write=True) for each in SCRATCH]
+            # Names of other jobs show there: bosh-dns reads this of each, and ends where it may not.
+            found += [place(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
             found += [place(each, source=temporary, write=True) for each in TEMPORARY]
         found += [place(str(each), run=True) for each in (paths.packages, paths.data_packages, paths.jobs / job)]
@@ -405,19 +466,19 @@ class Bpm:
         directory = self._pidfile(job, wanted.name).parent
         files.make_dir(directory.parent, 0o755, own)  # everybody may write above it
         files.make_dir(directory, 0o700, own)
-        private = [paths.sys / "run" / job, paths.data / job / "tmp"]
-        if wanted.ephemeral_disk:
-            private.insert(0, paths.data / job)
+        private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
             if not paths.store.is_dir():
                 raise HostError("requested persistent disk does not exist")
             private.append(paths.store / job)
         made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
-        private += [path for path in made if path.is_dir() or not path.exists()]
-        log = paths.sys / "log" / job
-        files.make_dir(log, log.stat().st_mode & 0o7777 if log.is_dir() else 0o700, theirs)
+        # bpm changes the mode of what is there for volumes alone.
+        _make_kept(paths.sys / "log" / job, 0o750, theirs)
         for path in private:
-            files.make_dir(path, 0o700, theirs)
+            _make_kept(path, 0o700, theirs)
+        for path in made:
+            if path.is_dir() or not path.exists():
+                files.make_dir(path, 0o700, theirs)
         for stream in ("stdout", "stderr"):
             _make_log(self._log(job, wanted.name, stream), theirs)
 
@@ -558,9 +619,14 @@ def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
     return [replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
 
 
+def _make_kept(path: Path, mode: int, owner: str | None) -> None:
+    """Make a directory; one that is there keeps its mode."""
+    files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
+
+
 def _make_log(path: Path, owner: str | None) -> None:
     try:
-        descriptor = files.open_log(path, 0o600)
+        descriptor = guarded.open_log(path, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
             os.fchown(descriptor, *files.owner_ids(owner))

@@ -13,10 +13,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, NoReturn
 
-from agent_shim.host import clock, proc
-from agent_shim.host.apart import apart
+from agent_shim.host import clock, guarded, proc
 from agent_shim.supervisor import faults, probes
 from agent_shim.supervisor.counting import Tally, Turn, exceeds, percent
 from agent_shim.supervisor.identity import Identity
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
 """Parts of a cycle: services whose turn comes in the same one are looked at together."""
+INSPECT_TIMEOUT_S: Final = 60.0
+"""For a look at a file; one that hangs keeps its thread, and no other is begun for it."""
 LOADS: Final = {"loadavg1": 0, "loadavg5": 1, "loadavg15": 2}
 
 
@@ -211,7 +213,8 @@ class Checks:
         assert spec.path is not None
         path = spec.path
         try:
-            found = await apart(lambda: inspect(path, spec.rules, watch.memory), f"check {spec.name}")
+            look = partial(inspect, path, spec.rules, watch.memory)
+            found = await guarded.aside(f"check {spec.name}", look, timeout=INSPECT_TIMEOUT_S)
         except (OSError, ValueError) as exc:
             logger.info("cannot check %s: %s", spec.name, exc)
             return

@@ -1,9 +1,6 @@
-"""Whose a process is.
+"""What is remembered of a service's processes: numbers with start times, sessions, and what a pidfile said.
 
-monit believes any number in a pidfile that some process has. Numbers are used again, in a container very soon, so here
-a process belongs to a service only for a reason: it carries our mark, it was known before, it descends from the start
-program or shares its session, or it came after our start into a pidfile written since. What has no such reason is
-neither taken for the service nor signalled.
+A number alone is used again, in a container very soon. ``ownership`` decides from these traces whose a process is.
 """
 
 from __future__ import annotations
@@ -16,14 +13,14 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from agent_shim.host import clock, files, proc
+from agent_shim.host import clock, guarded, proc
 
 MARK: Final = "AGENT_SHIM_SERVICE"
 """The one variable that start and stop programs get beyond what monit gives them."""
 MONIT_MARK: Final = "MONIT_SERVICE"
 """What monit itself gives them: by it the processes of a machine that monit ran until now are known."""
-MAX_SESSIONS: Final = 8
-"""Start programs that are remembered; what an older one left has been swept or carries the mark."""
+MAX_SESSIONS: Final = 32
+"""Sessions that are remembered; what was in an older one has been swept."""
 
 Identity: TypeAlias = tuple[int, int]
 """Number and start ticks."""
@@ -41,12 +38,14 @@ class Pidfile(NamedTuple):
     modified: float
     """Seconds since 1970."""
     inode: int
+    owner: int = 0
+    """The user who owns it."""
 
 
 def read(path: Path) -> Pidfile | None:
     """Read a pidfile as monit does: a regular file that begins with a number above 0; None otherwise."""
     try:
-        descriptor = files.open_plain(path)
+        descriptor = guarded.open_file(path)
     except OSError:
         return None
     try:
@@ -59,7 +58,7 @@ def read(path: Path) -> Pidfile | None:
     number = re.match(rb"\s*(\d{1,10})(?!\d)", text)
     if number is None or int(number[1]) == 0:
         return None
-    return Pidfile(int(number[1]), status.st_mtime_ns / 1e9, status.st_ino)
+    return Pidfile(int(number[1]), status.st_mtime_ns / 1e9, status.st_ino, status.st_uid)
 
 
 class Session(NamedTuple):
@@ -81,6 +80,10 @@ class Traces(msgspec.Struct):
 
     known: Identity | None = None
     """The process it stands for, while it may live."""
+    is_guest: bool = False
+    """``known`` is only named by a pidfile or a pattern: it is watched, and never signalled."""
+    is_caged: bool = False
+    """The start program began in the cgroup of the service, and with it all that came of it."""
     program: Identity | None = None
     """The start program, while it may live."""
     kin: list[Identity] = []
@@ -98,7 +101,31 @@ class Traces(msgspec.Struct):
         """A start program runs; ``pidfile`` is what was there before it."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
-        self.sessions = [*self.sessions, Session(*program)][-MAX_SESSIONS:]
+        self._join(Session(*program))
+
+    def found(self, process: proc.Stat, pidfile: Pidfile | None, *, is_guest: bool, leads_session: bool) -> None:
+        """The process the service stands for. ``leads_session``: its session began with it or what it descends from."""
+        self.known, self.heeded, self.is_guest = process.identity, pidfile, is_guest
+        if leads_session and not is_guest:
+            self.widen(process)
+
+    def widen(self, process: proc.Stat) -> None:
+        """Remember the session of a process of the service that began in it."""
+        if process.session not in {0, *self.numbers()} and len(self.sessions) < MAX_SESSIONS:
+            is_led = process.pid == process.session
+            self._join(Session(process.session, process.start_ticks, clock.boot_ticks(), is_led))
+
+    def _join(self, session: Session) -> None:
+        self.sessions = [*self.sessions, session][-MAX_SESSIONS:]
+
+    def identities(self) -> list[Identity]:
+        """The processes that are the service's because they were before."""
+        known = None if self.is_guest else self.known
+        return [each for each in (known, self.program, *self.kin) if each is not None]
+
+    def numbers(self) -> set[int]:
+        """Of its sessions, lasting or not."""
+        return {session.pid for session in self.sessions}
 
     def lives(self, session: int) -> None:
         """A process of ours lives in the session of this number now."""
@@ -113,14 +140,9 @@ class Traces(msgspec.Struct):
         self._saw(session, seen)
         self.sessions = [s._replace(is_led=s.is_led and s[:2] != process) for s in self.sessions]
 
-    def see_kin(self, processes: Mapping[int, proc.Stat], below: Mapping[int, list[int]]) -> None:
-        """Remember what descends from the process; ``below`` is what ``proc.children`` gives of ``processes``."""
-        if not self.kin and (self.known is None or self.known[0] not in below):
-            return
-        kin = {each for each in self.kin if each[0] in processes and processes[each[0]].identity == each}
-        if self.known is not None and self.known[0] in processes and processes[self.known[0]].identity == self.known:
-            kin |= {processes[pid].identity for pid in proc.descent(below, [self.known[0]])} - {self.known}
-        self.kin = sorted(kin)
+    def see_kin(self, processes: Iterable[Identity]) -> None:
+        """Remember what is of the service now: it still is when what proves it has ended."""
+        self.kin = sorted(set(processes) - {self.known, self.program})
 
     def _saw(self, session: int, tick: int) -> None:
         self.sessions = [s._replace(seen=max(s.seen, tick)) if s.pid == session else s for s in self.sessions]
@@ -133,52 +155,7 @@ class Traces(msgspec.Struct):
         """Whether it named a process that has ended: who has the number now is another one."""
         return pidfile == self.heeded and process != self.known
 
-    def own(self, process: proc.Stat, name: str, base: Path, pidfile: Pidfile | None) -> bool:
-        """Whether a process that ``pidfile`` (or a pattern: None) names belongs to service ``name``."""
-        if not process.is_alive or process.pid in (1, os.getpid()):
-            return False
-        if process.identity == self.known:
-            return True
-        if pidfile is not None and self.is_used_up(pidfile, process.identity):
-            return False
-        if process.identity == self.program:
-            # A number may be that of the process before it: the pidfile that says so is still that one's.
-            return pidfile is None or self.is_fresh(pidfile)
-        if (found := proc.variable(process.pid, MARK)) is not None:
-            return found == mark(name, base)
-        if (found := proc.variable(process.pid, MONIT_MARK)) is not None:
-            return found == name
-        # It may have wiped its environment, or we may not read it (another user's, without CAP_SYS_PTRACE).
-        near = {each.pid: each for each in (process, proc.stat(process.session)) if each is not None}
-        if process.session in self._lasting(near, ()) or self._descends(process):
-            return True
-        if pidfile is None:
-            return False
-        if self.is_fresh(pidfile) and process.start_ticks >= self.begun:
-            return True
-        # Started by hand: it lived when the pidfile was written, so it is the one that was meant, unless the number is
-        # from another pid namespace; therefore it must also look like a program of a job.
-        return pidfile.modified + 0.1 > clock.wall_time_of(process.start_ticks) and f"{base}/" in proc.command_line(
-            process.pid
-        )
-
-    def members(self, census: proc.Census, name: str, base: Path, known: Iterable[Identity]) -> list[Identity]:
-        """Everything alive that belongs to the service: by mark, session, descent from it or from ``known``."""
-        processes = census.processes
-        marked = set(census.marked.get(mark(name, base), ()))
-        others = set().union(*census.marked.values()) - marked
-        sessions = self._lasting(processes, marked)
-        found = {
-            p.pid for p in processes.values() if p.session in sessions and p.start_ticks >= sessions[p.session]
-        } - others
-        kin = [each for each in self.kin if each[0] not in others]
-        for pid, start in filter(None, (self.known, self.program, *kin, *known)):
-            if pid in processes and processes[pid].start_ticks == start:
-                found.add(pid)
-        found = proc.descent(census.children, marked | found) - {1, os.getpid()}
-        return [processes[pid].identity for pid in found if processes[pid].is_alive]
-
-    def _lasting(self, processes: Mapping[int, proc.Stat], marked: Collection[int]) -> dict[int, int]:
+    def lasting(self, processes: Mapping[int, proc.Stat], marked: Collection[int]) -> dict[int, int]:
         """Number and start of the sessions that are still those of our start programs; ``marked`` carry our mark."""
         return {
             session.pid: session.start
@@ -193,29 +170,3 @@ class Traces(msgspec.Struct):
                 or (session.is_led and process.identity == session[:2])
             )
         }
-
-    def _descends(self, process: proc.Stat) -> bool:
-        above: proc.Stat | None = process
-        for _ in range(32):
-            if above is None or above.parent <= 1:
-                return False
-            if self.program is not None and above.parent == self.program[0]:
-                return above.start_ticks >= self.program[1]
-            above = proc.stat(above.parent)
-        return False
-
-
-def match(pattern: re.Pattern[str], traces: Traces, name: str, base: Path) -> proc.Stat | None:
-    """The process whose command line ``pattern`` fits and that may be the service's: the known one, else the oldest.
-
-    Any process may be: a pattern is how monit finds what others start. A start program that still runs as a script is
-    only taken when nothing else fits.
-    """
-    found = []
-    for process in proc.table().values():
-        if process.is_alive and process.pid not in (1, os.getpid()) and pattern.search(proc.command_line(process.pid)):
-            marked = proc.variable(process.pid, MARK)
-            if marked is None or marked == mark(name, base):
-                found.append(process)
-    order = {traces.known: 0, traces.program: 2}
-    return min(found, key=lambda process: (order.get(process.identity, 1), process.start_ticks), default=None)

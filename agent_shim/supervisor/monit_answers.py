@@ -52,7 +52,10 @@ def describe(service: ServiceInfo) -> dict[str, Any]:
 def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
     """The names as they are written in the files; raises ``ActionError``, in monit's words, for one that is not."""
     known = {service.process.name.lower(): service for service in services}
-    wanted = [str(name) for name in request.get("names", ())]
+    named = request.get("names", [])
+    if not isinstance(named, list):
+        raise ActionError("cannot read the request: the names of services are a list")
+    wanted = [str(name) for name in named]
     for name in wanted:
         if name.lower() not in known and name != "all":
             raise ActionError("There is no service by that name")

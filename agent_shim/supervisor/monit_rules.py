@@ -311,7 +311,7 @@ def read_regex(reader: Reader, *kinds: str) -> str:
     try:
         posix_regex.compiled(token.value)
     except ValueError as exc:
-        raise reader.error(f"a regular expression without {exc}", token) from exc
+        raise reader.error(f"a regular expression ({exc})", token) from exc
     return token.value
 
 

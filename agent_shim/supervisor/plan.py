@@ -86,7 +86,7 @@ class ProcessSpec:
     job: str
     kind: values.Kind = "process"
     pidfile: Path | None = None
-    pattern: re.Pattern[str] | None = None
+    pattern: posix_regex.Pattern | None = None
     path: Path | None = None
     address: str = ""
     start: Program | None = None

@@ -1,217 +1,127 @@
-"""Extended regular expressions as monit knows them, turned into Python's. Pure.
+"""Extended regular expressions as monit knows them: compiled and matched by the C library.
 
-The dialect is that of glibc's ``regcomp`` with ``REG_EXTENDED``: no escapes inside brackets, ``{`` and operators need
-something to repeat, an unmatched ``)`` is a character, and ``^`` and ``$`` stand for the ends of the text alone.
+``regcomp`` and ``regexec`` read the dialect exactly as monit does, match in a time that grows with the length of the
+text, and the interpreter's lock is free meanwhile: what a job writes into a log or onto its command line cannot hold
+the agent, as it could with a pattern that backtracks. Back references, with which the library backtracks too, are
+refused. In the "C" locale, as monit: a character is a byte.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import re
+import weakref
 from typing import Final
 
-DEEPEST: Final = 50
-"""Parentheses inside each other; deeper ones are no pattern anyone wrote."""
+MAX_PATTERN_BYTES: Final = 4096
+MAX_DEPTH: Final = 50
+"""Parentheses inside each other; ``regcomp`` follows them by recursion."""
+MAX_STATES: Final = 5000
+"""Characters that a pattern stands for once its repetitions are written out, which ``regcomp`` does."""
+MAX_TEXT_BYTES: Final = 4096
+"""Of a text that are searched; monit has room for fewer (1024 of a command line, 512 of a line)."""
 
-MOST: Final = 0x7FFF
-"""The largest number of repetitions."""
-
-_CLASSES: Final = {
-    "alnum": "0-9A-Za-z",
-    "alpha": "A-Za-z",
-    "blank": r"\ \t",
-    "cntrl": r"\x00-\x1f\x7f",
-    "digit": "0-9",
-    "graph": "!-~",
-    "lower": "a-z",
-    "print": r"\ -~",
-    "punct": r"!-/:-@\[-`{-~",
-    "space": r"\t-\r\ ",
-    "upper": "A-Z",
-    "xdigit": "0-9A-Fa-f",
-}
-
-_ANCHORS: Final = {"^": r"\A", "$": r"\Z"}
-_ESCAPED_ANCHORS: Final = {
-    "`": r"\A",
-    "'": r"\Z",
-    "b": r"\b",
-    "B": r"\B",
-    "<": r"\b(?=\w)",
-    ">": r"\b(?<=\w)",
-}
-DIGITS: Final = 6
-
-_REPEATS: Final = "*+?{"
-_INTERVAL: Final = re.compile(r"\{([0-9]*)(?:(,)([0-9]*))?\}")
+_REG_EXTENDED: Final = 1
+_REG_NOSUB: Final = 8
+_REGEX_BYTES: Final = 256
+"""Room for a ``regex_t``: 64 bytes with glibc, fewer than these with any other."""
+_LC_ALL_MASK: Final = 0x1FBF
+_PIECE: Final = re.compile(
+    rb"\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|\{(?P<low>[0-9]*)(?P<comma>,?)(?P<high>[0-9]*)\}|.", re.DOTALL
+)
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    """The Python pattern to ``search`` with; raises ``ValueError`` that says what is wrong."""
-    translator = _Translator(pattern)
-    found = translator.alternatives(0)
-    try:
-        return re.compile(found, re.DOTALL | re.ASCII)
-    except (re.error, OverflowError, RecursionError) as exc:
-        raise ValueError(str(exc)) from exc
+class Pattern:
+    """A compiled expression; threads may share it."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ``ValueError`` with what the C library says is wrong."""
+        self.text = text
+        pattern = text.encode(errors="surrogateescape")
+        is_balanced = _refuse_huge(pattern)
+        self._compile(pattern)
+        if is_balanced:
+            # The library tries each place of a text as a beginning; told where to begin it reads the text once.
+            self._compile(b"^.*(" + pattern + b")")
+
+    def _compile(self, pattern: bytes) -> None:
+        compiled, libc = ctypes.create_string_buffer(_REGEX_BYTES), _libc()
+        before = libc.uselocale(_c_locale())
+        try:
+            code = libc.regcomp(compiled, pattern, _REG_EXTENDED | _REG_NOSUB)
+        finally:
+            libc.uselocale(before)
+        if code:
+            why = ctypes.create_string_buffer(200)
+            libc.regerror(code, compiled, why, len(why))
+            raise ValueError(why.value.decode(errors="replace"))
+        weakref.finalize(self, libc.regfree, compiled)
+        self._compiled = compiled
+
+    def search(self, text: str | bytes) -> bool:
+        """Whether the text has a match in its first ``MAX_TEXT_BYTES``; as in C, it ends at a null byte."""
+        raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
+        return bool(_libc().regexec(self._compiled, raw[:MAX_TEXT_BYTES], 0, None, 0) == 0)
 
 
-class _Translator:
-    """Reads a pattern from left to right; each method returns the Python for what it has read."""
+@functools.lru_cache(maxsize=256)
+def compiled(pattern: str) -> Pattern:
+    """The pattern; raises ``ValueError`` that says what is wrong."""
+    return Pattern(pattern)
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-        self.at = 0
-        self.groups = 0
-        self.closed: set[int] = set()
 
-    def peek(self) -> str:
-        return self.pattern[self.at : self.at + 1]
+def _refuse_huge(pattern: bytes) -> bool:
+    """Raise ``ValueError`` for what would cost ``regcomp`` the stack, or the memory, of the process.
 
-    def take(self) -> str:
-        char = self.peek()
-        self.at += 1
-        return char
+    False for a pattern with a ``)`` that closes nothing, and so is a character.
+    """
+    if len(pattern) > MAX_PATTERN_BYTES:
+        raise ValueError(f"more than {MAX_PATTERN_BYTES} bytes")
+    if b"\0" in pattern:
+        raise ValueError("a null byte")
+    is_balanced = True
+    sizes, last = [0], 0  # of each open group so far, and of what was read last
+    for piece in _PIECE.finditer(pattern):
+        if re.fullmatch(rb"\\[1-9]", piece[0]):
+            raise ValueError("a back reference: looking for it may take for ever")
+        if piece[0] == b"(":
+            if len(sizes) > MAX_DEPTH:
+                raise ValueError(f"more than {MAX_DEPTH} parentheses inside each other")
+            sizes.append(0)
+            last = 0
+        elif piece[0] == b")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif piece["low"] or piece["high"]:
+            # Beyond so many digits the library refuses it.
+            times = max(int(piece[each][:6] or 0) for each in ("low", "high"))
+            sizes[-1] += last * max(0, times - 1)
+            last *= max(1, times)
+        else:
+            is_balanced &= piece[0] != b")"
+            last = 1
+            sizes[-1] += 1
+        if sum(sizes) > MAX_STATES:
+            raise ValueError(f"more than {MAX_STATES} characters, repetitions written out")
+    return is_balanced
 
-    def alternatives(self, depth: int) -> str:
-        if depth > DEEPEST:
-            raise ValueError(f"more than {DEEPEST} parentheses inside each other")
-        # A branch knows the groups before the alternatives and its own; what follows knows all.
-        known, after = self.closed, set[int]()
-        branches: list[str] = []
-        while not branches or self.peek() == "|":
-            self.at += bool(branches)
-            self.closed = set(known)
-            branches.append(self.branch(depth))
-            after |= self.closed
-        self.closed = after
-        return "|".join(branches)
 
-    def branch(self, depth: int) -> str:
-        found = ""
-        while (char := self.peek()) and char != "|" and not (char == ")" and depth):
-            if char in _REPEATS:
-                raise ValueError(f"nothing to repeat before '{char}'")
-            anchor = self.anchor()
-            found += anchor or self.repeated(self.atom(depth))
-        return found
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.newlocale.restype = libc.uselocale.restype = ctypes.c_void_p
+    libc.newlocale.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+    libc.uselocale.argtypes = (ctypes.c_void_p,)
+    libc.regcomp.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
+    libc.regexec.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int)
+    libc.regerror.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+    libc.regfree.argtypes = (ctypes.c_char_p,)
+    libc.regfree.restype = None
+    return libc
 
-    def anchor(self) -> str:
-        """An anchor cannot be repeated; "" when there is none."""
-        two = self.pattern[self.at : self.at + 2]
-        found = _ANCHORS.get(two[:1]) or (_ESCAPED_ANCHORS.get(two[1:]) if two[0] == "\\" else "") or ""
-        if found:
-            self.at += 2 if two[0] == "\\" else 1
-        return found
 
-    def repeated(self, atom: str) -> str:
-        while (char := self.peek()) and char in _REPEATS:
-            atom = f"(?:{atom}){self.interval() if char == '{' else self.take()}"
-        return atom
-
-    def interval(self) -> str:
-        match = _INTERVAL.match(self.pattern, self.at)
-        if match is None or not (match[1] or match[2]):
-            raise ValueError("a broken interval after '{'")
-        self.at = match.end()
-        low = int(match[1] or 0) if len(match[1]) < DIGITS else MOST + 1
-        high = low if not match[2] else int(match[3]) if match[3] else low
-        if low > high:
-            raise ValueError(f"an interval from {low} to {high}")
-        if high > MOST:
-            raise ValueError(f"more than {MOST} repetitions")
-        return match[0] if match[1] else "{0" + match[0][1:]
-
-    def atom(self, depth: int) -> str:
-        char = self.take()
-        if char == "(":
-            return self.group(depth)
-        if char == "[":
-            return self.bracket()
-        if char == ".":
-            return "."
-        return self.escape() if char == "\\" else re.escape(char)
-
-    def group(self, depth: int) -> str:
-        self.groups += 1
-        number = self.groups
-        found = self.alternatives(depth + 1)
-        if self.take() != ")":
-            raise ValueError("'(' without ')'")
-        self.closed.add(number)
-        return f"({found})"
-
-    def escape(self) -> str:
-        char = self.take()
-        if not char:
-            raise ValueError("a backslash at the end")
-        if char in "wWsS":
-            return f"\\{char}"
-        if char in "123456789":
-            if int(char) not in self.closed:
-                raise ValueError(f"'\\{char}' without a group before it")
-            return f"(?:\\{char})"
-        return re.escape(char)
-
-    def bracket(self) -> str:
-        negated = self.peek() == "^"
-        self.at += negated
-        found = ""
-        first = True
-        while first or self.peek() != "]":
-            found += self.element(first=first)
-            first = False
-        self.take()
-        return f"[{'^' if negated else ''}{found}]"
-
-    def element(self, *, first: bool) -> str:
-        """A class, a character or a range; only characters can be the ends of a range."""
-        if not first and self.is_range():
-            raise ValueError("a range without a beginning")
-        members = self.one_class()
-        low = "" if members else self.character()
-        if not self.is_range():
-            return members or re.escape(low)
-        self.take()
-        if members or self.one_class():
-            raise ValueError("a class at the end of a range")
-        high = self.character()
-        if low > high:
-            raise ValueError(f"a range from '{low}' to '{high}'")
-        return f"{re.escape(low)}-{re.escape(high)}"
-
-    def is_range(self) -> bool:
-        """Whether a ``-`` comes that is not the last character."""
-        return self.peek() == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("]", "")
-
-    def one_class(self) -> str:
-        """``[:name:]`` or ``[=x=]``; "" when there is none."""
-        if not self.pattern.startswith(("[:", "[="), self.at):
-            return ""
-        is_equal = self.pattern[self.at + 1] == "="
-        name = self.named()
-        if is_equal and len(name) == 1:
-            return re.escape(name)
-        if name not in _CLASSES or is_equal:
-            raise ValueError(f"no class '{name}'")
-        return _CLASSES[name]
-
-    def character(self) -> str:
-        """One character of a bracket expression, also as ``[.x.]``."""
-        if self.pattern.startswith("[.", self.at):
-            name = self.named()
-            if len(name) != 1:
-                raise ValueError(f"no character '{name}'")
-            return name
-        char = self.take()
-        if not char:
-            raise ValueError("'[' without ']'")
-        return char
-
-    def named(self) -> str:
-        """What stands in ``[:name:]``, ``[=name=]`` or ``[.name.]``."""
-        end = self.pattern.find(f"{self.pattern[self.at + 1]}]", self.at + 2)
-        if end < 0:
-            raise ValueError("'[' without ']'")
-        name = self.pattern[self.at + 2 : end]
-        self.at = end + 2
-        return name
+@functools.cache
+def _c_locale() -> int:
+    found: int = _libc().newlocale(_LC_ALL_MASK, b"C", None)
+    return found

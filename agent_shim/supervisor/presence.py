@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.errors import HostError
-from agent_shim.host import clock, proc, process
+from agent_shim.host import clock, proc, process, watchdog
 from agent_shim.host.apart import apart
 from agent_shim.host.process import Process
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.identity import Pidfile, Traces
+from agent_shim.supervisor.ownership import Ownership, Tie
 from agent_shim.supervisor.plan import ProcessSpec
 
 FIRST_LOOK: Final = 0.001
@@ -57,7 +59,7 @@ class Presence:
     ``traces`` are those of the service's record; ``changed`` is called when they have changed.
     """
 
-    def __init__(self, base: Path, timing: Timing, changed: Callable[[], None]) -> None:
+    def __init__(self, ownership: Ownership, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
         self._session = 0
@@ -66,7 +68,9 @@ class Presence:
         """When the process started, monotonic."""
         self._is_there = True
         """Whether the path of a check that is no process was there when it was looked at last."""
-        self._base = base
+        self._ownership = ownership
+        self.refused = ""
+        """Why the process that the pidfile names is not believed to be the service's."""
         self._timing = timing
         self._changed = changed
 
@@ -75,25 +79,34 @@ class Presence:
         """Of the process, 0 without one."""
         return self.process.pid if self.process is not None else 0
 
-    def look(self, spec: ProcessSpec, traces: Traces) -> bool:
+    async def look(self, spec: ProcessSpec, traces: Traces) -> bool:
         """Whether it is there now; what another agent, a late pidfile, a successor brings is taken up."""
         if not spec.is_process:
             return self._is_there
-        self._take_note(spec, traces)
-        if self.process is not None:
-            return True
-        pidfile = _read(spec) if spec.pattern is None else None
-        found = self._find(spec, traces, pidfile)
+        with watchdog.reading(spec.name, "its pidfile and process"):
+            self._take_note(spec, traces)
+            if self.process is not None:
+                return True
+            self.refused = ""
+            pidfile = _read(spec) if spec.pattern is None else None
+        found = await self._find(spec, traces, pidfile)
         if found is None:
             return False
+        one, tie = found
+        leads_session = tie is Tie.OWNED and await asyncio.to_thread(self._ownership.leads_session, one, spec.label)
+        if not self._take_up(one):
+            return False
+        traces.found(one, pidfile, is_guest=tie is not Tie.OWNED, leads_session=leads_session)
+        self._changed()
+        return True
+
+    def _take_up(self, found: proc.Stat) -> bool:
         own = self.program
         self.process = own if own and own.identity == found.identity else process.adopt(*found.identity)
         if self.process is None:
             return False
         self.up_at = time.monotonic() - clock.uptime_of(found.start_ticks)
         self._session = found.session
-        traces.known, traces.heeded = found.identity, pidfile
-        self._changed()
         return True
 
     def _take_note(self, spec: ProcessSpec, traces: Traces) -> None:
@@ -142,7 +155,7 @@ class Presence:
         while True:
             now = time.monotonic()
             ended_at = ended_at or (0.0 if program.is_alive else now)
-            is_there = await self.look_at_path(spec) if not spec.is_process else self.look(spec, traces)
+            is_there = await self.look_at_path(spec) if not spec.is_process else await self.look(spec, traces)
             if is_there:
                 appeared_at = appeared_at or now
                 if ended_at or self.process is program or now - appeared_at > self._timing.linger:
@@ -155,11 +168,12 @@ class Presence:
             await asyncio.sleep(pause)
             pause = min(pause * 2, SLOWEST_LOOK)
 
-    def resume(self, spec: ProcessSpec, traces: Traces) -> bool:
-        """Take up what another agent watched, the start program too if it still runs; whether the process lives."""
+    def resume(self, traces: Traces) -> None:
+        """Take up what another agent watched, the start program too if it still runs."""
         if traces.program is not None and traces.program != traces.known:
             self.program = process.adopt(*traces.program)
-        return self.look(spec, traces)
+        if traces.known is not None and (known := proc.stat(traces.known[0])) and known.identity == traces.known:
+            self._take_up(known)
 
     def let_program_go(self) -> None:
         """It has done its part; what stays of it beside the process goes on."""
@@ -174,20 +188,26 @@ class Presence:
             self.process.release()
         self.process = None
 
-    def _find(self, spec: ProcessSpec, traces: Traces, pidfile: Pidfile | None) -> proc.Stat | None:
-        """The living process that the pidfile, or the pattern, names, if it is ours."""
+    async def _find(self, spec: ProcessSpec, traces: Traces, pidfile: Pidfile | None) -> tuple[proc.Stat, Tie] | None:
+        """The living process that the pidfile, or the pattern, names, and what ties it to the service."""
         if spec.pattern is not None:
-            return identity.match(spec.pattern, traces, spec.label, self._base)
+            return await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, traces)
         found = proc.stat(pidfile.pid) if pidfile else None
-        if found is None or not found.is_alive:
+        if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        # What we do not start is believed as monit believes it, and never signalled.
-        return found if spec.start is None or traces.own(found, spec.label, self._base, pidfile) else None
+        if spec.start is None:
+            return found, Tie.NAMED  # believed as monit believes it
+        tie, why = await asyncio.to_thread(self._ownership.tie, found, spec.label, traces, pidfile)
+        if tie is Tie.NONE:
+            self.refused = f"the pidfile names process {found.pid} ({proc.name(found.pid)}): {why}"
+            return None
+        return found, tie
 
     @staticmethod
     def _hope(program: Process, status: int | None, spec: ProcessSpec, traces: Traces, *, is_late: bool) -> None:
         """Raise ``HostError`` if after the end of the start program no process is to be expected."""
-        found = _read(spec)
+        with watchdog.reading(spec.name, "its pidfile"):
+            found = _read(spec)
         named = found.pid if found and traces.is_fresh(found) else 0
         if named == program.pid:
             raise HostError(f"the process ended at once: {describe(status)}")

@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+import httptools
+
 from agent_shim.host.apart import apart
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit_values import NET_TIMEOUT, Connection, Ping, Protocol
@@ -35,6 +37,8 @@ MAX_PAGE: Final = 1024 * 1024
 CHUNK: Final = 16 * 1024
 UDP_PATIENCE: Final = 2.0
 """Seconds in which a machine says that nobody listens on a UDP port."""
+FINAL_STATUS: Final = 200
+"""Below are interim responses."""
 BAD_STATUS: Final = 400
 
 GREETINGS: Final = {
@@ -95,6 +99,11 @@ class _Line:
         chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)
         self.received += chunk
         return bool(chunk)
+
+    def taken(self) -> bytes:
+        """All that nobody has looked at; it is looked at now."""
+        data, self.received = self.received, b""
+        return data
 
 
 @contextlib.asynccontextmanager
@@ -180,7 +189,7 @@ async def _dialogue(line: _Line, protocol: Protocol) -> None:
             await line.send(wire_text(text))
             continue
         pattern = posix_regex.compiled(text)
-        while not pattern.search(line.received.decode("latin-1")):
+        while not pattern.search(bytes(line.received)):
             if len(line.received) > MAX_HEAD or not await line.more():
                 raise _WrongError(f"does not answer {text!r}")
         line.received = b""
@@ -192,6 +201,54 @@ def wire_text(text: str) -> bytes:
     return spelled.encode("latin-1", "replace") if spelled != text else text.encode("utf-8", "surrogateescape")
 
 
+class _Page:
+    """What the parser reports of an http response."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.has_status_line = False
+        self.body = bytearray()
+        self.is_whole = False
+        # A probe hands nothing on that another reader could read otherwise: as lenient as monit is.
+        self.parser = httptools.HttpResponseParser(self)
+        self.parser.set_dangerous_leniencies(
+            lenient_headers=True,
+            lenient_transfer_encoding=True,
+            lenient_chunked_length=True,
+            lenient_data_after_close=True,
+            lenient_optional_cr_before_lf=True,
+        )
+
+    def on_header(self, _name: bytes, _value: bytes) -> None:
+        self.has_status_line = True
+
+    def on_headers_complete(self) -> None:
+        self.has_status_line = True
+        # A server may say 100 Continue and the like first: the last status counts.
+        self.status = self.parser.get_status_code()
+
+    def on_body(self, piece: bytes) -> None:
+        self.body += piece
+
+    def on_message_complete(self) -> None:
+        self.is_whole = self.status >= FINAL_STATUS
+
+    @property
+    def has_head(self) -> bool:
+        return self.status >= FINAL_STATUS
+
+    def read(self, data: bytes) -> None:
+        """Go on; raises ``_WrongError`` for what is no http."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            if not self.has_status_line:
+                raise _WrongError("does not answer as http does") from exc
+            # A header that no reader would take: the status counts for monit, and there is no page.
+            self.status = self.parser.get_status_code()
+            self.is_whole = True
+
+
 async def _http(line: _Line, connection: Connection) -> None:
     """One GET; no redirect is followed, and everything from 400 on is a failure, as a lack of permission is."""
     protocol = connection.protocol
@@ -199,27 +256,20 @@ async def _http(line: _Line, connection: Connection) -> None:
     host = protocol.hostheader or connection.host or "localhost"
     head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\nUser-Agent: monit/5.2.5\r\nConnection: close\r\n\r\n"
     await line.send(head.encode("utf-8", "surrogateescape"))
-    while b"\r\n\r\n" not in line.received:
-        if len(line.received) > MAX_HEAD or not await line.more():
+    page, received = _Page(), 0
+    while not page.has_head:
+        if received > MAX_HEAD or not await line.more():
             raise _WrongError("does not answer as http does")
-    found = re.match(rb"HTTP/\d\.\d +(\d{3})", line.received)
-    if found is None:
-        raise _WrongError("does not answer as http does")
-    if int(found[1]) >= BAD_STATUS:
-        raise _WrongError(f"answers {path} with status {int(found[1])}")
+        received += len(line.received)
+        page.read(line.taken())
+    if page.status >= BAD_STATUS:
+        raise _WrongError(f"answers {path} with status {page.status}")
     if protocol.checksum or protocol.content:
-        _judge_page(await _page(line), protocol, path)
-
-
-async def _page(line: _Line) -> bytes:
-    """The page, or its beginning: as long as its length says, else to the end."""
-    head, _, body = line.received.partition(b"\r\n\r\n")
-    found = re.search(rb"\r\ncontent-length:[ \t]*(\d{1,18})", head, re.IGNORECASE)
-    length = min(int(found[1]), MAX_PAGE) if found else MAX_PAGE
-    line.received = body
-    while len(line.received) < length and await line.more():
-        pass
-    return line.received[:length]
+        # Chunks count as they come: one of a byte each would be read without end otherwise.
+        while not page.is_whole and received < MAX_HEAD + MAX_PAGE and await line.more():
+            received += len(line.received)
+            page.read(line.taken())
+        _judge_page(bytes(page.body[:MAX_PAGE]), protocol, path)
 
 
 def _judge_page(page: bytes, protocol: Protocol, path: str) -> None:
@@ -228,7 +278,7 @@ def _judge_page(page: bytes, protocol: Protocol, path: str) -> None:
         if hashlib.new(name, page, usedforsecurity=False).hexdigest() != protocol.checksum:
             raise _WrongError(f"has another page at {path} than its checksum says")
     if protocol.content:
-        is_there = posix_regex.compiled(protocol.content).search(page.decode("latin-1")) is not None
+        is_there = posix_regex.compiled(protocol.content).search(page)
         if is_there != (protocol.content_operator == "="):
             raise _WrongError(f"has {'no ' if not is_there else ''}{protocol.content!r} in the page {path}")
 

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import re
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from agent_shim.host import clock, files, proc, process
+from agent_shim.errors import HostError
+from agent_shim.host import cages, clock, guarded, proc, process, reaper
 from agent_shim.host.process import Process
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.identity import Identity, Traces
-from agent_shim.supervisor.plan import Program
+from agent_shim.supervisor.ownership import (
+    Left,
+    Look,
+    Ownership,
+    Records,
+    Unproven,
+    Verdict,
+    is_job_user,
+    kinship,
+    left,
+    look,
+)
+from agent_shim.supervisor.plan import ProcessSpec, Program
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +42,20 @@ SPAWNS_AT_ONCE: Final = 3
 """Each holds the event loop for some milliseconds."""
 KILLS: Final = 3
 """Rounds of KILL: what forks while it is looked for is found in the next."""
+LOOKS: Final = 40
+"""For one during which nothing of a service has ended."""
+PARTING_S: Final = 0.25
+"""For what is left of a process that has ended to end as well, before it is asked to."""
 MAX_OUTPUT: Final = 256 * 1024
 """Bytes of output that are left of a service's programs, about; see ``trim``."""
-LAST_WORDS: Final = 400
+MAX_LAST_BYTES: Final = 400
+"""Of its last line that are told when a service fails."""
+MAX_TAIL_BYTES: Final = 4096
+"""Of output that are looked through for that line."""
+_TRACE: Final = re.compile(r"\++ ")
+"""What ``set -x`` puts before each command."""
+_LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
+"""What bash and dash say of a limit beyond the container's."""
 
 
 class Programs:
@@ -42,9 +70,16 @@ class Programs:
         self._output = output
         self.killed: set[str] = set()
         """Services, by their labels, of which something had to be killed since somebody emptied this."""
+        self.ownership = Ownership(base)
         self._gate = asyncio.Semaphore(SPAWNS_AT_ONCE)
-        self._pass: asyncio.Future[proc.Census] | None = None
+        self._pass: asyncio.Future[Look] | None = None
         self._passing = asyncio.Lock()
+        self._ended: Counter[Verdict] = Counter()
+        """Orphans that have ended, by whose they were."""
+        self._counts_since = 0
+        """The tick since which they are counted."""
+        self._hunted: set[Verdict] = set()
+        """Whose groups are killed when one of them ends."""
 
     async def run(
         self, name: str, program: Program, event: str, *, label: str = "", pid: int = 0, is_aside: bool = False
@@ -68,51 +103,172 @@ class Programs:
         }
         if "TZ" in os.environ:
             env["TZ"] = os.environ["TZ"]
+        groups: list[str] = []
         if not is_aside:
             env[identity.MARK] = identity.mark(label or name, self._base)
+            groups = await self._cgroups(label or name)
         async with self._gate:
             await asyncio.sleep(0)
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
-                return process.spawn(
-                    program.argv,
-                    env=env,
-                    stdout=output,
-                    stderr=output,
-                    user=program.user,
-                    group=program.group,
-                    session=True,
-                )
+
+                def spawn(cgroups: Sequence[str]) -> Process:
+                    return process.spawn(
+                        program.argv,
+                        env=env,
+                        stdout=output,
+                        stderr=output,
+                        user=program.user,
+                        group=program.group,
+                        session=True,
+                        cgroups=cgroups,
+                    )
+
+                try:
+                    return spawn(groups)
+                except HostError as exc:
+                    if not groups or "cgroup" not in str(exc):
+                        raise
+                    logger.warning("%s: its processes are known by descent: %s", name, exc)
+                    return spawn(())
+
+    async def _cgroups(self, label: str) -> list[str]:
+        try:
+            return await asyncio.to_thread(self.ownership.cage(label).make)
+        except OSError as exc:
+            logger.warning("cannot make a cgroup for %s, its processes are known by descent: %s", label, exc)
+            return []
+
+    # --- what belongs to a service ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def counting(self, records: Callable[[], Records]) -> Iterator[None]:
+        """For the length of the block know the services, and count the orphans that end."""
+        self.ownership.records = records
+        reaper.heirs.append(self._has_ended)
+        self._counts_since = clock.boot_ticks()
+        try:
+            yield
+        finally:
+            reaper.heirs.remove(self._has_ended)
+
+    def _has_ended(self, orphan: proc.Stat) -> None:
+        verdict = self.ownership.attribute(orphan, self._hunted)
+        self._ended[verdict] += 1
+        if verdict in self._hunted and (verdict is not Unproven.ORPHAN or is_job_user(proc.user(orphan.pid))):
+            process.kill_group_of(orphan)
+
+    async def see_kin(self) -> None:
+        """Remember what is proven to be of services now: once what proves it has ended, nothing else would."""
+        records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
+        if any(traces.known or traces.kin for _, traces in records):
+            seen = await self._look()
+            found = kinship(seen.processes, self.ownership.records(), seen.caged)
+            for label, traces in records:
+                living = (seen.processes[pid] for pid in found.of(label))
+                traces.see_kin(each.identity for each in living if each.is_alive)
 
     async def members(self, name: str, traces: Traces, known: Iterable[Identity] = ()) -> list[Identity]:
         """Everything alive that belongs to the service, ``known`` and what descends from that included."""
-        return traces.members(await self._census(), name, self._base, known)
+        return self.ownership.members(await self._look(), name, traces, known)
+
+    async def clear(self, name: str, traces: Traces, grace: float) -> list[Left]:
+        """End what is left of the service's last process; what could not be ended."""
+        cage = self.ownership.cage(name)
+        give_up_at = time.monotonic() + PARTING_S
+        while True:
+            caged = await asyncio.to_thread(cage.members)
+            if not (caged if traces.is_caged else await self.members(name, traces, caged)):
+                return []
+            if time.monotonic() > give_up_at:
+                return await self.sweep(name, traces, caged, grace, is_usual=True)
+            await asyncio.sleep(process.POLL)
 
     async def sweep(
         self, name: str, traces: Traces, known: Iterable[Identity], grace: float, *, is_usual: bool = False
-    ) -> list[Identity]:
+    ) -> list[Left]:
         """Send TERM, and KILL after ``grace`` seconds, to all that belongs to the service; what is left after that.
 
-        Where it ``is_usual`` that something is killed nobody is told.
+        Nothing is left when a look that no process can outrun has found nothing. Where it ``is_usual`` that something
+        is killed nobody is told.
         """
+        cage = self.ownership.cage(name)
         kill = process.KILL_PATIENCE / KILLS
         held: dict[Identity, Process] = {}
         try:
-            left = await self._hold(name, traces, known, held)
+            ahead = await self._hold(name, traces, known, held)
             for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, kill)] * KILLS):
-                if not left:
-                    break
-                logger.info("%s: %s to what is left: %s", name, sig.name, ", ".join(str(each.pid) for each in left))
-                if sig is signal.SIGKILL and not is_usual:
-                    self.killed.add(name)
-                for each in left:
+                if not ahead and await self._is_over(name, traces, cage):
+                    return []
+                logger.info("%s: %s to what is left: %s", name, sig.name, ", ".join(str(each.pid) for each in ahead))
+                if sig is signal.SIGKILL:
+                    if not is_usual:
+                        self.killed.add(name)
+                    self._hunted.add(name)
+                    await asyncio.to_thread(cage.kill)
+                for each in ahead:
                     each.send(sig)
-                await _all_gone(left, patience)
-                left = await self._hold(name, traces, (), held)
-            return [each.identity for each in left]
+                await _all_gone(ahead, patience)
+                ahead = await self._hold(name, traces, (), held)
+            if not ahead and await self._is_over(name, traces, cage):
+                return []
+            return [left(each.identity) for each in ahead] or [Left(0, 0, "processes that end before they are seen")]
         finally:
+            self._hunted.discard(name)
             for each in held.values():
                 each.release()
+
+    async def _is_over(self, name: str, traces: Traces, cage: cages.Cage) -> bool:
+        """Whether nothing is left of a service of which the last look has found nothing.
+
+        The kernel says so of a cgroup. Without one, a look is believed during which no orphan of the service, or of
+        nobody knows which, has ended, or no process at all has begun: what is never seen has to begin and end. Of what
+        an earlier agent has started orphans do not come to this one: there many looks have to do.
+        """
+        give_up_at = time.monotonic() + process.KILL_PATIENCE / KILLS
+        while not await asyncio.to_thread(cage.is_empty):
+            if await asyncio.to_thread(cage.members) or time.monotonic() > give_up_at:
+                return False
+            await asyncio.sleep(process.POLL / 4)
+        if traces.is_caged or not traces.begun:
+            return True
+        is_counted = process.takes_orphans and traces.begun >= self._counts_since
+        for _ in range(LOOKS):
+            ended, last = self._count_of(name), proc.last_number()
+            if await self.members(name, traces):
+                return False
+            reaper.reap_all()
+            if (is_counted and self._count_of(name) == ended) or last == proc.last_number() is not None:
+                return True
+        return not is_counted
+
+    def _count_of(self, name: str) -> int:
+        return self._ended[name] + self._ended[Unproven.ORPHAN]
+
+    async def dismiss(self, spec: ProcessSpec) -> None:
+        """Remove the cgroup of a service that has been stopped; ``Bpm`` asks that of a bpm process what it counted."""
+        if spec.start is not None and spec.start.bpm is None:
+            await asyncio.to_thread(self.ownership.cage(spec.label).remove)
+
+    async def strays(self, since: int) -> list[Left]:
+        """Processes that some job has left since the tick ``since``, nobody knows which."""
+        return [left(each) for each in self.ownership.strays(await self._look(), since)]
+
+    async def sweep_strays(self, since: int, grace: float) -> list[Left]:
+        """End them, as ``sweep`` does, when all jobs are stopped; what is left."""
+        for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_PATIENCE / KILLS)] * KILLS):
+            found = [each for stray in await self.strays(since) if (each := process.adopt(*stray.identity))]
+            if not found:
+                break
+            logger.warning("%s to what jobs have left: %s", sig.name, ", ".join(str(each.pid) for each in found))
+            self._hunted |= {Unproven.ORPHAN} if sig is signal.SIGKILL else set()
+            for each in found:
+                each.send(sig)
+            await _all_gone(found, patience)
+            for each in found:
+                each.release()
+        self._hunted.discard(Unproven.ORPHAN)
+        return await self.strays(since)
 
     async def _hold(
         self, name: str, traces: Traces, known: Iterable[Identity], held: dict[Identity, Process]
@@ -128,9 +284,27 @@ class Programs:
             found = await self.members(name, traces, sure)
         return [held[each] for each in found if each in held and held[each].is_alive]
 
-    def last_words(self, name: str) -> str:
+    async def _look(self) -> Look:
+        """All processes as they are after this call; those who ask at the same time share one pass."""
+        if self._pass is None:
+            self._pass = asyncio.ensure_future(self._count())
+        return await asyncio.shield(self._pass)
+
+    async def _count(self) -> Look:
+        async with self._passing:
+            self._pass = None  # Who asks from now on needs a later pass.
+            return await asyncio.to_thread(look, self.ownership)
+
+    # --- what programs print ----------------------------------------------------------------------------------------
+
+    async def last_words(self, name: str) -> str:
         """The last line that the programs of a service have printed."""
-        return last_line(self._file(name))
+        return await last_line(name, self._file(name), self._output)
+
+    async def refused_limit(self, name: str) -> str:
+        """What a shell has said last of a limit that a script could not set; "" if nothing."""
+        lines = await _lines(name, self._file(name), self._output)
+        return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     def trim(self) -> None:
         """Cut files that have grown to their end: a start program that became the daemon may print for ever."""
@@ -148,7 +322,7 @@ class Programs:
         """The output file; None where it cannot be had: a full disk is no reason not to start a job."""
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
-            output = files.open_log(self._file(name), 0o640)
+            output = guarded.open_log(self._file(name), 0o640)
         except OSError as exc:
             logger.warning("what the programs of %s print is lost: %s", name, exc)
             return None
@@ -158,27 +332,30 @@ class Programs:
     def _file(self, name: str) -> Path:
         return self._output / f"{name.replace('/', '_')}.log"
 
-    async def _census(self) -> proc.Census:
-        """All processes as they are after this call; those who ask at the same time share one pass."""
-        if self._pass is None:
-            self._pass = asyncio.ensure_future(self._count())
-        return await asyncio.shield(self._pass)
 
-    async def _count(self) -> proc.Census:
-        async with self._passing:
-            self._pass = None  # Who asks from now on needs a later pass.
-            return await asyncio.to_thread(proc.census, identity.MARK)
+async def last_line(whose: str, path: Path, root: Path) -> str:
+    """The last line of a file below ``root`` that tells something; "" if it cannot be read.
+
+    At most ``MAX_LAST_BYTES`` of it. Commands that ``set -x`` shows tell only what was done, unless nothing else is
+    there. ``whose`` is the label of the service that may write there.
+    """
+    return telling(await _lines(whose, path, root))
 
 
-def last_line(path: Path) -> str:
-    """The last line of a file with anything in it, at most ``LAST_WORDS`` bytes; empty when it cannot be read."""
+async def _lines(whose: str, path: Path, root: Path) -> list[str]:
     try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LAST_WORDS))
-            lines = stream.read(LAST_WORDS).decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        text = await guarded.aside(whose, partial(guarded.tail, path, MAX_TAIL_BYTES, root))
+    except OSError as exc:
+        if exc.errno != errno.ENOENT:
+            logger.warning("cannot read the last output of %s: %s", whose, exc)
+        return []
+    return [line.strip() for line in text.decode(errors="replace").split("\n") if line.strip()]
+
+
+def telling(lines: Sequence[str]) -> str:
+    """The last of the lines that is no trace of ``set -x``, else the last; at most ``MAX_LAST_BYTES`` of its end."""
+    words = [line for line in lines if not _TRACE.match(line)] or lines
+    return words[-1][-MAX_LAST_BYTES:] if words else ""
 
 
 class Bucket:

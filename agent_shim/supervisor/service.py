@@ -20,11 +20,13 @@ from typing import Final
 import msgspec
 
 from agent_shim.errors import ConfigError, HostError
+from agent_shim.host import watchdog
 from agent_shim.host.process import Process
 from agent_shim.supervisor import identity
 from agent_shim.supervisor.bpm_run import Bpm
 from agent_shim.supervisor.faults import Complaint
 from agent_shim.supervisor.identity import Identity, Traces
+from agent_shim.supervisor.ownership import Left, left
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
 from agent_shim.supervisor.presence import LateError, Presence, Timing, kind_of
 from agent_shim.supervisor.programs import Bucket, Programs
@@ -85,12 +87,17 @@ class Shared:
     """Cleared while no program may be started: what shall run waits, as starting."""
 
 
+HELD: Final = "not read, as {} held the agent before: it is left alone until it is started, stopped or monitored"
+
+
 class Service:
     """A process of a job, kept as it is wanted."""
 
-    def __init__(self, spec: ProcessSpec, shared: Shared) -> None:
+    def __init__(self, spec: ProcessSpec, shared: Shared, held_by: str = "") -> None:
+        """``held_by`` is what of it held an agent before this one: nothing of it is read until ``trust``."""
         self.spec = spec
         self.record = Record()
+        self.held_by = held_by
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
@@ -99,7 +106,7 @@ class Service:
         """The last stop could not end everything."""
         self._shared = shared
         self._timing = shared.timing
-        self._presence = Presence(shared.base, shared.timing, shared.changed)
+        self._presence = Presence(shared.programs.ownership, shared.timing, shared.changed)
         self._step: asyncio.Task[None] | None = None
         self._moved: asyncio.Event | None = None
         """The next move; there is none while nobody waits for it."""
@@ -107,6 +114,8 @@ class Service:
         """The last stop program; it may outlast its step when the file breaks meanwhile."""
         self._has_lived = False
         self._stop_by = float("inf")
+        self._is_one_of_all = False
+        """The stop that goes on is one of all jobs."""
         self._patience = 0.0
         self._restarted_at: list[float] = []
         """The last of them."""
@@ -160,12 +169,19 @@ class Service:
             self.complaints.clear()
         self.spec = spec
         before = self.state
-        if spec.error:
-            self.record.state, self.record.reason = State.BROKEN, spec.error
+        if error := spec.error or (HELD.format(self.held_by) if self.held_by else ""):
+            self.record.state, self.record.reason = State.BROKEN, error
         elif before is State.BROKEN:
             self.record.state, self.record.reason = State.STOPPED, ""
         if self.state is not before and self._step is not None:
             self._step.cancel()
+
+    def trust(self) -> None:
+        """Read again what held an agent before: an order has come that cannot be followed without."""
+        if self.held_by:
+            logger.warning("%s is read again, though %s held an agent before", self.name, self.held_by)
+            self.held_by = ""
+            self.take_spec(self.spec)
 
     def start(self) -> None:
         """Have it run; after a stop that goes on, if need be."""
@@ -176,15 +192,16 @@ class Service:
             self.record.failures = 0
             self._ask(Trigger.START_ASKED)
 
-    def stop(self, by: float = float("inf")) -> None:
+    def stop(self, by: float = float("inf"), *, is_one_of_all: bool = False) -> None:
         """End it and all that belongs to it, with KILL where it is not gone at monotonic time ``by``.
 
         What depends on it is stopped first.
         """
         self._is_counted = False
+        self._is_one_of_all = is_one_of_all
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
-                dependant.stop(by)
+                dependant.stop(by, is_one_of_all=is_one_of_all)
         self._ask_stop(by)
 
     def bounce(self) -> None:
@@ -241,8 +258,8 @@ class Service:
         self.record = record
         self._has_lived = record.state is not State.STOPPED
         self.take_spec(self.spec)
-        if same_world:
-            self._presence.resume(self.spec, record.traces)
+        if same_world and not self.held_by:
+            self._presence.resume(record.traces)
             return
         record.traces = Traces()
         if record.state is State.STOPPING and not record.is_start_due:
@@ -291,11 +308,12 @@ class Service:
         except LateError as exc:
             # It may come yet: a start too soon would make two of it.
             self._patience = self._timing.cycle
-            self._failed(str(exc))
+            await self._failed(self._with_refusal(str(exc)))
         except HostError as exc:
-            self._failed(str(exc))
+            await self._failed(self._with_refusal(str(exc)))
         else:
             self._appeared()
+            await self._note_limits()
         if self._is_counted:
             self._is_counted = False
             await self._heed_limits()
@@ -307,18 +325,29 @@ class Service:
             if not spec.is_process:
                 await presence.look_at_path(spec)
             # monit starts what is no process whether it is there or not, and stops it before it starts it again.
-            if (spec.is_process or spec.start is None) and self._look():
+            if (spec.is_process or spec.start is None) and await self._look():
                 return
             if spec.start is None:
                 raise HostError("it has no start program")
             await self._shared.may_start.wait()
             if not spec.is_process and self.state is State.RESTARTING:
                 await self._run_stop()
-            before = identity.read(spec.pidfile) if spec.pidfile else None
+            await self._clear()
+            with watchdog.reading(self.name, "its pidfile"):
+                before = identity.read(spec.pidfile) if spec.pidfile else None
             presence.program = await self._run_start(spec.start)
             self.record.traces.begin(presence.program.identity, before)
+            self.record.traces.is_caged = self._shared.programs.ownership.is_caged(presence.program, spec.label)
             self._shared.changed()
         await presence.arrival(spec, self.record.traces)
+
+    async def _clear(self) -> None:
+        """End what is left of the last process: it may keep the port, or the lock, that the next one needs."""
+        traces = self.record.traces
+        if self.spec.is_process and traces.begun and not (self.spec.start and self.spec.start.bpm):
+            left = await self._shared.programs.clear(self.spec.label, traces, self._timing.grace)
+            if left:
+                raise HostError(f"cannot end what is left of the last process: {', '.join(map(str, left))}")
 
     async def _await_stopper(self) -> None:
         """No start program runs beside a stop program."""
@@ -342,8 +371,8 @@ class Service:
         except (ConfigError, OSError) as exc:
             raise HostError(str(exc)) from exc
 
-    def _look(self) -> bool:
-        return self._presence.look(self.spec, self.record.traces)
+    async def _look(self) -> bool:
+        return await self._presence.look(self.spec, self.record.traces)
 
     def _appeared(self) -> None:
         self._presence.let_program_go()
@@ -351,9 +380,9 @@ class Service:
             self.record.reason = ""
         self._move(Trigger.APPEARED)
 
-    def _failed(self, why: str) -> None:
+    async def _failed(self, why: str) -> None:
         self.record.failures = max(self.record.failures + 1, 2)
-        self.record.reason = self._with_last_words(f"cannot start: {why}")
+        self.record.reason = await self._with_last_words(f"cannot start: {why}")
         self.tell("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
         self._move(Trigger.FAILED)
 
@@ -362,11 +391,11 @@ class Service:
     async def _watch(self) -> None:
         """Wait for the end of the process; another one that took its place is followed."""
         how = await self._presence.gone(self.spec)
-        if self._look():
+        if await self._look():
             self.tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
             await self.react(self.spec.change)
         else:
-            self._lost(how)
+            await self._lost(how)
 
     async def _settle(self) -> None:
         """After a restart: as ``_watch``, trusted when it has stayed up."""
@@ -378,19 +407,19 @@ class Service:
             self.tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
             self._move(Trigger.SETTLED)
         else:
-            if not self._look():
-                self._lost(how)
+            if not await self._look():
+                await self._lost(how)
 
-    def _lost(self, how: str) -> None:
+    async def _lost(self, how: str) -> None:
         """It ended and nobody asked for it."""
-        record = self.record
+        record, reason = self.record, await self._with_last_words(f"the process ended by itself: {how}")
         if time.monotonic() - self._presence.up_at > self._timing.backoff_limit:
             record.failures = 0
         record.failures += 1
         kind = kind_of(how)
         record.exits[kind] = record.exits.get(kind, 0) + 1
         record.last_exit = how
-        record.reason = self._with_last_words(f"the process ended by itself: {how}")
+        record.reason = reason
         self.complaints.clear()
         told = "process is not running"
         if killer := self._killer(how):
@@ -423,7 +452,7 @@ class Service:
         try_at = time.monotonic() + self._delay()
         while (left := try_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left, self._timing.look))
-            if self._look():
+            if await self._look():
                 self._appeared()
                 return
         self._patience = 0.0
@@ -437,7 +466,7 @@ class Service:
             again_at = time.monotonic() + self._timing.cycle
             while time.monotonic() < again_at:
                 await asyncio.sleep(self._timing.look)
-                if self._look():
+                if await self._look():
                     self._appeared()
                     return
 
@@ -494,24 +523,27 @@ class Service:
         for dependant in self.dependants:
             await dependant.reach(lambda it: it.state not in UP and it.state is not State.STOPPING)
         programs, traces = self._shared.programs, self.record.traces
-        left: list[Identity] = []
-        if self._look() or self._has_lived:
+        known: list[Identity] = []
+        left: list[Left] = []
+        if await self._look() or self._has_lived:
             if self.spec.start is not None:
                 # Now, while descent still shows what has left its session and wiped its environment.
-                left = await programs.members(self.spec.label, traces)
+                known = await programs.members(self.spec.label, traces)
             await self._run_stop()
         if self.spec.start is not None:
-            left = await programs.sweep(self.spec.label, traces, left, self._within(self._timing.grace))
+            left = await programs.sweep(self.spec.label, traces, known, self._within(self._timing.grace))
+            left += await self._unproven_left()
         self.is_stuck = bool(left)
         if not self.record.is_start_due:
             # What a restart was to mend counts as broken until a check has seen it whole.
             self.complaints.clear()
         self.record.failures = 0
-        self.record.reason = f"cannot end {', '.join(str(pid) for pid, _ in left)}" if left else ""
+        self.record.reason = f"cannot end {', '.join(map(str, left))}" if left else ""
         if left:
             self.tell("Execution failed", "alert", "failed to stop")
             self._move(Trigger.STUCK)
             return
+        await programs.dismiss(self.spec)
         self.release()
         self._stopper = None
         self._has_lived = False
@@ -520,6 +552,18 @@ class Service:
         if self.record.is_start_due:
             self._follow_up(start=False)
             self._move(Trigger.START_ASKED)
+
+    async def _unproven_left(self) -> list[Left]:
+        """What is left, though it is not proven to be of this service, and so was not signalled.
+
+        The process that is only named; and where the service has no cgroup, what some job has left meanwhile. When all
+        jobs are stopped, that is ended in the end (``Supervisor.stop``).
+        """
+        traces, running = self.record.traces, self._presence.process
+        found = [left(running.identity)] if running is not None and running.is_alive and traces.is_guest else []
+        if traces.begun and not (traces.is_caged or self._is_one_of_all or self.record.is_start_due):
+            found += await self._shared.programs.strays(traces.begun)
+        return found
 
     async def _run_stop(self) -> None:
         """Run the stop program, or send TERM without one, and wait until both it and the process are gone."""
@@ -539,7 +583,7 @@ class Service:
             except HostError as exc:
                 self.tell("Execution failed", "alert", str(exc))
                 return
-        elif running is not None and self.spec.start is not None:
+        elif running is not None and self.spec.start is not None and not self.record.traces.is_guest:
             running.send(signal.SIGTERM)
         else:
             return
@@ -564,10 +608,19 @@ class Service:
             self.name, program, event, label=self.spec.label, pid=self._presence.pid, is_aside=is_aside
         )
 
-    def _with_last_words(self, why: str) -> str:
+    async def _note_limits(self) -> None:
+        """Say so where the start program asked for a limit beyond the container's, and runs on with less."""
+        start = self.spec.start
+        if start is not None and start.bpm is None and (said := await self._shared.programs.refused_limit(self.name)):
+            self.record.reason = f"it runs with less than its start program asked for: {said}"
+
+    def _with_refusal(self, why: str) -> str:
+        return f"{why}; {self._presence.refused}" if self._presence.refused else why
+
+    async def _with_last_words(self, why: str) -> str:
         start = self.spec.start
         call = start.bpm if start else None
-        words = self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.name)
+        words = await (self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.name))
         return f"{why} ({words})" if words else why
 
     def tell(self, event: str, action: str, description: str) -> None:

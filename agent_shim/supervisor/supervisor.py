@@ -17,19 +17,20 @@ from typing import Final, Self
 import msgspec
 
 from agent_shim.errors import ActionError, HostError
-from agent_shim.host import files, proc
+from agent_shim.host import files, proc, watchdog
 from agent_shim.lasting import for_ever
 from agent_shim.paths import Paths
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm_run import Bpm, Hog
 from agent_shim.supervisor.checks import Checks
+from agent_shim.supervisor.identity import Traces
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.presence import Timing
 from agent_shim.supervisor.programs import Bucket, Programs
 from agent_shim.supervisor.readings import ProcessInfo, Readings, ServiceInfo
 from agent_shim.supervisor.service import Event, Record, Service, Shared
-from agent_shim.supervisor.state import MONITORED, State, job_state
+from agent_shim.supervisor.state import ACTIVE, MONITORED, State, job_state
 
 __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
 
@@ -43,6 +44,8 @@ STOP_BUDGET: Final = 300.0
 """Seconds that the Go agent gives a stop (jobsupervisor/monit_job_supervisor.go); the Director waits no longer."""
 KILL_SHARE: Final = 0.9
 """The part of it after which what has not ended is killed."""
+KILL_RESERVE_S: Final = 1.5
+"""Seconds, half of a short stop at most, that are left after that for the ends and for the looks that follow."""
 BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
 TRIM_PERIOD: Final = 10.0
@@ -73,11 +76,15 @@ class Supervisor:
         memory_total: Callable[[], int] | None = None,
         timing: Timing = Timing(),  # noqa: B008 - frozen
         is_strict: bool = False,
+        settling: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``memory_total`` tells the bytes that percentages are of, the container's without it.
 
-        With ``is_strict`` a process of bpm.yml that asks for what the container cannot give is not started.
+        With ``is_strict`` a process of bpm.yml that asks for what the container cannot give is not started. For
+        ``settling()`` seconds after ``start`` the instance is ``starting`` and not yet ``running``.
         """
+        self._settling = settling
+        self._settled_at = float("-inf")
         self._paths = paths
         self._readings = Readings(memory_total)
         self._kills = Kills()
@@ -100,12 +107,15 @@ class Supervisor:
             may_start,
         )
         self._obstacle = ""
+        self._counting = contextlib.ExitStack()
         self._services: dict[str, Service] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
         self._memory: dict[str, Record] = {}
         """Of services that are in no plan now: an apply forgets and configures anew."""
+        self._held: dict[str, str] = {}
+        """By key, what of a service held an agent before this one (``host.watchdog``)."""
         self._is_wanted = False
         self._is_dirty = False
         self._is_sealed = False
@@ -113,12 +123,17 @@ class Supervisor:
         self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        self._counting.enter_context(self._programs.counting(self._records))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+        self._counting.close()
+
+    def _records(self) -> list[tuple[str, Traces]]:
+        return [(service.spec.label, service.record.traces) for service in self._services.values()]
 
     async def run(self) -> None:
         """Endless work beside the services; a service that a bug has ended ends it, with the same error.
@@ -149,13 +164,10 @@ class Supervisor:
                 task.cancel()
 
     async def _see_kin(self) -> None:
-        """Once a cycle, see what descends from each process: the kernel forgets it when the process ends."""
+        """Once a cycle: the kernel forgets whose child a process was when its parent ends."""
         while True:
             await asyncio.sleep(self._shared.timing.cycle)
-            processes = await asyncio.to_thread(proc.table)
-            below = proc.children(processes)
-            for service in self._services.values():
-                service.record.traces.see_kin(processes, below)
+            await self._programs.see_kin()
 
     async def _watch_memory(self) -> None:
         """Kill processes that use more memory than their bpm.yml allows; they are restarted as after any death."""
@@ -198,6 +210,7 @@ class Supervisor:
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
             return False
+        self._held = await asyncio.to_thread(watchdog.read_marks, self._held_marks)
         same_world = saved.incarnation == proc.incarnation() != "" and not root_is_new
         self._is_wanted = saved.is_wanted
         self._memory = saved.services
@@ -252,7 +265,7 @@ class Supervisor:
                 service = before[key]
                 service.take_spec(spec)
             else:
-                service = Service(spec, self._shared)
+                service = Service(spec, self._shared, self._held.get(key, ""))
                 if record := self._memory.pop(key, None):
                     service.resume(record, same_world=same_world)
             self._services[key] = service
@@ -283,6 +296,8 @@ class Supervisor:
     async def start(self) -> None:
         """Have all jobs run; returns at once. Services of other groups go along as monit starts them at a reload."""
         self._is_wanted = True
+        self._settled_at = time.monotonic() + self._settling()
+        await self._trust(self._services.values())
         wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
         # Before anything is started: an agent that ends on the way leaves no process that the next one does not know.
@@ -306,14 +321,23 @@ class Supervisor:
         Director knows "Timed out waiting for service".
         """
         self._is_wanted = self._is_sealed and self._is_wanted
+        kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
         vcap = [service for service in self._services.values() if service.spec.is_vcap]
+        await self._trust(vcap)
+        begun = min((each.record.traces.begun for each in vcap if each.record.traces.begun), default=0)
+        is_uncaged = any(each.record.traces.begun and not each.record.traces.is_caged for each in vcap)
         for service in vcap:
-            service.stop(time.monotonic() + timeout * KILL_SHARE)
+            service.stop(time.monotonic() + kill_after, is_one_of_all=True)
         await self._save()
         if not (self._is_sealed or self._is_wanted):  # a start may have come meanwhile
             await files.save(self._paths.stopped_marker, b"")
         if wait:
             await _stopped(vcap, timeout)
+            # What no service can be proven to have left is of one of those that are stopped now.
+            if is_uncaged and all(each.state not in ACTIVE for each in self._services.values()):
+                left = await self._programs.sweep_strays(begun, self._shared.timing.grace)
+                if left:
+                    raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
 
     @property
     def killed(self) -> list[str]:
@@ -334,7 +358,7 @@ class Supervisor:
 
     async def start_one(self, name: str) -> None:
         """Have a service run, and what it depends on before it, and what was stopped along with it after it."""
-        service = self._named(name)
+        service = await self._ordered(name)
         for each in _closure([service], lambda it: it.prerequisites):
             each.start()
         for each in _closure([service], lambda it: it.dependants):
@@ -343,18 +367,18 @@ class Supervisor:
 
     async def stop_one(self, name: str) -> None:
         """Stop a service, and what depends on it before it."""
-        service = self._named(name)
+        service = await self._ordered(name)
         for each in _closure([service], lambda it: it.dependants):
             each.record.was_taken_along = each is not service and each.state in MONITORED
         service.stop()
 
     async def restart_one(self, name: str) -> None:
         """Stop a service, start it again; likewise what depends on it and runs."""
-        self._named(name).bounce()
+        (await self._ordered(name)).bounce()
 
     async def monitor_one(self, name: str) -> None:
         """Watch a service, which starts it when it does not run; what it depends on as well."""
-        service = self._named(name)
+        service = await self._ordered(name)
         for each in _closure([service], lambda it: it.prerequisites):
             each.start()
 
@@ -368,6 +392,26 @@ class Supervisor:
         await service.reach(lambda it: not it.is_underway)
         return self._readings.describe([service])[0]
 
+    async def _ordered(self, name: str) -> Service:
+        """A service that an order names, which is read from now on even if it held an agent before."""
+        service = self._named(name)
+        await self._trust([service])
+        return service
+
+    async def _trust(self, services: Iterable[Service]) -> None:
+        keys = {service.name.lower() for service in services} & self._held.keys()
+        if not keys:
+            return
+        self._held = {key: what for key, what in self._held.items() if key not in keys}
+        # The mark goes first: an agent that hangs once more leaves a new one.
+        await asyncio.to_thread(watchdog.write_marks, self._held_marks, self._held)
+        for key in keys:
+            self._services[key].trust()
+
+    @property
+    def _held_marks(self) -> Path:
+        return self._paths.mirror / watchdog.MARKS
+
     def _named(self, name: str) -> Service:
         service = self._services.get(name.lower())
         if service is None:
@@ -380,7 +424,10 @@ class Supervisor:
         """The state of the instance (jobsupervisor/monit_job_supervisor.go)."""
         states = [service.reported for service in self._services.values() if service.spec.is_vcap]
         is_stopped = self._paths.stopped_marker.exists()
-        return "failing" if self._obstacle and not is_stopped else job_state(states, is_stopped=is_stopped)
+        if self._obstacle and not is_stopped:
+            return "failing"
+        state = job_state(states, is_stopped=is_stopped)
+        return "starting" if state == "running" and time.monotonic() < self._settled_at else state
 
     def processes(self) -> list[ProcessInfo]:
         """What the Director is told, in the order of the files."""
@@ -454,9 +501,10 @@ async def _stopped(services: Sequence[Service], timeout: float) -> None:
     except TimeoutError:
         names = ", ".join(service.name for service in services if service.state is State.STOPPING)
         raise ActionError(f"Timed out waiting for services '{names}' to stop after {timeout / 60:g} minutes") from None
-    stuck = [service.name for service in services if service.is_stuck]
+    stuck = {service.name: service.record.reason for service in services if service.is_stuck}
     if stuck:
-        raise ActionError(f"Stopping services '[{' '.join(stuck)}]' errored")
+        why = "; ".join(f"{name}: {reason}" for name, reason in stuck.items())
+        raise ActionError(f"Stopping services '[{' '.join(stuck)}]' errored: {why}")
 
 
 def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[Service]]) -> list[Service]:

@@ -1,0 +1,127 @@
+"""A guard for tests and ``AGENT_SHIM_DEBUG``: no callback holds the event loop for longer than 50 ms.
+
+Wall time says little on a busy machine, so it only raises the question. Two answers count, and both are the kernel's:
+the thread's own processor time, and the time in which the thread slept although it was in a callback. Sleeping is what
+is left of the wall time without processor time and without the time in which it was ready and waited for a processor
+(schedstat). It is not counted where other threads of the process ran meanwhile, as the loop may have waited for the
+interpreter's lock, or where pages came from a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S: Final = 0.05
+OTHERS_S: Final = 0.001
+"""Processor time of other threads beyond which a sleep may be a wait for the interpreter's lock."""
+
+_per_thread: Final = threading.local()
+_installed: list[Any] = []
+violations: Final[list[str]] = []
+"""What held a loop of this process."""
+
+
+class _Clock(NamedTuple):
+    wall: float
+    cpu: float
+    process: float
+    ready: float
+    faults: int
+    spawning: float
+
+
+def _now() -> _Clock:
+    return _Clock(
+        time.perf_counter(),
+        time.thread_time(),
+        time.process_time(),
+        _waited_for_processor(),
+        resource.getrusage(resource.RUSAGE_THREAD).ru_majflt,
+        getattr(_per_thread, "spawning", 0.0),
+    )
+
+
+@contextlib.contextmanager
+def spawning() -> Iterator[None]:
+    """A program is started: the wait until it runs, which a busy machine makes long, is none of the loop's."""
+    begun_at, cpu = time.perf_counter(), time.thread_time()
+    try:
+        yield
+    finally:
+        waited = time.perf_counter() - begun_at - (time.thread_time() - cpu)
+        _per_thread.spawning = getattr(_per_thread, "spawning", 0.0) + waited
+
+
+def _waited_for_processor() -> float:
+    """Seconds in which this thread was ready and did not run; 0 where the kernel does not tell."""
+    descriptor = getattr(_per_thread, "schedstat", None)
+    if descriptor is None:
+        try:
+            descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            descriptor = -1
+        _per_thread.schedstat = descriptor
+    if descriptor < 0:
+        return 0.0
+    return int(os.pread(descriptor, 100, 0).split()[1]) / 1e9
+
+
+def judge(before: _Clock, after: _Clock) -> str:
+    """How the time between was spent, if that held the loop; else empty."""
+    cpu = after.cpu - before.cpu
+    if cpu >= LIMIT_S:
+        return f"computed for {cpu * 1e3:.0f} ms"
+    slept = after.wall - before.wall - cpu - (after.ready - before.ready) - (after.spawning - before.spawning)
+    others = after.process - before.process - cpu
+    if slept >= LIMIT_S and others < OTHERS_S and after.faults == before.faults:
+        return f"slept for {slept * 1e3:.0f} ms"
+    return ""
+
+
+def install(reports: Path | None = None) -> None:
+    """Guard all loops of this process from now on; each violation is logged, and is a file in ``reports``."""
+    if _installed:
+        return
+    run = asyncio.Handle._run  # noqa: SLF001 - where asyncio itself measures slow callbacks
+    _installed.append(run)
+
+    def guarded(handle: asyncio.Handle) -> None:
+        before = _now()
+        try:
+            run(handle)
+        finally:
+            if time.perf_counter() - before.wall >= LIMIT_S and (what := judge(before, _now())):
+                _report(f"the event loop was held: a callback {what}: {_named(handle)}", reports)
+
+    setattr(asyncio.Handle, "_run", guarded)  # noqa: B010 - a name that is not in the types
+
+
+def remove() -> None:
+    """Take the guard off."""
+    if _installed:
+        setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
+
+
+def _named(handle: asyncio.Handle) -> str:
+    """The callback, and the asyncio task whose step it is."""
+    owner = getattr(getattr(handle, "_callback", None), "__self__", None)
+    return repr(owner if isinstance(owner, asyncio.Task) else handle)
+
+
+def _report(text: str, reports: Path | None) -> None:
+    violations.append(text)
+    logger.error("%s", text)
+    if reports is not None:
+        with contextlib.suppress(OSError):
+            (reports / f"{os.getpid()}.{len(violations)}").write_text(text)

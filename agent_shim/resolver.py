@@ -1,0 +1,80 @@
+"""Name servers: ``dns`` of a network, as the Director's cloud-config has it, into the resolver of the container.
+
+The Go agent writes the base of resolvconf or a drop-in of systemd-resolved (platform/net/dnsresolver); a container has
+neither of them, unless systemd is its process 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from agent_shim.host import command, files
+
+RESOLV_CONF: Final = Path("/etc/resolv.conf")
+SYSTEMD: Final = Path("/run/systemd/system")
+RESOLVED_DROP_IN: Final = Path("/etc/systemd/resolved.conf.d/10-bosh.conf")
+FIRST: Final = "# set by resolvectl"
+"""Ends the lines that the stand-in for resolvectl puts before all others: bosh-dns asks for that."""
+
+
+async def settle(servers: Sequence[str]) -> str | None:
+    """Have names looked up at ``servers``. A boot step: returns why nothing was changed, or None.
+
+    Raises ``HostError`` and ``OSError``. Needs root.
+    """
+    wanted = [server for server in servers if _is_address(server)]
+    if not wanted:
+        return "no servers in the settings"
+    if SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve"):
+        return await _settle_resolved(wanted)
+    before = await asyncio.to_thread(_text, RESOLV_CONF)
+    if (after := resolv_conf(before, wanted)) == before:
+        return "they are there"
+    await files.save(RESOLV_CONF, after.encode())
+    return None
+
+
+async def _settle_resolved(servers: Sequence[str]) -> str | None:
+    drop_in = f"[Resolve]\nDNS={' '.join(servers)}\n"
+    if await asyncio.to_thread(_text, RESOLVED_DROP_IN) == drop_in:
+        return "they are there"
+    files.make_dir(RESOLVED_DROP_IN.parent, 0o755)
+    await files.save(RESOLVED_DROP_IN, drop_in.encode())
+    await command.run("systemctl", "restart", "systemd-resolved")
+    return None
+
+
+def resolv_conf(before: str, servers: Sequence[str]) -> str:
+    """The text of a resolv.conf that asks ``servers``.
+
+    What names each of them already stays as it is: a job may have put a server of its own before them. Else they take
+    the place of the servers of the container runtime; search domains and options stay, and so does a server that
+    bosh-dns has put first.
+    """
+    lines = before.splitlines()
+    named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]
+    if set(servers) <= set(named):
+        return before
+    first = [line for line in lines if line.endswith(FIRST)]
+    others = [line for line in lines if line.split()[:1] != ["nameserver"]]
+    return "\n".join([*first, *(f"nameserver {server}" for server in servers), *others, ""])
+
+
+def _is_address(server: str) -> bool:
+    try:
+        ipaddress.ip_address(server)
+    except ValueError:
+        return False
+    return True
+
+
+def _text(path: Path) -> str:
+    """A small file; "" for one that is missing, or a link to one that is."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,362 @@
+"""Whose a process is, by evidence that a job cannot forge.
+
+monit believes any number in a pidfile that some process has; a job can write any number there, carry any environment,
+and leave its session and its parents by forking twice. It cannot leave the cgroup that its start program was put in,
+it cannot enter the session of another, and as long as the agent takes in orphans (``host.reaper``) it descends from the
+agent. So a process is a service's
+
+- that is in the cgroup of the service (``host.cages``), or else
+- that is known by number and start time, or in a session of the service, or descends from such a process.
+
+What the agent has started for itself, and what descends from that, is no service's. Where none of this decides, weaker
+evidence is heard, and none of it against what is proven: the mark in the environment (``MARK``), which who sets it can
+only set for its own descendants; and a fresh pidfile, of a process that descends from the agent and began after the
+service's start program. What is only named, by a pidfile or a pattern, is watched and never signalled.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import pwd
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from agent_shim.host import cages, clock, proc, process
+from agent_shim.supervisor.identity import MARK, MONIT_MARK, Identity, Pidfile, Traces, mark
+from agent_shim.supervisor.posix_regex import Pattern
+
+MAX_ANCESTORS: Final = 64
+
+Records: TypeAlias = Iterable[tuple[str, Traces]]
+"""The label of each service, and what is remembered of it."""
+
+
+class Tie(enum.Enum):
+    """What ties a process to a service that names it."""
+
+    OWNED = "owned"
+    NAMED = "named"
+    """Watched, because it was started by hand or by others; never signalled."""
+    NONE = "none"
+
+
+class Left(NamedTuple):
+    """A process that should have ended; ``pid`` 0 stands for some that were too fast to be seen."""
+
+    pid: int
+    start: int
+    name: str
+
+    @property
+    def identity(self) -> Identity:
+        return self.pid, self.start
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.name})" if self.pid else self.name
+
+
+def left(identity: Identity) -> Left:
+    """With the name the kernel knows it by."""
+    return Left(*identity, proc.name(identity[0]))
+
+
+class Unproven(enum.Enum):
+    """What is known of a process that is no service's by proof."""
+
+    FOREIGN = "not of this agent"
+    AGENTS = "started by the agent for itself"
+    ORPHAN = "left to the agent by some job"
+
+
+Verdict: TypeAlias = str | Unproven
+"""The label of the service, or what is known instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinship:
+    """What is proven of the processes of one look, by number."""
+
+    verdicts: Mapping[int, Verdict]
+
+    def of(self, label: str) -> set[int]:
+        """The numbers of the processes of a service."""
+        return {pid for pid, verdict in self.verdicts.items() if verdict == label}
+
+
+def kinship(
+    processes: Mapping[int, proc.Stat],
+    records: Records,
+    caged: Mapping[int, str],
+    marked: Mapping[str, Collection[int]] = {},
+    wanted: Iterable[int] | None = None,
+) -> Kinship:
+    """Decide for ``wanted``, by default all, of the processes of a look.
+
+    ``caged`` is the label of the service whose cgroup a process is in, ``marked`` the processes that carry the mark of
+    a label: they help to tell whether a session has lasted.
+    """
+    evidence = _Evidence(processes, records, caged, marked)
+    verdicts: dict[int, Verdict] = {}
+    for pid in processes if wanted is None else wanted:
+        # The nearest ancestor decides of which anything is known.
+        way: list[int] = []
+        verdict: Verdict = Unproven.FOREIGN
+        at = pid
+        while at in processes and at not in way:
+            if at in verdicts:
+                verdict = verdicts[at]
+                break
+            way.append(at)
+            if (found := evidence.of(processes[at])) is not None:
+                verdict = found
+                break
+            at = processes[at].parent
+        verdicts.update(dict.fromkeys(way, verdict))
+    # The agent and the first process are nobody's, whatever is said of them.
+    verdicts.update({pid: Unproven.AGENTS for pid in (1, os.getpid()) if pid in verdicts})
+    return Kinship(verdicts)
+
+
+class _Evidence:
+    """What speaks for each process by itself, strongest first."""
+
+    def __init__(
+        self,
+        processes: Mapping[int, proc.Stat],
+        records: Records,
+        caged: Mapping[int, str],
+        marked: Mapping[str, Collection[int]],
+    ) -> None:
+        self._processes, self._caged = processes, caged
+        self._by_identity: dict[Identity, str] = {}
+        self._by_session: dict[int, tuple[int, str]] = {}
+        for label, traces in records:
+            for identity in traces.identities():
+                self._by_identity.setdefault(identity, label)
+            for number, start in traces.lasting(processes, marked.get(label, ())).items():
+                self._by_session.setdefault(number, (start, label))
+
+    def of(self, each: proc.Stat) -> Verdict | None:
+        """None where its parent decides."""
+        return self._caged.get(each.pid) or self._by_identity.get(each.identity) or self._by_descent(each)
+
+    def _by_descent(self, each: proc.Stat) -> Verdict | None:
+        begun, label = self._by_session.get(each.session, (each.start_ticks + 1, ""))
+        if each.start_ticks >= begun:
+            return label
+        if process.is_spawned(each.identity):
+            return Unproven.AGENTS
+        if each.parent == os.getpid():
+            return Unproven.ORPHAN
+        above = self._processes.get(each.parent)
+        if each.parent <= 1 or above is None or above.start_ticks > each.start_ticks:
+            return Unproven.FOREIGN
+        return None
+
+
+class Ownership:
+    """Judges for the services of one supervisor; ``records`` tells them and what is remembered of each."""
+
+    def __init__(self, base: Path) -> None:
+        self.records: Callable[[], Records] = tuple
+        self._base = base
+
+    def cage(self, label: str) -> cages.Cage:
+        """The cgroups of a service."""
+        return cages.Cage(mark(label, self._base))
+
+    def label_of(self, pid: int) -> str | None:
+        """The service whose cgroup a process is in; None where it is in none."""
+        return self._label(cages.name_of(pid))
+
+    def is_caged(self, program: process.Process, label: str) -> bool:
+        """Whether a start program has begun in the cgroup of the service, or entered it before it was executed."""
+        return bool(program.cgroups) or self.label_of(program.pid) == label
+
+    # --- all processes ----------------------------------------------------------------------------------------------
+
+    def caged(self) -> dict[int, str]:
+        """The label of the service whose cgroup a process is in, of all that are in one. Blocks."""
+        found = {pid: self._label(name) for pid, name in cages.members().items()}
+        return {pid: label for pid, label in found.items() if label is not None}
+
+    def _label(self, name: str | None) -> str | None:
+        end = mark("", self._base)
+        return name.removesuffix(end) if name is not None and name.endswith(end) else None
+
+    def members(self, look: Look, label: str, traces: Traces, known: Iterable[Identity] = ()) -> list[Identity]:
+        """Everything alive that belongs to a service: proven, marked, among ``known``, or descending from those."""
+        processes = look.processes
+        records = [*self.records(), (label, traces), (label, Traces(kin=list(known)))]
+        marked = {each: look.marked.get(mark(each, self._base), ()) for each, _ in records}
+        found = kinship(processes, records, look.caged, marked)
+        roots = {pid for pid in marked[label] if not _is_anothers(found.verdicts.get(pid), label)}
+        mine = found.of(label)
+        mine |= {pid for pid in proc.descent(look.children, roots) if not _is_anothers(found.verdicts.get(pid), label)}
+        mine -= {1, os.getpid()}
+        if traces.known is not None and traces.is_guest:
+            mine.discard(traces.known[0])
+        living = [processes[pid] for pid in mine if processes[pid].is_alive]
+        for each in living:
+            leader = processes.get(each.session)
+            if leader is None or leader.pid in mine:
+                traces.widen(each)
+        return [each.identity for each in living]
+
+    def strays(self, look: Look, since: int) -> list[Identity]:
+        """Processes that some job has left to the agent, no one knows which, begun since the tick ``since``.
+
+        Those of root are left out where jobs have a user of their own, and so are those of operators: what an operator
+        leaves behind looks the same. One that carries the mark of a service is that service's.
+        """
+        processes = look.processes
+        records = list(self.records())
+        marked = {label: look.marked.get(mark(label, self._base), ()) for label, _ in records}
+        found = kinship(processes, records, look.caged, marked)
+        claimed = set().union(*marked.values())
+        return [
+            each.identity
+            for pid, each in processes.items()
+            if found.verdicts[pid] is Unproven.ORPHAN
+            and pid not in claimed
+            and each.is_alive
+            and each.start_ticks >= since
+            and is_job_user(proc.user(pid))
+        ]
+
+    def attribute(self, each: proc.Stat, hunted: Collection[Verdict] = ()) -> Verdict:
+        """Whose an orphan was that has just ended and is not reaped yet.
+
+        A session of a service that is ``hunted`` was seen just now: whatever ends in it has followed on that.
+        """
+        for label, traces in self.records():
+            if label in hunted and each.session in traces.numbers():
+                return label
+        near = self._near(each)
+        return kinship(near, self.records(), {}, wanted=[each.pid]).verdicts.get(each.pid, Unproven.FOREIGN)
+
+    # --- one process ------------------------------------------------------------------------------------------------
+
+    def verdict(self, each: proc.Stat) -> Verdict:
+        """What is proven of one process."""
+        near = self._near(each)
+        caged = {}
+        for pid in near:
+            if (label := self.label_of(pid)) is not None:
+                caged[pid] = label
+        return kinship(near, self.records(), caged, wanted=[each.pid]).verdicts[each.pid]
+
+    def leads_session(self, each: proc.Stat, label: str) -> bool:
+        """Whether the session of a process of the service began with it or with another one of the service."""
+        leader = proc.stat(each.session)
+        if leader is None or not leader.is_alive or leader.identity == each.identity:
+            return True
+        return self.verdict(leader) == label
+
+    def tie(self, each: proc.Stat, label: str, traces: Traces, pidfile: Pidfile) -> tuple[Tie, str]:
+        """What ties a living process to the service whose ``pidfile`` names it; why nothing does. Blocks."""
+        if each.identity == traces.known:
+            return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
+        if traces.is_used_up(pidfile, each.identity):
+            return Tie.NONE, "its pidfile is that of a process that has ended"
+        is_fresh = traces.is_fresh(pidfile)
+        if each.identity == traces.program and not is_fresh:
+            # A number may be that of the process before it: the pidfile that says so is still that one's.
+            return Tie.NONE, "its pidfile is older than its start program"
+        verdict = self.verdict(each)
+        if verdict == label:
+            return Tie.OWNED, ""
+        if isinstance(verdict, str):
+            return Tie.NONE, f"that is of {verdict}"
+        if verdict is Unproven.AGENTS:
+            return Tie.NONE, "that is of the agent"
+        if (marked := proc.variable(each.pid, MARK) or "") or (monits := proc.variable(each.pid, MONIT_MARK)):
+            is_ours = marked == mark(label, self._base) if marked else monits == label
+            return (Tie.OWNED, "") if is_ours else (Tie.NONE, "that carries the mark of another service")
+        if verdict is Unproven.ORPHAN:
+            if not is_fresh or each.start_ticks < traces.begun:
+                return Tie.NONE, "that is older than its start program, or than its pidfile"
+            # Who writes a pidfile can name what it could signal itself.
+            if pidfile.owner not in (0, os.geteuid(), proc.user(each.pid)):
+                return Tie.NONE, f"that runs as another user than {pidfile.owner}, who owns the pidfile"
+            return Tie.OWNED, ""
+        # Started by hand: it lived when the pidfile was written, so it is the one that was meant, unless the number is
+        # from another pid namespace; therefore it must also look like a program of a job.
+        if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks) and f"{self._base}/" in proc.command_line(
+            each.pid
+        ):
+            return Tie.NAMED, ""
+        return Tie.NONE, "that was not started by this agent, and nothing shows that it is of the job"
+
+    def match(self, pattern: Pattern, label: str, traces: Traces) -> tuple[proc.Stat, Tie] | None:
+        """The process whose command line ``pattern`` fits: the known one, else the oldest. Blocks.
+
+        Any process may be: a pattern is how monit finds what others start. A start program that still runs as a script
+        is only taken when nothing else fits.
+        """
+        seen = look(self)
+        processes = seen.processes
+        living = [pid for pid, each in processes.items() if each.is_alive and pid not in (1, os.getpid())]
+        fitting = [pid for pid, line in proc.command_lines(living).items() if pattern.search(line)]
+        if not fitting:
+            return None
+        ours = {pid for pid, _ in self.members(seen, label, traces)}
+        verdicts = kinship(processes, self.records(), seen.caged, wanted=fitting).verdicts
+        others = set().union(*seen.marked.values())
+        found = [
+            (processes[pid], Tie.OWNED if pid in ours else Tie.NAMED)
+            for pid in fitting
+            if pid in ours or (isinstance(verdicts[pid], Unproven) and pid not in others)
+        ]
+        order = {traces.known: 0, traces.program: 2}
+        return min(found, key=lambda one: (order.get(one[0].identity, 1), one[0].start_ticks), default=None)
+
+    def _near(self, each: proc.Stat) -> dict[int, proc.Stat]:
+        """A process, what it descends from, the leaders of their sessions, and what is known of services there."""
+        found = {each.pid: each}
+        above: proc.Stat | None = each
+        while above is not None and above.parent > 1 and above.parent not in found and len(found) < MAX_ANCESTORS:
+            above = proc.stat(above.parent)
+            if above is not None:
+                found[above.pid] = above
+        sessions = {one.session for one in found.values()}
+        known = {traces.known[0] for _, traces in self.records() if traces.known and sessions & traces.numbers()}
+        for pid in (sessions | known) - found.keys():
+            if (one := proc.stat(pid)) is not None:
+                found[pid] = one
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One pass over all processes: what they are, who has which children, which carry which mark, whose cgroup."""
+
+    processes: Mapping[int, proc.Stat]
+    children: Mapping[int, list[int]]
+    marked: Mapping[str, Collection[int]]
+    caged: Mapping[int, str]
+
+
+def look(ownership: Ownership) -> Look:
+    """Take one. Blocks for some 30 microseconds for each process."""
+    census = proc.census(MARK)
+    return Look(census.processes, census.children, census.marked, ownership.caged())
+
+
+def _is_anothers(verdict: Verdict | None, label: str) -> bool:
+    return verdict in (None, Unproven.AGENTS) or (isinstance(verdict, str) and verdict != label)
+
+
+def is_job_user(user: int | None) -> bool:
+    """Whether a user is one that jobs have when they do not run as root; anybody where the agent is not root itself."""
+    if user is None:
+        return False
+    if user == 0 or os.geteuid() != 0:
+        return os.geteuid() != 0
+    try:
+        return not pwd.getpwuid(user).pw_name.startswith("bosh_")
+    except KeyError:
+        return True
