@@ -5,6 +5,7 @@
 #   docker build -t agent-shim .                                                      # also podman, buildah
 #   docker build --build-arg BASE_IMAGE=debian:bookworm-slim -t agent-shim .
 #   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile a package
+#   docker build --build-arg DEBUGGER=gdb -t agent-shim .
 #   docker build --target overlay -o dist .                      # the overlay alone, to be put on a root file system
 #
 # Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither stays in
@@ -51,15 +52,29 @@ FROM ${BASE_IMAGE}
 # What scripts of CPIs and of typical releases call; a stemcell has most of it.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
-    runit strace sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
+    strace sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
+# What people reach for in `bosh ssh`; `bosh pcap` runs tcpdump. A debugger, which takes 60 MB, is there if asked for: gdb.
+ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
+ARG DEBUGGER=
+# Modules that syslog-release loads.
+ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
+# Where the distribution has it: Ubuntu 26.04 has no runit, and gets a stand-in for its chpst.
+ARG OPTIONAL="runit"
 # What packages are compiled with.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
 # bpm promises its processes en_US.UTF-8. Host keys belong to a machine, not to an image.
+# hadolint ignore=SC2086
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ${PACKAGES} ${COMPILERS} \
+    && for package in ${OPTIONAL}; do \
+        if apt-cache show "${package}" >/dev/null 2>&1; then there="${there} ${package}"; fi; \
+    done \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ${PACKAGES} ${TOOLS} ${DEBUGGER} ${SYSLOG} ${there} ${COMPILERS} \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
     && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8
 COPY --from=build /opt/agent_shim /opt/agent_shim
+# Empty: what lies below the builder's mounts is the base's, and with it often the resolver and the name of a machine.
+COPY stemcell_overlay/blank /
 # Copied, not mounted: not every builder notices that something in a mount has changed.
 COPY stemcell_overlay /mnt/stemcell_overlay
 COPY systemd /mnt/systemd

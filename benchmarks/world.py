@@ -25,7 +25,7 @@ from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.errors import HostError
-from agent_shim.host import process
+from agent_shim.host import guarded, process
 from benchmarks.measuring import cpu_seconds, pss
 
 AGENT: Final = "bench-agent"
@@ -39,6 +39,7 @@ ECHO: Final = f"{shlex.quote(sys.executable)} -m benchmarks.echo {{config}}"
 ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """What the image starts an agent with."""
 ROOT: Final = Path(__file__).parents[1]
+MAX_PIDFILE_BYTES: Final = 64
 
 _CTL = """
 #!/bin/sh
@@ -128,6 +129,14 @@ class World:
         lines = self._log.read_text(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
+    def log_text(self) -> str:
+        """What the agent has said."""
+        return self._log.read_text(errors="replace")
+
+    def forget_log(self) -> None:
+        """Begin a new log with the next agent."""
+        self._log.unlink(missing_ok=True)
+
     @property
     def _log(self) -> Path:
         return self.scratch / "agent.log"
@@ -162,7 +171,7 @@ class World:
         """The pids under which each job was ever started."""
         return {
             path.parent.name: [int(line) for line in path.read_text().split()]
-            for path in (self.base / "data").glob("job*/starts")
+            for path in (self.base / "data").glob("*/starts")
         }
 
     async def stop_agent(self) -> None:
@@ -254,9 +263,11 @@ class World:
         if self.is_apart:
             return found
         for path in (self.base / "data/sys/run").glob("*/*.pid"):
-            text = path.read_text().strip()
-            if text.isdigit() and int(text) > 1:
-                found[path.stem] = int(text)
+            # A case may have put a pipe there, which would keep an open waiting.
+            with suppress(OSError):
+                text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
+                if text.isdigit() and int(text) > 1:
+                    found[path.stem] = int(text)
         return found
 
     async def run(self, method: str, *arguments: Any) -> float:

@@ -14,6 +14,7 @@ An image is built with the Dockerfile (``--base``: on what; options after ``--``
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import io
 import json
@@ -38,8 +39,6 @@ HEAVY: Final = ["warden-tar", "general-tar"]
 LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
 CHUNK: Final = 1 << 20
 
-COMPILERS: Final = "gcc g++ cpp make cmake bison flex gettext pkg-config dpkg-dev binutils"
-
 FACTS: Final = """
 . /etc/os-release
 echo "os=$ID-$VERSION_CODENAME"
@@ -53,8 +52,7 @@ for found in sorted(metadata.distributions(), key=lambda found: found.name):
     print(found.name, found.version)
 '
 echo --
-for package in COMPILERS; do dpkg --listfiles $package 2>/dev/null; done |
-    while read -r file; do [ -f "$file" ] && echo "$file"; done | sort -u
+cat /var/vcap/bosh/etc/dev_tools_file_list
 echo --
 dpkg --list
 """
@@ -80,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--light", action="store_true", help="only name an image in a registry")
     parser.add_argument("--image", help="an image that is there already; with --light NAME:TAG@sha256:DIGEST")
     parser.add_argument("--base", help="what the image is built on (default: that of the Dockerfile)")
-    parser.add_argument("--os", help="the operating system manifests ask for (default: that of the image)")
+    parser.add_argument("--os", help="what manifests ask for: the system of the image (default), or NAME-MORE after it")
     parser.add_argument("--version", help="the version of the stemcell (default: that of the base and ours)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the tarball goes (default: dist)")
     parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="for the build, after --")
@@ -117,12 +115,13 @@ def heavy(arguments: argparse.Namespace) -> Path:
         wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version}
         given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
         subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
-    script = FACTS.replace("COMPILERS", COMPILERS)
-    run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", script]
+    run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
     said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 4)
     facts = dict(line.split("=", 1) for line in said[0].split())
     packages, modules = ([line.split() for line in part.splitlines()] for part in said[1:3])
     system = arguments.os or facts["os"]
+    if system != facts["os"] and not system.startswith(f"{facts['os']}-"):
+        raise SystemExit(f"stemcell: cannot make it for {system}: the image is {facts['os']}")
     version = arguments.version or own_version(facts["version"])
     with tempfile.TemporaryDirectory(dir=_made(arguments.out)) as scratch:
         root = Path(scratch, "image")
@@ -250,7 +249,7 @@ def _export(tool: str, image: str, target: Path) -> None:
     try:
         export = subprocess.Popen([tool, "export", container], stdout=subprocess.PIPE)
         assert export.stdout is not None
-        with target.open("wb") as raw, _packed(raw, 2) as packed:
+        with target.open("wb") as raw, _packed(raw) as packed:
             shutil.copyfileobj(export.stdout, packed, CHUNK)
         if code := export.wait():
             raise subprocess.CalledProcessError(code, export.args)
@@ -271,14 +270,19 @@ def _target(out: Path, name: str, version: str) -> Path:
 def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
     """A tarball that has its name once it is whole."""
     beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as raw, _packed(raw, 0) as packed, tarfile.open(fileobj=packed, mode="w") as tarball:
+    # Stored, not packed: what counts is packed already, and packing that once more makes it larger.
+    with (
+        beside.open("wb") as raw,
+        gzip.GzipFile("", mode="wb", compresslevel=0, fileobj=raw, mtime=0) as stored,
+        tarfile.open(fileobj=stored, mode="w") as tarball,
+    ):
         yield tarball
     beside.replace(path)
 
 
-def _packed(raw: BinaryIO, level: int) -> Any:
+def _packed(raw: BinaryIO) -> Any:
     """A file that packs what is written to it; the same content gives the same bytes."""
-    return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=level, mtime=0)  # type: ignore[no-untyped-call]
+    return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
 
 
 def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:

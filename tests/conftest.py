@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from agent_shim.host import process
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from agent_shim.host import cages, cgroups, process
 
 
 def pytest_configure() -> None:
     """A run in the background ignores SIGINT, and so would every process that a test wants to interrupt."""
     process.default_signals()
+
+
+@pytest.fixture(params=["the best", "freezer", "pids", "none"])
+def cgroups_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cgroups.Tree | None:
+    """Once with each hierarchy that this machine lets us use, and once without: then it is known by descent alone."""
+    best = cages.tracker()
+    there = {"the best": best} | {tree.controller: tree for tree in (cgroups.trees() if best else ())}
+    found = there.get(request.param)
+    monkeypatch.setattr(cages, "tracker", lambda: found)
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove those of jobs below our scratch directories that no agent was there to remove."""
+    yield
+    with contextlib.suppress(OSError):
+        base = str(tmp_path_factory.getbasetemp()).replace("/", "%2f")
+        for tree in cgroups.trees():
+            for directory in (cages.place(tree.hierarchy) / "agent_shim").glob(f"*@{base}*"):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()

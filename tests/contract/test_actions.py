@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from agent_shim.host import command
 from tests.support import jobs
 from tests.support.world import World
+from tests.support.world import world as made
 
 
 def store_of(world: World) -> Path:
@@ -337,6 +339,21 @@ async def test_a14_scripts_get_environment_and_append_to_the_logs_of_their_job(w
     assert not (world.paths.log / "worker/pre-start.stdout.log").exists()
 
 
+async def test_a14_scripts_inherit_nothing_that_is_meant_for_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setenv("AGENT_SHIM_GRACE", "7")
+    monkeypatch.setenv("INHERITED", "yes")
+    async with made(tmp_path) as world:
+        await deployed(world, web={"bin/pre-start": "#!/bin/sh\nenv\n"})
+        assert await world.value("run_script", "pre-start", {}) == {}
+        seen = (world.paths.log / "web/pre-start.stdout.log").read_text().splitlines()
+
+    assert "INHERITED=yes" in seen
+    assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == []
+
+
 async def test_a14_scripts_run_side_by_side(world: World) -> None:
     meet = "#!/bin/sh\ntouch {here}\nwhile [ ! -e {there} ]; do sleep 0.01; done\n"
     here, there = world.paths.base / "here", world.paths.base / "there"
@@ -367,6 +384,14 @@ async def test_a15_errand_by_default_and_by_name(world: World) -> None:
 
 
 async def test_a15_errand_without_jobs(world: World) -> None:
+    assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
+    assert (await world.error("run_errand", "")).endswith(" result: Could not find errand ")
+
+
+async def test_a15_errand_of_a_spec_that_names_no_first_job(world: World) -> None:
+    """As that of create-env."""
+    await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
+
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
 
 
@@ -436,6 +461,23 @@ async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
         "value": {}
     }
     assert await world.call("delete_arp_entries", {}) == {"value": {}}
+
+
+async def test_tens_of_thousands_of_arp_entries_take_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text of the request gets there but an address: ``ip`` reads a line for each."""
+    given: list[str] = []
+
+    async def run(*_: str, **options: Any) -> str:
+        given.append(options["given"])
+        return ""
+
+    monkeypatch.setattr(command, "run", run)
+    addresses = [f"10.0.{number // 250}.{number % 250}" for number in range(20_000)]
+    hostile = ["fe80::1%eth0\nlink delete eth0", "10.0.0.1\nlink delete eth0", "-help"]
+
+    await world.call("delete_arp_entries", {"ips": [*addresses, *hostile, *addresses]})
+
+    assert [text.splitlines() for text in given] == [[f"neigh flush to {address}" for address in addresses]]
 
 
 def _records(world: World, version: int, *, told: int | None = None) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent_shim import __version__, control
+from agent_shim import __version__, bpm_cli, control
 from agent_shim.bundles import put_bpm_in_front
 from agent_shim.host import proc, process
+from agent_shim.paths import Paths
 from agent_shim.supervisor import bpm_answers, bpm_run
 from tests.support import jobs
 from tests.support.programs import end_marked, eventually, is_alive
+from tests.support.terminals import Terminal
 from tests.support.world import World, world
 
 pytestmark = pytest.mark.slow
@@ -57,15 +61,16 @@ async def bpm(found: World, line: str) -> tuple[int, str, str]:
     return status, (found.paths.base / "out").read_text(), (found.paths.base / "err").read_text()
 
 
-def _spawn(found: World, line: str) -> process.Process:
+def _spawn(found: World, line: str, *, stdout: int | None = None, stderr: int | None = None) -> process.Process:
+    """Begin a call whose output goes to files, or to the descriptors given."""
     for name in ("out", "err"):
         (found.paths.base / name).write_text("")
     tool = str(found.paths.jobs / "bpm/bin/bpm")
     return process.spawn(
         [tool, *line.split()],
         env={"PATH": os.environ["PATH"]},
-        stdout=found.paths.base / "out",
-        stderr=found.paths.base / "err",
+        stdout=found.paths.base / "out" if stdout is None else stdout,
+        stderr=found.paths.base / "err" if stderr is None else stderr,
     )
 
 
@@ -74,7 +79,7 @@ async def test_start_pid_list_stop(tmp_path: Path) -> None:
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         assert await bpm(found, "list") == (0, "Name Pid Status\nweb  -   stopped\n", "")
-        assert await bpm(found, "pid web") == (1, "", "Error: job is not running\n")
+        assert await bpm(found, "pid web") == (1, "", "Error: process is not running or could not be found\n")
         assert await bpm(found, "start web") == (0, "", "")
         assert await bpm(found, "start -p web web") == (0, "", "")
         status, out, _ = await bpm(found, "pid web")
@@ -98,25 +103,87 @@ async def test_version(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("start nothing", "Error: failed to start job-process: cannot read "),
-        ("stop nothing", "Error: failed to get job"),
-        ("pid web -p other", "Error: failed to get job: process 'other' is not in the configuration of job web"),
-        ("start", "Error: must specify a job"),
-        ("start ../web", "Error: failed to get job: '../web'"),
-        ("run web -v /x:odd", "Error: failed to run job-process: invalid volume options: odd"),
-        ("logs web", "Error: logs not found"),
-        ("shell web", "Error: job is not running"),
-        ("frobnicate", "Error: "),
+        ("start nothing", "failed to parse job configuration: cannot read {jobs}/nothing/config/bpm.yml: "),
+        ("start web -p other", 'process "other" not present in job configuration ({jobs}/web/config/bpm.yml)'),
+        ("run web -p other", 'process "other" not present in job configuration ({jobs}/web/config/bpm.yml)'),
+        ("pid web -p other", "process is not running or could not be found"),
+        ("pid nothing", "process is not running or could not be found"),
+        ("shell web", "process is not running or could not be found"),
+        ("trace web", "process is not running or could not be found"),
+        ("start ../web", "failed to get job: '../web'"),
+        ("run web -v /x:odd", "invalid volume option: odd"),
+        ("run web -v /x:", "invalid volume option: "),
+        ("run web -v /x:writable:shared", "invalid volume definition (format: <path>[:<options>]): /x:writable:shared"),
+        ("run web -v /x:writable", "invalid volume path: /x must be within {base}"),
+        ("run web -v {base}/x/../y", "volume path must be canonical, expected {base}/y but got {base}/x/../y"),
+        ("run web -v {base}/data/web", "invalid volume path: {base}/data/web cannot conflict with default job data"),
+        ("run web -e NAME", 'invalid environment variable definition (format should be KEY=value): "NAME"'),
+        ("logs web", "logs not found"),
+        ("logs ../web", "logs not found"),
+        ("frobnicate", 'unknown command "frobnicate" for "bpm"'),
     ],
 )
 async def test_errors(tmp_path: Path, line: str, error: str) -> None:
-    """On stderr, with exit code 1."""
+    """On stderr, with exit code 1; how it is used is not shown."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
+        status, out, err = await bpm(found, line.format(base=found.paths.base))
+
+        assert (status, out) == (1, "")
+        assert err.startswith(f"Error: {error.format(base=found.paths.base, jobs=found.paths.jobs)}")
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "error"),
+    [
+        ("", "bpm [command]", "Exit code 1"),
+        ("start", "bpm start <job-name> [flags]", "must specify a job"),
+        ("start -x web", "bpm start <job-name> [flags]", "unknown shorthand flag: 'x' in -x"),
+        ("start --odd web", "bpm start <job-name> [flags]", "unknown flag: --odd"),
+        ("start web -p", "bpm start <job-name> [flags]", "flag needs an argument: 'p' in -p"),
+        ("logs web -n x", "bpm logs <job-name> [flags]", 'invalid argument "x" for "-n, --lines" flag'),
+    ],
+)
+async def test_calls_that_cannot_be_read(tmp_path: Path, line: str, usage: str, error: str) -> None:
+    """Show on stderr how it is used, then the error."""
+    async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
         assert (status, out) == (1, "")
-        assert error in err
+        assert err.startswith("Usage:\n")
+        assert f"  {usage}\n" in err
+        assert err.endswith(f"Error: {error}\n")
+
+
+@pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h web"])
+async def test_help(tmp_path: Path, line: str) -> None:
+    """On stdout; for a command its flags, else all commands."""
+    async with machine(tmp_path) as found:
+        status, out, err = await bpm(found, line)
+
+        assert (status, err) == (0, "")
+        wanted = ["bpm start <job-name>", "--process string"] if "start" in line else ["Available Commands:", "  stop "]
+        assert all(each in out for each in wanted)
+
+
+async def test_stop_of_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+    """Neither configured nor running; drain scripts and monit count on that."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        for line in ("stop web", "stop web -p other", "stop nothing"):
+            assert await bpm(found, line) == (0, "", ""), line
+        assert not (found.paths.sys / "log/nothing").exists()
+
+
+@pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
+async def test_flags_are_read_as_bpm_reads_them(tmp_path: Path, spelling: str) -> None:
+    """Before and after the job, with and without a blank."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        config = tmp_path / "vcap/jobs/web/config/bpm.yml"
+        config.write_text(config.read_text().replace("name: web", "name: worker"))
+        assert await bpm(found, f"start {spelling}") == (0, "", "")
+        assert (await bpm(found, f"pid {spelling}"))[0] == 0
 
 
 async def test_without_an_agent_nothing_is_done(tmp_path: Path) -> None:
@@ -146,12 +213,32 @@ async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> 
     """Both streams, in the logs as well; no pid file; variables from the command line."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo out $NAME; echo err >&2; exit 7")
-        assert await bpm(found, "run web -e NAME=value") == (7, "out value\n", "err\n")
+        failed = "Error: failed to run job-process: exit status 7 (exit status 7)\n"
+        assert await bpm(found, "run web -e NAME=value") == (7, "out value\n", f"err\n{failed}")
         assert (found.paths.sys / "log/web/web.stdout.log").read_text() == "out value\n"
         assert (await bpm(found, "run web -e NAME=again"))[1] == "out again\n"
         assert await bpm(found, "logs web -n 1") == (0, "out again\n", "")
         assert await bpm(found, "logs web -e") == (0, "err\nerr\n", "")
         assert not (found.paths.sys / "run/bpm/web/web.pid").exists()
+
+
+@pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
+async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
+    """Escape sequences of a process are shown by their numbers there; the stream that is none gets its bytes."""
+    async with machine(tmp_path) as found:
+        orders = r"printf '\033]0;owned\007\n'"
+        deploy(tmp_path, f"{orders}; {orders} >&2")
+        with Terminal() as terminal:
+            running = _spawn(found, "run web", **dict.fromkeys(terminals, terminal.theirs))
+            async with asyncio.timeout(30):
+                assert await running.wait() == 0
+            shown = terminal.read()
+
+        assert shown.count(rb"\u001b]0;owned\u0007" + b"\r\n") == len(terminals)
+        assert b"\x1b" not in shown
+        for stream, name in (("stdout", "out"), ("stderr", "err")):
+            if stream not in terminals:
+                assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
 
 
 async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
@@ -228,3 +315,30 @@ def test_levels_of_the_table_are_those_that_are_used() -> None:
     root = Path(__file__).resolve().parents[2]
 
     assert bpm_run.key_table() in (root / "docs/bpm.md").read_text()
+
+
+@pytest.mark.parametrize(("line", "asks"), [("version", False), ("pid web", True)])
+def test_a_call_loads_little(tmp_path: Path, line: str, asks: bool) -> None:
+    """What an interpreter takes long to load is not: a call takes no more than two starts of a bare one."""
+    path = str(Path(__file__).parents[2])
+    code = (
+        f"import sys; sys.path.insert(0, {path!r}); from agent_shim.bpm_cli import main; main({line!r}.split());"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    env = {"BPM_BOSH_ROOT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.splitlines()[-1].split())
+
+    heavy = {"argparse", "asyncio", "dataclasses", "inspect", "pathlib", "runpy", "site", "subprocess", "typing"}
+    assert loaded & heavy == set()
+    assert "agent_shim.bpm_cli" in loaded
+    assert not {name for name in loaded if name.startswith("agent_shim.")} - {
+        "agent_shim.bpm_cli",
+        "agent_shim.errors",
+        "agent_shim.safetext",
+        *(["agent_shim.asking"] if asks else []),
+    }
+
+
+def test_socket_is_where_the_agent_listens() -> None:
+    assert Paths().base / bpm_cli.SOCKET == Paths().control_socket

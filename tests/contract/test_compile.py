@@ -250,7 +250,6 @@ async def test_a16_long_output_is_cut_at_the_beginning_of_a_line(world: World) -
         ({"blob_id": ""}, "Fetching package p: No blobstore reference for package 'p'"),
         ({"blob_id": "gone"}, "Fetching package p: Getting blob from inner blobstore: "),
         ({"digest": "0" * 40}, "Fetching package p: Getting blob from inner blobstore: Checking downloaded blob "),
-        ({"digest": ""}, "Fetching package p: no digest algorithm found"),
         ({"name": "../p"}, None),
         ({"version": ""}, "cannot install the package p: it has no version"),
     ],
@@ -304,13 +303,39 @@ async def test_a_signed_url_is_in_no_text(world: World, server: Server, caplog: 
     assert not any("s3cr3t" in said for said in (caplog.text, repr(task), repr(package)))
 
 
-async def test_compiling_where_jobs_are_applied_is_refused(world: World) -> None:
-    """It would take their packages away from under them."""
-    wanted = jobs.spec(store_of(world), {"web": {"monit": ""}, "db": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
+async def test_compiling_where_jobs_run_leaves_their_packages_alone(world: World) -> None:
+    wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
-    text = await failed(world, *source(world, ""), "p", "1", {})
+    paths = world.paths
+    of_jobs = {path: path.lstat().st_mtime_ns for path in (paths.packages / "tool", paths.packages / "bpm/bin/bpm")}
+    installed = (paths.packages / "tool").readlink()
+    shared = {key: wanted["packages"]["tool"][key] for key in ("name", "version", "sha1", "blobstore_id")}
 
-    assert text == "cannot compile on an instance with jobs (web, db): their packages would be removed"
+    packing = f"ls {LINKS}; cat {LINKS}/tool/bin/tool; mkdir -p $BOSH_INSTALL_TARGET; touch $BOSH_INSTALL_TARGET/done"
+    content = await compiled(world, packing, tool=shared, other=dependency(world, "other"))
+
+    assert "./done" in members(content)
+    assert printed(world).split() == ["bpm", "other", "p", "tool", "x"]
+    assert sorted(path.name for path in paths.packages.iterdir()) == ["bpm", "tool"]
+    assert {path: path.lstat().st_mtime_ns for path in of_jobs} == of_jobs
+    assert (installed / "bin/tool").read_text() == "x"
+    assert (paths.jobs / "web/packages/tool").readlink() == installed
+
+
+@pytest.mark.parametrize("clashing", ["dependency", "package"])
+async def test_compiling_does_not_exchange_a_package_of_jobs_for_another_version(world: World, clashing: str) -> None:
+    wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
+    assert await world.value("apply", wanted) == "applied"
+    before = (world.paths.packages / "tool").readlink()
+    needed = {"tool": dependency(world, "tool", "2")} if clashing == "dependency" else {}
+
+    text = await world.error("compile_package", *source(world, ""), "p" if needed else "tool", "2", needed)
+
+    assert text.endswith(
+        ": cannot compile here: jobs of this instance use another version of package tool "
+        "(compile it on an instance without jobs)"
+    )
+    assert (world.paths.packages / "tool").readlink() == before
     assert (world.paths.packages / "tool/bin/tool").is_file()
 
 
@@ -387,7 +412,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
         assert not is_alive(child)
         assert left(world) == []
     finally:
-        end_marked("AGENT_SHIM_COMPILATION", str(world.paths.compile))
+        end_marked("BOSH_COMPILE_TARGET", str(world.paths.compile / "p"))
 
 
 async def test_what_a_script_leaves_behind_ends_with_it(world: World) -> None:

@@ -10,8 +10,6 @@ from tests.support import corpus
 
 ENTRIES = corpus.entries("bpm")
 
-pytestmark = corpus.needs_corpus
-
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_verdict_is_that_of_the_index(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:

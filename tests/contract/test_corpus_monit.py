@@ -12,8 +12,6 @@ from tests.support import corpus
 ENTRIES = corpus.entries("monit")
 ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
-pytestmark = corpus.needs_corpus
-
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_verdict_is_that_of_monit(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:

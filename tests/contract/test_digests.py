@@ -14,6 +14,7 @@ SHA1 = hashlib.sha1(CONTENT).hexdigest()
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 SHA512 = hashlib.sha512(CONTENT).hexdigest()
 WRONG = "0" * 40
+ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argument: "
 
 
 async def refused(world: World, checksum: str | None) -> str:
@@ -23,7 +24,8 @@ async def refused(world: World, checksum: str | None) -> str:
     kept = world.paths.sensitive_blobs / "b"
     assert kept.exists() is ("value" in reply)
     kept.unlink(missing_ok=True)
-    return str(reply["exception"]["message"]).partition(" result: ")[2] if "exception" in reply else ""
+    text = str(reply["exception"]["message"]) if "exception" in reply else ""
+    return text.partition(" result: ")[2].removeprefix(ARGUMENT)
 
 
 async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
@@ -56,9 +58,39 @@ async def test_d4_two_of_one_algorithm_are_refused(world: World) -> None:
     )
 
 
-@pytest.mark.parametrize("empty", ["", ";", ";;;", None])
+@pytest.mark.parametrize("empty", ["", ";", ";;;"])
 async def test_d5_no_digest_is_no_permission(world: World, empty: str | None) -> None:
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"
+
+
+async def test_d5_null_is_the_digest_null_and_fits_nothing(world: World) -> None:
+    assert (await refused(world, None)).startswith("Payload corrupted. Checksum mismatch. Expected 'null': ")
+
+
+async def test_digests_are_parsed_before_anything_is_done(world: World) -> None:
+    """Also where no blob would be fetched: a version of long ago, a spec without configuration hash."""
+    world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)
+    world.paths.dns_records.write_text('{"version": 5, "records": []}')
+    archive = {"sha1": "a:b:c", "blobstore_id": "b"}
+
+    for method, *arguments in (
+        ("sync_dns", "blob", "a:b:c", 4),
+        ("sync_dns_with_signed_url", {"multi_digest": "a:b:c", "version": 4}),
+        ("apply", {"packages": {"p": {"name": "p", "sha1": "a:b:c"}}}),
+        ("apply", {"rendered_templates_archive": archive}),
+        ("apply", {"rendered_templates_archive": archive | {"sha1": ""}}),
+        ("compile_package", "blob", "a:b:c", "", "", {}),
+    ):
+        assert ARGUMENT in await world.error(str(method), *arguments)
+    assert not world.paths.spec.exists()
+    assert await world.value("sync_dns", "blob", WRONG, 4) == "synced"
+
+
+async def test_an_archive_without_id_and_digest_is_stored_as_go_stores_it(world: World) -> None:
+    assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
+
+    stored = (await world.value("get_state"))["rendered_templates_archive"]
+    assert stored == {"sha1": None, "blobstore_id": ""}
 
 
 @pytest.mark.parametrize("text", ["sha1:a:b", "sha1:", ":abc", "sha-1:abc", "abc def", "abc\n", "sha256=00"])

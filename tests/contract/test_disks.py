@@ -6,12 +6,14 @@ that no test mounts anything where others see it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent_shim.disks.service import Patience
 from tests.support.world import World
 
 
@@ -133,3 +135,39 @@ async def test_a24_a_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world
     for _ in range(2):
         assert await world.call("remove_dynamic_disk", "disk-d") == {"value": {}}
     assert not link.is_symlink()
+
+
+@pytest.mark.parametrize("cid", ["", None])
+@pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])
+async def test_a21_a_request_without_a_cid_touches_no_disk(world: World, method: str, cid: str | None) -> None:
+    stranger = Path(volume(world, "of-the-operator")["path"])
+    world.paths.store.rmdir() if world.paths.store.is_dir() else None
+    world.paths.store.symlink_to(stranger)
+
+    assert (await world.error(method, cid)).endswith(": Persistent disk with volume id '' could not be found")
+    assert world.paths.store.resolve() == stranger
+
+
+@pytest.mark.parametrize("cid", ["", None])
+async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | None) -> None:
+    hint = volume(world, "nameless")
+
+    assert (await world.error("add_persistent_disk", cid, hint)).endswith("cannot keep the hint: the disk has no cid")
+    assert "cannot use '' as the name of a link" in await world.error("add_dynamic_disk", cid, hint)
+    world.paths.disk_hints.write_text(json.dumps({"": {"ID": "", "Path": hint["path"]}}))
+    assert (await world.error("mount_disk", cid)).endswith("Persistent disk with volume id '' could not be found")
+    assert await world.value("list_disk") == []
+    assert await world.value("remove_persistent_disk", cid) == {}
+
+
+@pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
+async def test_a20_a_block_device_is_refused_at_once_with_what_to_do(world: World, hint: Any) -> None:
+    """Nothing that a container has to wait for turns it into a directory with files."""
+    world.agent.disks._patience = Patience(arrival=3600)
+    await world.value("add_persistent_disk", "disk-a", hint)
+
+    async with asyncio.timeout(30):
+        text = await world.error("mount_disk", "disk-a")
+    assert "Mounting persistent disk: cannot use disk disk-a: /dev/" in text
+    assert "is a block device" in text
+    assert "have the CPI mount the volume" in text

@@ -29,6 +29,19 @@ async def test_t5_what_cannot_be_decoded_is_dropped_and_counted(world: World, re
     assert await world.call("ping") == {"value": "pong"}
 
 
+async def test_t5_what_go_reads_though_it_is_hardly_json_is_answered(world: World) -> None:
+    deep = b'{"method":"ping","reply_to":"r","ignored":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    for request, told in (
+        (deep, b"pong"),
+        (b'{"method":"get_task","arguments":["\xff"],"reply_to":"r"}', "Task with id \ufffd could".encode()),
+        (b'{"method":"get_task","arguments":["\\udc00"],"reply_to":"r"}', "Task with id \ufffd could".encode()),
+    ):
+        answer = await world.dispatcher.handle(request)
+        assert answer is not None
+        assert told in answer[1]
+    assert world.dispatcher.rejected == 0
+
+
 async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: World) -> None:
     answer = await world.dispatcher.handle(json.dumps({"method": "get_task", "arguments": ["<é" * 400_000]}).encode())
     assert answer is not None
@@ -275,6 +288,21 @@ async def test_a_request_that_is_delivered_twice_is_one_task(world: World) -> No
     ids = [reply["value"]["agent_task_id"] for reply in replies]
     assert ids[0] == ids[1]
     assert len(set(ids)) == 4
+
+
+async def test_a_flood_of_requests_is_remembered_up_to_a_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The youngest are: of these a copy may still come."""
+    monkeypatch.setattr(dispatch, "MAX_RECENT", 3)
+    request = {"method": "run_script", "arguments": ["nothing", {}], "protocol": 3}
+    callers = [f"director.d.a.{uuid.uuid4()}" for _ in range(6)]
+
+    first = [await world.raw(request | {"reply_to": caller}) for caller in callers]
+    again = [await world.raw(request | {"reply_to": caller}) for caller in (callers[-1], callers[0])]
+
+    ids = [reply["value"]["agent_task_id"] for reply in first + again]
+    assert ids[6] == ids[5]
+    assert ids[7] not in ids[:7]
+    assert len(world.dispatcher._recent) <= 3
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,14 @@ async def test_a5_fetch_logs_of_each_kind_without_filters(
     assert set(await fetched(world, kinds, filters)) == names
 
 
+async def test_a_kind_that_is_named_ten_thousand_times_is_packed_once(world: World) -> None:
+    blob = (await world.value("fetch_logs", ",".join(["system", *["job"] * 10_000]), []))["blobstore_id"]
+
+    with tarfile.open(store_of(world) / blob) as tar:
+        names = tar.getnames()
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize(
     ("kinds", "text"),
     [("agent,job", "both of log\n"), ("job,agent", "both of the agent\n"), ("job,job", "both of log\n")],

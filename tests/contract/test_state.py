@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from agent_shim.settings import Effective, Network, UpdateSettings
 from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
 from tests.support.world import World
+from tests.support.world import world as made
 
 
 async def test_s1_fresh_state_is_that_of_the_go_agent(world: World) -> None:
@@ -159,6 +161,26 @@ async def test_s4_who_starts_is_running_at_once_and_after_an_exit_only_when_it_h
             await asyncio.sleep(0.01)
 
     assert state["job_state"] in ("failing", "starting")
+
+
+@pytest.mark.parametrize("seconds", [3600, 0.2])
+async def test_s4_an_instance_with_a_settling_time_is_starting_until_it_is_over(tmp_path: Path, seconds: float) -> None:
+    """So ``post-start`` comes as late as with monit, which looks at new processes in its next cycle."""
+    async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
+        await deployed(world, "web")
+        assert (await world.value("get_state"))["job_state"] == "running"  # nothing was started
+        await world.value("start")
+
+        async with asyncio.timeout(20):
+            while (state := await world.value("get_state"))["processes"][0]["state"] != "running":
+                await asyncio.sleep(0.01)
+            if seconds > 60:
+                assert state["job_state"] == "starting"
+            while seconds < 1 and state["job_state"] != "running":
+                state = await world.value("get_state")
+                await asyncio.sleep(0.01)
+        await world.value("stop")
+        assert (await world.value("get_state"))["job_state"] == "stopped"
 
 
 async def test_s4_crashing_job_is_not_running(world: World) -> None:

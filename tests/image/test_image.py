@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,10 @@ pytestmark = pytest.mark.image
 
 TOOLS = "bash tar sed umount mkdir rm ln ip chgrp sync cp chown chpst"
 """What commands of CPIs call."""
+AT_HAND = "tcpdump ping arping traceroute lsof strace resolvconf resolvectl"
+"""What people call in ``bosh ssh``, and ``bosh pcap`` for them."""
+RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
+"""Modules of templates of syslog-release, and of rules that people give it."""
 
 
 async def test_settings_are_waited_for(site: Site) -> None:
@@ -66,7 +73,10 @@ def test_configuration_of_the_image(podman: Podman, image: str) -> None:
         ("stat -c '%a %U:%G' /etc/shadow", "640 root:shadow"),
         ("visudo -c >/dev/null && echo good", "good"),
         ("locale -a | grep -i en_us", "en_US.utf8"),
-        (f"for tool in {TOOLS}; do command -v $tool >/dev/null || echo $tool; done", ""),
+        (f"for tool in {TOOLS} {AT_HAND}; do command -v $tool >/dev/null || echo $tool; done", ""),
+        (f"cd /usr/lib/*/rsyslog && for module in {RSYSLOG}; do ls $module.so >/dev/null; done && echo there", "there"),
+        ("id -nG syslog", "syslog adm vcap"),
+        ("cat /var/vcap/bosh/etc/static_libraries_list", "/usr/lib/libsupp.a"),
         ("ls /etc/ssh/ssh_host_* /etc/pip.conf /run/secrets /opt/agent_shim/bin/pip 2>/dev/null", ""),
         ("cat /var/vcap/bosh/etc/operating_system", "ubuntu"),
     ],
@@ -90,3 +100,69 @@ print(len(compiled) > 100, missing)
     said = podman("run", "--rm", "--network=none", image, "/opt/agent_shim/bin/python3", "-c", script)
 
     assert said.strip() == "True []"
+
+
+EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/hosts", "etc/machine-id")
+
+
+def test_nothing_is_left_of_the_machine_that_built_it(podman: Podman, image: str, tmp_path: Path) -> None:
+    """The base has the resolver and the name of the machine that made it, and logs of apt and dpkg."""
+    container = podman("create", image, "true").strip()
+    try:
+        podman("export", "--output", str(tmp_path / "files"), container)
+    finally:
+        podman("rm", "--force", container)
+    with tarfile.open(tmp_path / "files") as files:
+        found = {member.name: member.size for member in files if member.isreg()}
+    traces = {name: size for name, size in found.items() if name in EMPTY or name.startswith("var/log/apt/")}
+
+    assert traces == dict.fromkeys(EMPTY, 0)
+    assert "var/log/dpkg.log" not in found
+
+
+@pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
+async def test_shells_of_operators(podman: Podman, image: str, way: str) -> None:
+    """The commands of the agent are in the path, and the prompt tells the instance, in every way to come in."""
+    instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
+    user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
+    show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
+    script = f"{instance} && mkdir -p /var/vcap/bosh_ssh && {user} && cd / && {way} {shlex.quote(show)} 2>/dev/null"
+    script = script.replace("sudo -i -u vcap ", "sudo -i -u vcap bash -c ").replace("sudo -i '", "sudo -i bash -c '")
+    path, prompt = podman("run", "--rm", "--tty", "--network=none", image, "bash", "-c", script).split()
+
+    assert "/var/vcap/bosh/bin" in path.split(":")
+    assert prompt in ("web/0815:~#", "web/0815:~$", "web/0815:/#", "web/0815:/$")
+
+
+def test_sudo_knows_the_commands_of_the_agent(podman: Podman, image: str) -> None:
+    said = podman("run", "--rm", "--network=none", image, "sudo", "sh", "-c", "command -v monit")
+
+    assert said == "/var/vcap/bosh/bin/monit\n"
+
+
+async def test_wishes_of_a_manifest(site: Site) -> None:
+    """What ``env.bosh`` asks of the machine is done with the lists of the image, or refused in the log."""
+    settings = json.loads(site.settings())
+    wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
+    settings["env"]["bosh"] |= wishes
+    async with site.container() as container:
+        listed = (await container.exec("cat", "/var/vcap/bosh/etc/static_libraries_list")).split()
+        await container.exec("test", "-e", *listed[:1])
+        await container.put(SETTINGS, json.dumps(settings))
+        await site.until_pong()
+
+        await container.until(1, "test", "-e", *listed[:1])
+        kind = await container.exec("findmnt", "-no", "FSTYPE", "/var/vcap/bosh/settings")
+        assert kind == "tmpfs\n"
+        assert "env.bosh.swap_size: swap belongs to the machine around the container" in container.logs()
+
+
+async def test_packets_can_be_captured(podman: Podman, image: str) -> None:
+    """``bosh pcap`` calls tcpdump by sudo, over a session of ``bosh ssh``."""
+    capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
+    script = f"({capture}; ping -c 2 -q localhost >/dev/null; wait) | tcpdump -r - -n 2>/dev/null"
+    user = 'useradd -m -G bosh_sudoers bosh_a && exec su bosh_a -s /bin/bash -c "$SCRIPT"'
+    options = ("--rm", "--network=none", "--cap-add=NET_RAW", f"--env=SCRIPT={script}")
+    said = podman("run", *options, image, "sh", "-c", user)
+
+    assert "ICMP echo request" in said

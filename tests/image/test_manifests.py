@@ -16,6 +16,7 @@ DEPLOY = ROOT / "deploy/kubernetes"
 OLDEST = {
     **dict.fromkeys(("base", "privileged", "restricted", "cpi", "example"), "1.25"),
     "userns": "1.30",
+    **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
 """What is given to clusters, and the oldest one it is for, as far back as the validator goes."""
 NEWEST = "1.37"

@@ -104,3 +104,80 @@ async def test_logrotate_sees_to_the_logs_of_the_system_alone(container: Contain
     await container.exec("logger", "after")
     await container.until(0, "grep", "-q", "after", "/var/log/syslog")
     assert await said(container, "grep -c before /var/log/syslog") == "0\n1\n"
+
+
+CHPST = [
+    ("-u vcap id", 0),
+    ("-u vcap:adm:tty id", 0),
+    ("-u :5:6:7 id", 0),
+    ("-u :5 id", 111),
+    ("-u nobody-knows id", 111),
+    ("-u vcap: id", 111),
+    ("-U vcap:adm sh -c 'echo $UID $GID; id'", 0),
+    ("-o 50 sh -c 'ulimit -n; ulimit -Hn'", 0),
+    ("-o 99999999 sh -c 'ulimit -n'", 0),
+    ("-o much true", 100),
+    ("-m 90000000 -d 80000000 sh -c 'ulimit -a'", 0),
+    ("-d 80000000 -m 90000000 sh -c 'ulimit -a'", 0),
+    ("-p 4000 -f 100000 -c 0 -t 5 -r 90000000 sh -c 'ulimit -a'", 0),
+    ("-b zero sh -c 'echo $0'", 0),
+    ("-P sh -c '[ $(ps -o sid= -p $$) = $$ ] && echo leader'", 0),
+    ("-e /tmp/env sh -c 'echo \"[$A][$HOME][$N][$E]\"'", 0),
+    ("-e /nowhere true", 111),
+    ("-n 5 nice", 0),
+    ("-n -5 nice", 111),
+    ("-n x nice", 100),
+    ("-/ /nowhere true", 111),
+    ("-/ / sh -c pwd", 0),
+    ("-012 sh -c 'ls /proc/self/fd'", 2),
+    ("-l /tmp/free echo taken", 0),
+    ("-L /tmp/free echo taken", 0),
+    ("-L /tmp/held echo taken", 111),
+    ("-l /nowhere/lock true", 111),
+    ("-v -- sh -c 'kill -PIPE $$; echo alive'", 128 + 13),
+    ("sh -c 'grep Sig[BIC] /proc/self/status'", 0),
+    ("sh -c 'exit 7'", 7),
+    ("no-such-program", 111),
+    ("-z true", 100),
+    ("-u vcap", 100),
+    ("", 100),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code"), CHPST)
+async def test_chpst_does_what_that_of_runit_does(container: Container, arguments: str, code: int) -> None:
+    """Side by side with the real one, which the base of the tests has; only texts of errors differ."""
+    await container.exec(
+        "sh",
+        "-c",
+        "mkdir -p /tmp/env/directory; cd /tmp/env; "
+        "printf 'a \\t \\nb' >A; : >HOME; printf 'x\\0y' >N; echo >E; echo >.no; "
+        "flock -n /tmp/held sleep 60 </dev/null >/dev/null 2>&1 &",
+    )
+    real, ours = [
+        await container.exec("sh", "-c", f"{program} {arguments} 2>/dev/null; echo $?")
+        for program in ("/usr/bin/chpst", "/opt/agent_shim/stand-ins/chpst")
+    ]
+
+    assert ours == real
+    assert ours.splitlines()[-1] == str(code)
+
+
+async def test_chpst_gives_on_the_variables_it_was_given(container: Container) -> None:
+    """Python sets a locale for itself where there is none."""
+    seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
+
+    assert seen == "A=b\n"
+
+
+async def test_resolvconf(container: Container) -> None:
+    """What bosh-dns of older stemcells does: a server in ``head``, which comes first after an update."""
+    script = """
+    mkdir -p /etc/resolvconf/resolv.conf.d; head=/etc/resolvconf/resolv.conf.d/head
+    printf 'nameserver 192.0.2.1\nsearch x\n' >/etc/resolv.conf
+    printf '# bosh-dns\nnameserver 169.254.0.2\n' >$head
+    resolvconf -u; resolvconf -u; grep -c . /etc/resolv.conf; head -n 2 /etc/resolv.conf | cut -d ' ' -f 2
+    : >$head; resolvconf -u; cat /etc/resolv.conf
+    """
+
+    assert await container.exec("sh", "-ec", script) == ("3\n169.254.0.2\n192.0.2.1\nnameserver 192.0.2.1\nsearch x\n")

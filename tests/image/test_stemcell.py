@@ -34,6 +34,7 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
     done = subprocess.run([*program, "--out", str(where)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     tarball = Path(done.stdout.strip())
+    (where / "size").write_text(str(tarball.stat().st_size))
     with tarfile.open(tarball) as packed:
         packed.extractall(where / "members")  # noqa: S202 - made by us
     tarball.unlink()
@@ -58,6 +59,24 @@ def test_members(taken_apart: Path) -> None:
     assert " openssh-server " in (taken_apart / "packages.txt").read_text()
     assert {"nats-py", "msgspec", "agent-shim"} <= {one["name"] for one in cyclonedx["components"]}
     assert len(spdx["packages"]) == len(cyclonedx["components"]) > 200
+
+
+def test_the_tarball_is_no_larger_than_what_it_packs(taken_apart: Path) -> None:
+    """What is packed already takes more room when it is packed once more."""
+    packed = sum(path.stat().st_size for path in taken_apart.iterdir() if path.is_file())
+
+    assert int((taken_apart.parent / "size").read_text()) < packed * 1.001
+
+
+def test_another_operating_system_than_that_of_the_image_is_refused(podman: Podman, image: str, tmp_path: Path) -> None:
+    """A Director would place addons that do not run there."""
+    program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
+    environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
+    done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
+
+    assert done.returncode == 1
+    assert "cannot make it for ubuntu-xenial: the image is " in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_unpacked_image_starts(podman: Podman, taken_apart: Path) -> None:

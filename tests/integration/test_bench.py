@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,18 @@ async def test_an_agent_that_ends_at_once_is_reported_with_its_last_words() -> N
     with pytest.raises(HostError, match="it has ended: no such bus"):
         async with world("sh -c 'echo no such bus >&2; exit 1'") as w:
             await w.start_agent()
+
+
+async def test_a_pipe_in_the_place_of_a_pidfile_is_not_waited_for() -> None:
+    async with world("sleep 1000") as w:
+        for job in ("piped", "linked", "web"):
+            (w.base / "data/sys/run" / job).mkdir(parents=True)
+        os.mkfifo(w.base / "data/sys/run/piped/piped.pid")
+        (w.base / "data/sys/run/linked/linked.pid").symlink_to("nowhere")
+        # Above any number that is given: the world ends at its end what these name.
+        (w.base / "data/sys/run/web/web.pid").write_text("99999999\n")
+
+        assert await asyncio.wait_for(asyncio.to_thread(w.pids), 10) == {"web": 99999999}
 
 
 async def test_what_runs_beside_an_agent_is_measured_with_it_and_ends_with_the_world() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.bundles import Bundle, Bundles
+from agent_shim.bundles import MAX_SMALL_BYTES, Bundle, Bundles
 from agent_shim.errors import ActionError, BlobError, DigestError
 from agent_shim.host import files, helper
 from agent_shim.host.helper import BlobRef, Done, Outcome
@@ -415,6 +415,17 @@ async def test_only_the_nearest_copy_of_a_blob_is_deleted(paths: Paths, bundles:
     await bundles.delete_source("id")
     await bundles.delete_source("id")
     assert not (paths.blobs / "id").exists()
+
+
+async def test_a_blob_that_is_not_small_is_not_read_into_memory(paths: Paths, bundles: Bundles) -> None:
+    (paths.blobs / "id").write_bytes(b"data")
+    with (paths.blobs / "id").open("r+b") as file:
+        file.truncate(MAX_SMALL_BYTES + 1)
+    digest = hashlib.sha1((paths.blobs / "id").read_bytes()).hexdigest()
+
+    with pytest.raises(ActionError, match="cannot use the blob: it has 67108865 bytes"):
+        await bundles.fetch_small(BlobRef("id", digest=digest), DUMMY)
+    assert list(paths.tmp.iterdir()) == []
 
 
 async def test_a_small_blob_is_read(paths: Paths, bundles: Bundles) -> None:

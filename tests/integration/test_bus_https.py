@@ -205,6 +205,55 @@ async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: 
         assert (await read_answer(reader)).status == 200
 
 
+async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_tls(
+    agent: Agent, tmp_path: Path
+) -> None:
+    """Connections that say nothing take descriptors of the agent for ten seconds each: they are bounded, too."""
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
+        silent = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
+            stack.callback(writer.close)
+            silent.append(reader)
+
+        for reader in silent[:12]:
+            await until_closed(reader)
+        assert [reader.at_eof() for reader in silent[12:]] == [False] * 8
+        assert await Cli(bus.port).value("ping") == "ping"
+
+
+async def test_full_door_drops_the_oldest_stranger_after_tls(agent: Agent, tmp_path: Path) -> None:
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
+        strangers = [await stack.enter_async_context(Cli(bus.port).connected()) for _ in range(9)]
+
+        await until_closed(strangers[0][0])
+        assert not any(reader.at_eof() for reader, _ in strangers[1:])
+
+
+async def test_door_that_is_full_of_callers_with_the_password_lets_nobody_else_in(agent: Agent, tmp_path: Path) -> None:
+    async with on_https(agent.handle, tmp_path, connections=3) as bus, AsyncExitStack() as stack:
+        callers = []
+        for _ in range(3):
+            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            writer.write(request("ping"))
+            assert (await read_answer(reader)).status == 200
+            callers.append((reader, writer))
+
+        with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
+            await Cli(bus.port).value("ping")
+        for reader, writer in callers:
+            writer.write(request("ping"))
+            assert (await read_answer(reader)).status == 200
+        callers[0][1].transport.abort()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert await Cli(bus.port).value("ping") == "ping"
+                    break
+                except (ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
+                    await asyncio.sleep(0.05)
+
+
 async def test_many_uploads_at_once(bus: HttpsBus, tmp_path: Path) -> None:
     contents = {f"blob-{number}": os.urandom(300_000) for number in range(20)}
 
@@ -402,3 +451,49 @@ def test_an_agent_on_nats_does_not_load_aiohttp() -> None:
     """It would take 9 MB of every pod."""
     program = "import sys, agent_shim.daemon; sys.exit('aiohttp' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- strangers that never end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [
+        (b"GET /agent HTTP/1.1\r\n", b"X-Next: " + b"a" * 1000 + b"\r\n"),
+        (b"GET /agent HTTP/1.1\r\nX-Long: ", b"a" * 1000),
+        (b"GET /", b"a" * 1000),
+        (b"POST /agent HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1;" + b"x" * 1000),
+        (b"POST /agent HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"Trailer: " + b"a" * 1000 + b"\r\n"),
+        (b"POST /agent HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"a" * 1000),
+        (b"", b"GET /agent HTTP/1.1\r\n\r\n" * 40),
+    ],
+    ids=["headers", "header", "line", "chunk", "trailers", "body", "requests"],
+)
+async def test_what_a_stranger_sends_without_an_end_is_not_kept(bus: HttpsBus, begin: bytes, again: bytes) -> None:
+    """The connection ends, or nothing more is taken of it; it reads none of its answers."""
+    taken, most = 0, 32_000_000
+    async with Cli(bus.port).connected() as (_, writer):
+        writer.write(begin)
+        try:
+            while taken < most:
+                writer.write(again)
+                taken += len(again)
+                async with asyncio.timeout(5):
+                    await writer.drain()
+        except (ConnectionError, TimeoutError, ssl.SSLError):
+            pass
+
+    assert taken < most
+    assert (await Cli(bus.port).call("ping")) == {"value": "ping"}
+
+
+@pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
+async def test_stranger_that_sends_a_little_at_a_time_is_dropped(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
+    """Something always comes before the time is over that a whole head has."""
+    async with Cli(hasty.port).connected() as (reader, writer):
+        ended = asyncio.create_task(until_closed(reader))
+        writer.write(begin)
+        async with asyncio.timeout(20):
+            while not ended.done():
+                writer.write(again)
+                await asyncio.sleep(0.05)

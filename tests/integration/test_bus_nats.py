@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.bus import nats
+from agent_shim.demo.director import joined
 from agent_shim.demo.pki import Authority
 from agent_shim.errors import BusError
 from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
@@ -119,8 +120,9 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
         ("director.a\r\nPUB agent.other 2\r\n{}", 2),
         ("director.a.agent.b", 1024 * 1024 + 1),
         ("a" * 10_000, 2),
+        ("\N{GRINNING FACE}" * 1024, 2),
     ],
-    ids=["none", "blank", "injected", "too long", "a line too long"],
+    ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
     """A subject of more than one word, or more bytes than the server takes, cost that reply and nothing else."""
@@ -134,6 +136,41 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
 
         assert await talk.director.value("agent", "ping") == "ping"
         assert talk.bus.stats.connects == 1
+
+
+@pytest.mark.parametrize(
+    "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
+)
+async def test_a_forged_reply_to_reaches_no_one_else(tmp_path: Path, subject: str) -> None:
+    """Not even us: an answer that came back as a request would be answered without an end."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        return (subject, b"{}") if b'"bad"' in data else await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        await talk.server.add_agent("other")
+        heard: list[object] = []
+        async with joined(talk.server.mbus("other"), ("agent.other",), lambda *news: heard.append(news)):
+            await talk.director.tell("agent", "bad")
+            await until(lambda: talk.bus.stats.denied + talk.bus.stats.unanswered == 1)
+
+            assert await talk.director.value("agent", "ping") == "ping"
+            assert heard == []
+        assert talk.monitor.of("alert", "other") == []
+        assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 2)
+
+
+@pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
+async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, subject: str) -> None:
+    async with talking(tmp_path) as talk:
+        await talk.server.add_agent("other")
+        async with joined(talk.server.mbus("other"), ("agent.other",), lambda *_: None) as other:
+            await other.publish(subject, b'{"method":"ping","reply_to":"director.x.other.y"}')
+            await until(lambda: "iolation" in talk.server.log.read_text())
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.received == 1
+        assert talk.monitor.of("heartbeat", "agent") == []
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 800)])

@@ -329,7 +329,19 @@ async def test_a_name_server_that_is_silent_holds_nobody_up(tmp_path: Path, monk
         silence.set()
 
 
-@pytest.mark.parametrize("urls", [(), ("nats://",), ("ws://127.0.0.1:1",), ("nats://127.0.0.1:99999999",), ("://",)])
+@pytest.mark.parametrize(
+    "urls",
+    [
+        (),
+        ("nats://",),
+        ("ws://127.0.0.1:1",),
+        ("nats://127.0.0.1:99999999",),
+        ("://",),
+        ("nats://[fd00::1:4222",),
+        ("nats://127.0.0.1:0",),
+        ("nats://a\nb:1",),
+    ],
+)
 async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) -> None:
     """Settings without a usable address are an error that lasts, not an end."""
     async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
@@ -338,6 +350,27 @@ async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) ->
 
         assert not bus.is_connected
         assert bus.stats.last_error.startswith("cannot ")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "joe:hun/ter2@127.0.0.1:1",
+        "joe:hun?ter2@127.0.0.1:1",
+        "joe:4711/hun@127.0.0.1:1",
+        "joe:hun@[bad",
+        "joe:hun#x@h:1",
+    ],
+)
+async def test_password_that_ends_the_host_early_is_not_told(address: str) -> None:
+    """It is not what is connected to, either."""
+    authority = Authority()
+    pair = authority.agent("agent")
+    async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
+        await until(lambda: bus.stats.last_error != "")
+
+        assert bus.stats.last_error.startswith("cannot connect to the bus at an address that cannot be read: ")
+        assert not any(secret in bus.stats.last_error for secret in ("hun", "joe", "4711"))
 
 
 async def test_user_of_the_address_is_no_secret_told() -> None:

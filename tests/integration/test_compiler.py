@@ -40,7 +40,7 @@ async def machine() -> AsyncIterator[Machine]:
     async with made(COMMAND) as one:
         await one.start_agent()
         yield one
-        end_marked("AGENT_SHIM_COMPILATION", str(one.base))
+        end_marked("BOSH_COMPILE_TARGET", str(one.base / "data/compile/p"))
 
 
 async def compiling(machine: Machine) -> list[int]:
@@ -139,13 +139,13 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
 async def test_environment_is_the_agents_but_for_what_is_its_own(
     paths: Paths, store: Blobstore, tmp_path: Path, given: str, expected: str
 ) -> None:
-    """Its programs are found first and named once, how it saves memory is no business of compilers, they are nicer."""
-    environ = {"PATH": given.format(own=paths.bosh_bin), "MALLOC_ARENA_MAX": "2", "HOME": "/h"}
-    script = package(store, 'echo "$PATH|$HOME|${MALLOC_ARENA_MAX-unset}|$(/usr/bin/nice)"')
+    """Its programs are found first and named once; scripts are as nice as the agent, as with the Go agent."""
+    environ = {"PATH": given.format(own=paths.bosh_bin), "HOME": "/h"}
+    script = package(store, 'echo "$PATH|$HOME|$(/usr/bin/nice)"; env | grep AGENT_SHIM || echo none')
     await Compiler(paths, environ).compile(script, tmp_path / "target", store, lambda _: None)
 
     printed = (paths.log / "compilation/packaging.stdout.log").read_text()
-    assert printed == f"{expected.format(own=paths.bosh_bin)}|/h|unset|{os.nice(0) + 5}\n"
+    assert printed == f"{expected.format(own=paths.bosh_bin)}|/h|{os.nice(0)}\nnone\n"
 
 
 async def test_nothing_follows_a_link_where_the_logs_should_be(paths: Paths, store: Blobstore, tmp_path: Path) -> None:

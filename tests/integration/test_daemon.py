@@ -9,7 +9,7 @@ import resource
 import shlex
 import signal
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,62 @@ async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(world
         await until(lambda: len(monitor.of("heartbeat", AGENT)) > seen, 60)
     health = json.loads((world.base / "instance/health.json").read_bytes())
     assert health == {"state": "running"}
+
+
+async def test_s7_heartbeat_tells_of_the_instance_its_state_and_how_many_processes_it_has(world: World) -> None:
+    """Before the first apply nothing is known; afterwards the state is that of the jobs, whatever it is."""
+    monitor = HealthMonitor()
+    async with monitor.on(world.server.peer(HEALTH_MONITOR)):
+        await world.start_agent()
+        first = (await monitor.wait_for("heartbeat", AGENT)).body
+        spec = world.spec(2, 0)
+        await world.director.run(AGENT, "apply", spec)
+        await world.run("start")
+        await world.until_running()
+        later = []
+        for then in ("running", "stopped"):
+            await world.stop_agent()
+            await world.start_agent()
+            later.append((await monitor.wait_for("heartbeat", AGENT, told_of(spec["id"], then))).body)
+            await world.run("stop")
+
+    told = ("deployment", "job", "index", "job_state", "node_id", "number_of_processes")
+    assert [first[name] for name in told] == ["", None, None, "running", "", 0]
+    assert [[each[name] for name in told] for each in later] == [
+        ["bench", "bench", 0, "running", "bench-instance", 2],
+        ["bench", "bench", 0, "stopped", "bench-instance", 2],
+    ]
+
+
+def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
+    """Whether a heartbeat is of this instance in this state."""
+    return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
+
+
+async def test_an_agent_whose_orderly_stop_was_not_clean_ends_with_1(world: World) -> None:
+    await world.start_agent()
+    pidfile = world.base / "data/sys/run/deaf/deaf.pid"
+    ctl = f"""#!/bin/sh
+[ $1 = stop ] && exit
+trap '' TERM
+echo $$ >{pidfile}
+while :; do sleep 0.1; done
+"""
+    program = f"{world.base}/jobs/deaf/bin/ctl"
+    monit = f"""check process deaf with pidfile {pidfile}
+  start program "{program} start"
+  stop program "{program} stop"
+  group vcap
+"""
+    await world.director.run(AGENT, "apply", world.spec(1, 0, more={"deaf": {"monit": monit, "bin/ctl": ctl}}))
+    await world.run("start")
+    await world.until_running()
+
+    code, said = await command(world, "drain", "--timeout", "2")
+    assert (code, said.startswith("not clean: ")) == (1, True)
+    assert world.agent is not None
+    world.agent.send(signal.SIGTERM)
+    assert await world.agent.wait() == 1
 
 
 async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_it(world: World) -> None:

@@ -106,3 +106,60 @@ async def test_what_python_ignores_is_not_ignored_by_programs(tmp_path: Path) ->
     _, found = await run(tmp_path, order())
 
     assert int(found["SigIgn"], 16) == 0
+
+
+@pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
+def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, own: int) -> None:
+    """Though the agent may be; one that goes first still does."""
+    score = tmp_path / "oom_score_adj"
+    score.write_text(inherited)
+    jail._be_killable(str(score))
+
+    # Of a file of the kernel each write is a value; here the second one begins where the first was read.
+    assert int(score.read_text().removeprefix(inherited) or inherited) == own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has groups to give up")
+async def test_groups_of_the_agent_are_given_up(tmp_path: Path) -> None:
+    """What it was started with is not handed on."""
+    before = os.getgroups()
+    os.setgroups([0, 4, 20])
+    try:
+        status, found = await run(tmp_path, order(uid=NOBODY, gid=NOBODY))
+    finally:
+        os.setgroups(before)
+
+    assert (status, found["Groups"]) == (0, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(
+    ("members", "step"),
+    [
+        ({"uid": NOBODY, "gid": NOBODY, "cwd": "/nothing"}, "enter its directory: /nothing: No such file or directory"),
+        ({"uid": 2**32 - 2, "gid": NOBODY, "argv": ["/nothing"]}, "execute: /nothing: No such file or directory"),
+        ({"cgroups": ["/nothing"]}, "join a cgroup: /nothing/cgroup.procs: No such file or directory"),
+        ({"argv": ["/etc/passwd"], "has_init": True}, "execute: /etc/passwd: Permission denied"),
+    ],
+)
+async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any], step: str) -> None:
+    """With the place where there is one."""
+    status, found = await run(tmp_path, order(**members))
+
+    program = members.get("argv", ["/bin/cat"])[0]
+    assert status == jail.FAILED
+    assert found["agent-shim"] == f"cannot run {program}: {step}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
+    """As in a container without CAP_SETUID and CAP_SETGID."""
+    descriptor = jailer.write_order(order(uid=NOBODY, gid=NOBODY))
+    without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
+    out = tmp_path / "out"
+    argv = [*without, *jailer.command(0)]
+    status = await process.spawn(argv, env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    os.close(descriptor)
+
+    assert status == jail.FAILED
+    assert "cannot run /bin/cat: become user 65534: Operation not permitted" in out.read_text()

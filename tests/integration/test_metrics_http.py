@@ -114,8 +114,7 @@ async def test_readiness_says_why(where: Where, readiness: Readiness) -> None:
         ("GET //[::/metrics HTTP/1.1", 404),
         ("GET /metrics", 400),
         ("GET metrics HTTP/1.1", 400),
-        ("GET  /metrics HTTP/1.1", 400),
-        ("PRI * HTTP/2.0", 400),
+        ("PRI * HTTP/2.0\r\n\r\nSM", 400),
         ("\x16\x03\x01 not a request", 400),
         ("POST /metrics HTTP/1.1", 405),
         ("DELETE /healthz HTTP/1.1", 405),
@@ -182,6 +181,7 @@ async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(responder, "HEADER_TIME", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
+    writer.write(b"GET / HTTP/1.1\r\nX: ")
     with suppress(ConnectionError):
         async with asyncio.timeout(5):
             while not dropped.done():

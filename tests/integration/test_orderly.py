@@ -12,6 +12,7 @@ import pytest
 from agent_shim.orderly import OrderlyStop
 from agent_shim.running import write_termination_log
 from tests.contract.test_actions import deployed, running
+from tests.support import jobs
 from tests.support.world import World
 from tests.support.world import world as made
 
@@ -73,6 +74,45 @@ async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_t
     assert stop.reasons == ["drain scripts were cut short"]
     assert "not clean: drain scripts were cut short" in stop.summary
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: World) -> None:
+    """Drain scripts of many releases end their process themselves: it is nobody's death."""
+    gate = world.paths.base / "gate"
+    drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
+    await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
+    pid = int((world.paths.run / "web/web.pid").read_text())
+    stopping = asyncio.create_task(OrderlyStop(30).run(world.agent))
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.01)
+    (service,) = world.agent.supervisor.services()
+    gate.touch()
+    await stopping
+
+    assert service.state == "unmonitored"
+    assert [event.event for event in world.events if event.event == "Does not exist"] == []
+
+
+DEAF = """#!/bin/sh
+[ $1 = stop ] && exit
+trap '' TERM
+echo $$ >{pidfile}
+while :; do sleep 0.1; done
+"""
+
+
+async def test_what_had_to_be_killed_is_named_and_the_end_is_not_clean(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
+    ctl = DEAF.format(pidfile=world.paths.run / "web/web.pid")
+    await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/ctl": ctl})
+
+    stop = OrderlyStop(30)
+    await stop.run(world.agent)
+
+    assert stop.reasons == ["killed, as the time was up: web"]
 
 
 async def test_a_second_signal_hurries(world: World) -> None:

@@ -247,7 +247,7 @@ async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate
             await stack.enter_async_context(agent(ending, source)),
         ]
         server = await stack.enter_async_context(prometheus(scratch, [one.port for one in fleet]))
-        await until(server, ("AgentShimCertificateEnds", "client"))
+        await until(server, ("AgentShimCertificateEnds", "server"))
         await until(server, ("AgentShimProcessCrashLoops", "dies"))
         await until(server, ("AgentShimDiskFull", "ephemeral"))
         fired = await alerts(server)

@@ -7,6 +7,7 @@ import gzip
 import os
 import stat
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,7 @@ async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
 
-    due, _ = rotation.look(logs, 1000)
+    due = [log.path for log in (await rotator(logs)._look(1000)).due]
 
     assert due == ["b.log", "web/a.log", "a.log"]
 
@@ -244,9 +245,9 @@ async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path)
     assert sorted(path.name for path in elsewhere.iterdir()) == ["x.log"]
     root = os.open(logs, os.O_RDONLY)
     try:
-        with pytest.raises(HostError, match=r"cannot (rotate|open) web/link\.log"):
+        with pytest.raises(HostError, match=r"cannot rotate web/link\.log.*it is a link"):
             rotating.rotate(root, "web/link.log", 7, MOST)
-        with pytest.raises(HostError, match="cannot open web/dir"):
+        with pytest.raises(HostError, match="cannot rotate web/dir/x.log.*it is a link"):
             rotating.rotate(root, "web/dir/x.log", 7, MOST)
         for name in ("second", "pipe"):
             assert rotating.rotate(root, f"web/{name}.log", 7, MOST) == (0, 0)
@@ -332,3 +333,78 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     """Rather than guessed."""
     with pytest.raises(ValueError, match="is no size"):
         rotation.size(text)
+
+
+# --- what a job may do to it ----------------------------------------------------------------------------------------
+
+
+async def test_a_name_that_is_no_text_stops_nothing(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is rotated as any other; in the log of the agent it is one line."""
+    caplog.set_level("INFO")
+    evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
+    for path in (evil, logs / "web/good.log"):
+        path.write_text("x" * 1000)
+
+    await rotator(logs).rotate()
+
+    assert archived(evil) == b"x" * 1000
+    assert archived(logs / "web/good.log") == b"x" * 1000
+    assert "web/\\udcff\\n\\x1b[2J.log" in caplog.text
+    (logs / "web" / f"{evil.name}.1.gz").write_bytes(os.urandom(8192))
+    await rotator(logs, Limits(size=1 << 20, total=4096)).rotate()
+    assert not evil.with_name(f"{evil.name}.1.gz").exists()
+
+
+async def test_hundred_thousands_of_archives_cost_no_memory(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty ones take no room and do not count; of others the oldest of many are removed in one round."""
+    monkeypatch.setattr(rotation, "MAX_REMOVED", 10)
+    for number in range(500):
+        path = logs / f"web/x{number}.log.1.gz"
+        path.write_bytes(b"" if number % 2 else b"x")
+        os.utime(path, (number, number))
+
+    found = rotation.look_at(logs, "web", 100)
+
+    assert found.archived == 250
+    assert [each.path for each in found.oldest] == [f"web/x{number}.log.1.gz" for number in range(0, 20, 2)]
+    await rotator(logs, Limits(size=1 << 20, total=245)).rotate()
+    assert len(list(logs.glob("web/x*.gz"))) == 495
+
+
+async def test_a_job_with_too_many_files_keeps_no_other_from_rotation(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotation, "MAX_JOB_ENTRIES", 50)
+    for number in range(200):
+        (logs / f"web/{number}.gz").touch()
+    (logs / "zoo").mkdir()
+    (logs / "zoo/good.log").write_text("g" * 1000)
+
+    await rotator(logs).rotate()
+
+    assert archived(logs / "zoo/good.log") == b"g" * 1000
+
+
+async def test_a_volume_that_does_not_answer_keeps_no_other_job_from_rotation(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of a file server that is gone: the thread that looks hangs."""
+    gate = threading.Event()
+    honest = rotation.look_at
+
+    def look_at(root: Path, job: str, limit: int) -> rotation.Findings:
+        if job == "web":
+            gate.wait()
+        return honest(root, job, limit)
+
+    monkeypatch.setattr(rotation, "look_at", look_at)
+    monkeypatch.setattr(rotation, "LOOK_TIMEOUT_S", 0.1)
+    (logs / "zoo").mkdir()
+    (logs / "zoo/good.log").write_text("g" * 1000)
+    try:
+        await rotator(logs).rotate()
+    finally:
+        gate.set()
+
+    assert archived(logs / "zoo/good.log") == b"g" * 1000
+    assert "logs of web are not rotated" in caplog.text

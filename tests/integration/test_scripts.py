@@ -83,12 +83,12 @@ async def test_mode_of_a_log_directory_is_left_alone(paths: Paths, runner: Scrip
 
 
 async def test_what_a_script_sees(paths: Paths, runner: Scripts) -> None:
-    """The agent's environment with a PATH of its own, its directory, five steps nicer, no arguments, no input."""
+    """The agent's environment with a PATH of its own, the root directory, five steps nicer, no arguments, no input."""
     script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
 
     await runner.run_all("pre-start", ["web"], {"EXTRA": "more"})
 
-    expected = f"{scripts.PATH} yes more 0 {paths.bosh} {os.nice(0) + 5}\n"
+    expected = f"{scripts.PATH} yes more 0 / {os.nice(0) + 5}\n"
     assert log(paths, "web", "pre-start.stdout.log") == expected
 
 
@@ -197,13 +197,14 @@ async def test_what_a_drain_script_sees(paths: Paths, runner: Scripts) -> None:
         paths,
         "web",
         "drain",
-        f'echo "$* $BOSH_JOB_STATE $BOSH_JOB_NEXT_STATE $PATH $(nice)" >{told}; echo why >&2; echo " 0 "; exit 7',
+        f'echo "$* $BOSH_JOB_STATE $BOSH_JOB_NEXT_STATE $PATH $(pwd) $(nice)" >{told}\n'
+        'echo why >&2; echo " 0 "; exit 7',
     )
 
     await drain(runner, "web", "absent")
 
     states = '{"persistent_disk":1024} {"persistent_disk":2048}'
-    assert told.read_text() == f"job_changed hash_changed ruby {states} {scripts.PATH} {os.nice(0)}\n"
+    assert told.read_text() == f"job_changed hash_changed ruby {states} {scripts.PATH} / {os.nice(0)}\n"
     assert log(paths, "web", "drain.stderr.log") == "why\n"
 
 
@@ -293,9 +294,9 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 async def test_errand_tells_its_output_and_its_exit_code(paths: Paths, runner: Scripts) -> None:
     """A failure is a result; nothing is left on disk."""
-    script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(nice)"; echo err >&2; exit 3')
+    script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
-    assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes {os.nice(0)}\n", "err\n", 3)
+    assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
     assert list(paths.tmp.iterdir()) == []
 
 

@@ -59,6 +59,8 @@ def debian(tmp_path: Path) -> Path:
     put(tmp_path, "etc/gshadow", "root:*::\nadm:*::\naudio:*::pulse\n", 0o640)
     (tmp_path / "usr/sbin").mkdir(parents=True)
     (tmp_path / "sbin").symlink_to("usr/sbin")
+    put(tmp_path, "etc/skel/.bashrc", "PS1=x\n")
+    put(tmp_path, "opt/agent_shim/bin/agent-shim", "#!/opt/agent_shim/bin/python3", 0o755)
     return tmp_path
 
 
@@ -113,8 +115,8 @@ def test_users_and_groups(debian: Path) -> None:
 
     assert "vcap:x:1000:1000:vcap:/home/vcap:/bin/bash" in (debian / "etc/passwd").read_text().splitlines()
     assert "\nvcap:*:" in (debian / "etc/shadow").read_text()
-    assert groups["vcap"] == "vcap:x:1000:"
-    assert groups["adm"] == "adm:x:4:vcap"
+    assert groups["vcap"] == "vcap:x:1000:syslog"
+    assert groups["adm"] == "adm:x:4:vcap,syslog"
     assert groups["audio"] == "audio:x:29:pulse,vcap"
     assert {"admin", "bosh_sudoers", "bosh_sshers"} <= set(groups)
     assert "audio:*::pulse,vcap" in (debian / "etc/gshadow").read_text().splitlines()
@@ -148,12 +150,104 @@ def test_dry_run_only_says(debian: Path) -> None:
     assert {line for line in applied(debian) if not line.startswith("owner")} <= set(said)
 
 
-def test_empty_root(tmp_path: Path) -> None:
+def test_empty_root(tmp_path: Path, built: Path) -> None:
     """Even an empty directory becomes a tree, again without a second change."""
-    applied(tmp_path)
+    applied(tmp_path, program=built / "apply")
 
     assert (tmp_path / "sbin/init").is_symlink()
-    assert applied(tmp_path) == []
+    assert applied(tmp_path, program=built / "apply") == []
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
+def test_an_overlay_without_the_program_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """An image with all the names and nothing behind them would start nothing."""
+    result = apply(tmp_path, *arguments)
+
+    assert result.returncode == 1
+    assert "there is no program" in result.stderr
+    assert "docker build --target overlay" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+PATH = 'PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/var/vcap/bosh/bin"'
+STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", [PATH]),
+        ('PATH="/usr/bin:/snap/bin"\nTZ=UTC\n', ["TZ=UTC", PATH]),
+        (f"{STEMCELL_PATH}\nA=b\n", [STEMCELL_PATH, "A=b"]),
+    ],
+)
+def test_commands_of_the_agent_are_in_the_path_of_every_base(debian: Path, before: str, after: list[str]) -> None:
+    """Ubuntu's image has a path of its own, Debian's an empty file, a stemcell what is wanted."""
+    put(debian, "etc/environment", before)
+    applied(debian)
+
+    assert (debian / "etc/environment").read_text().splitlines() == after
+
+
+def test_homes_get_the_skeleton_and_what_is_there_stays(debian: Path) -> None:
+    line = "[ ! -r /etc/profile.d/bosh.sh ] || . /etc/profile.d/bosh.sh"
+    put(debian, "etc/skel/.profile", "skeleton\n")
+    put(debian, "home/vcap/.profile", "own\n")
+    put(debian, "root/.bashrc", "PS1=y\nsource /etc/profile.d/00-bosh-ps1\n")
+    applied(debian)
+
+    assert (debian / "etc/skel/.bashrc").read_text() == f"PS1=x\n{line}\n"
+    assert (debian / "home/vcap/.bashrc").read_text() == f"PS1=x\n{line}\n"
+    assert (debian / "home/vcap/.profile").read_text() == "own\n"
+    assert line not in (debian / "root/.bashrc").read_text()
+
+
+def test_traces_of_the_machine_that_built_the_base_are_gone(debian: Path) -> None:
+    """mmdebstrap takes along resolver and host name, apt and dpkg write logs; a link is the distribution's."""
+    for path in ("etc/resolv.conf", "etc/hostname", "etc/hosts", "var/log/apt/history.log", "var/log/dpkg.log"):
+        put(debian, path, "builder-7")
+    put(debian, "var/log/postgresql/dpkg.log", "kept")
+    (debian / "etc/machine-id").symlink_to("/run/machine-id")
+    applied(debian)
+
+    assert [(debian / "etc" / name).read_bytes() for name in ("resolv.conf", "hostname", "hosts")] == [b"", b"", b""]
+    assert (debian / "etc/machine-id").is_symlink()
+    assert [path.name for path in (debian / "var/log").rglob("*") if path.is_file()] == ["dpkg.log"]
+
+
+def test_lists_of_development_tools_and_static_libraries(debian: Path) -> None:
+    """Files and links of installed compilers; not those of a library that only resembles one by its name."""
+    for path in ("usr/bin/gcc-12", "usr/lib/gcc/libgcc.a", "usr/lib/libz.a", "usr/lib/libgcc_s.so.1"):
+        put(debian, path, "")
+    (debian / "usr/bin/gcc").symlink_to("gcc-12")
+    put(debian, "var/lib/dpkg/info/gcc.list", "/.\n/usr\n/usr/bin/gcc\n/usr/share/gone\n")
+    put(debian, "var/lib/dpkg/info/gcc-12.list", "/usr/bin\n/usr/bin/gcc-12\n/usr/lib/gcc/libgcc.a\n")
+    put(debian, "var/lib/dpkg/info/libgcc-s1:amd64.list", "/usr/lib/libgcc_s.so.1\n")
+    put(debian, "var/lib/dpkg/info/zlib1g-dev:amd64.list", "/usr/lib/libz.a\n")
+    applied(debian)
+    etc = debian / "var/vcap/bosh/etc"
+
+    assert (etc / "dev_tools_file_list").read_text().splitlines() == [
+        "/usr/bin/gcc",
+        "/usr/bin/gcc-12",
+        "/usr/lib/gcc/libgcc.a",
+    ]
+    assert (etc / "static_libraries_list").read_text().splitlines() == ["/usr/lib/gcc/libgcc.a", "/usr/lib/libz.a"]
+
+
+def test_lists_of_a_stemcell_stay(debian: Path) -> None:
+    put(debian, "var/vcap/bosh/etc/dev_tools_file_list", "/usr/bin/cc1\n")
+    applied(debian)
+
+    assert (debian / "var/vcap/bosh/etc/dev_tools_file_list").read_text() == "/usr/bin/cc1\n"
+
+
+@pytest.mark.parametrize("name", ["usr/bin/chpst", "usr/sbin/resolvconf"])
+def test_a_stand_in_for_what_the_base_has_is_not_put_in(debian: Path, name: str) -> None:
+    put(debian, name, "the real one", 0o755)
+    applied(debian)
+
+    assert (debian / name).read_text() == "the real one"
 
 
 def test_stemcell_keeps_what_it_knows_better(debian: Path) -> None:
@@ -228,7 +322,7 @@ def test_built_overlay_brings_the_program(debian: Path, built: Path) -> None:
 def test_dry_run_of_a_built_overlay(debian: Path, built: Path) -> None:
     """It says that it would copy, and does not."""
     assert "copy the program to /opt/agent_shim" in applied(debian, "--dry-run", program=built / "apply")
-    assert not (debian / "opt").exists()
+    assert not (debian / "opt/agent_shim/lib").exists()
 
 
 def test_user_ubuntu_makes_room(debian: Path) -> None:
@@ -254,6 +348,7 @@ def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.T
     """An absolute link, or one that climbs, leads where it would lead inside the image; nothing outside is written."""
     outside = tmp_path_factory.mktemp("outside")
     (debian / "var").symlink_to(outside)
+    (debian / "opt").rename(debian / "elsewhere")
     (debian / "opt").symlink_to("../../../../elsewhere")
     (debian / "warden-cpi-dev").mkdir()
     applied(debian)
@@ -296,7 +391,11 @@ def test_unit_starts_what_the_overlay_brings() -> None:
     ids=lambda row: row["path"],
 )
 def test_scripts_are_scripts(row: dict[str, Any]) -> None:
-    """Every program of the overlay is one that sh can read."""
-    result = subprocess.run(["sh", "-n", OVERLAY / f"rootfs{row['path']}"], capture_output=True, text=True)
+    """Every program of the overlay is one that sh, or Python, can read."""
+    script = OVERLAY / f"rootfs{row['path']}"
+    is_python = script.read_text().partition("\n")[0].endswith("python3 -IS")
+    parse = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')"
+    reader = [sys.executable, "-c", parse] if is_python else ["sh", "-n"]
+    result = subprocess.run([*reader, script], capture_output=True, text=True)
 
     assert (result.returncode, result.stderr) == (0, "")

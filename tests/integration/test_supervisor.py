@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from agent_shim.errors import ActionError
-from agent_shim.host import clock, proc, process
+from agent_shim.host import cages, clock, proc, process
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.presence import Presence
 from agent_shim.supervisor.supervisor import JobFile
-from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs import eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import World, info, program, until
 
 
@@ -174,27 +175,46 @@ async def test_foreign_pidfile_is_not_believed_though_new(world: World) -> None:
         assert stranger.is_alive
 
 
-async def test_process_started_by_hand_is_taken_up(world: World) -> None:
-    """An operator ran the script himself: it is not started twice."""
-    job = world.job("web", "echo once >>$log")
+async def test_process_started_by_hand_is_watched_and_never_signalled(world: World) -> None:
+    """An operator ran the script himself: it is not started twice; what its stop program leaves is left, and said."""
+    job = world.job("web", "echo once >>$log", "exit 0")
     away = world.base / "packages" / "web"
     away.parent.mkdir()
     shutil.copy("/bin/sleep", away)
-    byhand = process.spawn([str(away), "600"], env={"TEST_OF": str(world.base)})
-    world.pidfile("web").write_text(f"{byhand.pid}\n")
+    byhand = foreign(away, 600, TEST_OF=str(world.base))
+    world.pidfile("web").write_text(f"{byhand}\n")
     async with world.supervising(job) as supervisor:
         found = await until(supervisor, "web", "running")
+        assert (found.pid, world.lines()) == (byhand, [])
+        with pytest.raises(ActionError, match=rf"errored: web: cannot end {byhand} \(web\)"):
+            await supervisor.stop(wait=True)
 
-        assert found.pid == byhand.pid
-        assert world.lines() == []
+        assert is_alive(byhand)
+
+
+async def test_process_started_by_hand_is_ended_by_its_stop_program(world: World) -> None:
+    """As monit would."""
+    away = world.base / "packages" / "web"
+    away.parent.mkdir()
+    shutil.copy("/bin/sleep", away)
+    byhand = foreign(away, 600, TEST_OF=str(world.base))
+    world.pidfile("web").write_text(f"{byhand}\n")
+    async with world.supervising(world.job("web")) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(byhand)
 
 
 async def test_process_that_monit_started_is_taken_up(world: World) -> None:
-    """On a machine that the Go agent and monit ran until now."""
-    monits = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base), "MONIT_SERVICE": "web"})
-    world.pidfile("web").write_text(f"{monits.pid}\n")
-    async with world.supervising(world.job("web", "exit 1")) as supervisor:
-        assert (await until(supervisor, "web", "running")).pid == monits.pid
+    """On a machine that the Go agent and monit ran until now; it is the job's in all."""
+    monits = foreign("/bin/sleep", 600, TEST_OF=str(world.base), MONIT_SERVICE="web")
+    world.pidfile("web").write_text(f"{monits}\n")
+    async with world.supervising(world.job("web", "exit 1", "exit 0", timeout=1)) as supervisor:
+        assert (await until(supervisor, "web", "running")).pid == monits
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(monits)
 
 
 async def test_pattern_finds_a_process(world: World) -> None:
@@ -390,6 +410,7 @@ async def test_what_is_not_started_here_is_not_signalled(world: World) -> None:
         assert not is_alive(int(world.lines()[0]))
 
 
+@pytest.mark.usefixtures("cgroups_or_not")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> None:
     """Not even what left the session and threw its environment away."""
@@ -403,24 +424,26 @@ async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> Non
         assert not is_alive(pid)
 
 
-async def test_what_a_killed_process_has_left_is_ended_with_its_successor(world: World) -> None:
-    """A child without session and environment of the service is known by what it once descended from."""
+@pytest.mark.usefixtures("cgroups_or_not")
+async def test_what_a_killed_process_has_left_is_ended_before_its_successor_starts(world: World) -> None:
+    """A child without session and environment of the service keeps no port from the next process."""
     child = world.base / "child"
-    start = f"exec {program('new_session.py', '$pidfile', child, 'wipe')}"
+    start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
+        "new_session.py", "$pidfile", child, "wipe"
+    )
     async with world.supervising(world.job("web", start)) as supervisor:
         running = asyncio.create_task(supervisor.run())
         found = await until(supervisor, "web", "running")
         pid = await eventually(lambda: number_in(child))
-        child.unlink()
         traces = supervisor._services["web"].record.traces
-        await eventually(lambda: pid in dict(traces.kin))
+        await eventually(lambda: traces.is_caged or pid in dict(traces.kin))
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
-        await eventually(lambda: number_in(child))
-        assert is_alive(pid)
-        await supervisor.stop(wait=True)
-        running.cancel()
+        await eventually(lambda: number_in(child) not in (None, pid))
 
         assert not is_alive(pid)
+        assert world.lines() == []
+        await supervisor.stop(wait=True)
+        running.cancel()
 
 
 async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
@@ -452,6 +475,7 @@ async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
 ) -> None:
     """It swallows errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process.Process, "send", _lose)
+    monkeypatch.setattr(cages.Cage, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
     async with world.supervising(job, world.job("fine")) as supervisor:
         await until(supervisor, "web", "running")
@@ -471,6 +495,7 @@ def _lose(self: process.Process, sig: int) -> bool:
 async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the Go agent."""
     monkeypatch.setattr(process.Process, "send", _lose)
+    monkeypatch.setattr(cages.Cage, "kill", lambda _: None)
     monkeypatch.setattr(process, "KILL_PATIENCE", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
@@ -478,8 +503,9 @@ async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: 
         with pytest.raises(ActionError) as caught:
             await supervisor.stop(wait=True)
 
-        assert str(caught.value) == "Stopping services '[web]' errored"
-        assert info(supervisor, "web").reason == f"cannot end {found.pid}"
+        reason = info(supervisor, "web").reason
+        assert re.fullmatch(rf"cannot end {found.pid} \((sh|sleep)\)", reason)  # by when it was looked at
+        assert str(caught.value) == f"Stopping services '[web]' errored: web: {reason}"
         monkeypatch.undo()
 
 

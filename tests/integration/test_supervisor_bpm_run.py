@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.errors import ConfigError
 from agent_shim.host import capabilities, jail, jailer, proc, process
 from agent_shim.paths import Paths
 from agent_shim.supervisor import bpm_run
@@ -220,7 +221,7 @@ async def test_unknown_process_is_an_error(world: World) -> None:
     async with world.supervising(file) as supervisor:
         found = await until(supervisor, "web", "down")
 
-        assert "process 'web' is not in the configuration of job web" in found.reason
+        assert f'process "web" not present in job configuration ({config})' in found.reason
 
 
 async def test_missing_persistent_disk_is_an_error(world: World) -> None:
@@ -307,6 +308,26 @@ async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> Non
         await supervisor.stop(wait=True)
 
 
+HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20); time.sleep(600)' & done; wait"
+
+
+async def test_a_limit_of_memory_without_a_cgroup_counts_the_whole_tree(world: World) -> None:
+    """No process of it is above the limit, and the one that was started uses next to nothing."""
+    file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
+    async with world.supervising() as supervisor:
+        supervisor.bpm._isolation = jailer.Isolation(3, "", memory=False, processes=False)
+        await supervisor.configure([file])
+        await supervisor.start()
+        pid = (await until(supervisor, "web", "running")).pid
+        hogs = await eventually(supervisor.bpm.kill_hogs, "a hog")
+
+        (hog,) = hogs
+        assert (hog.job, hog.process, hog.limit) == ("web", "web", 64 << 20)
+        assert hog.used > hog.limit
+        await eventually(lambda: not is_alive(pid), "its end")
+        await supervisor.stop(wait=True)
+
+
 LOOK = r"""
 import json, os, signal, sys
 def can(do, *arguments):
@@ -378,3 +399,54 @@ def test_call_of_bpm_is_known(argv: str, expected: BpmCall | None) -> None:
 def test_supervisor_is_not_strict_by_itself(world: World) -> None:
     """What cannot be had is a warning unless asked otherwise."""
     assert not Supervisor(world.paths, on_event=print).bpm._is_strict
+
+
+async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
+    """``sys/log/JOB/bpm.log``, a line of JSON for each step; nothing is made for a job that is not there."""
+    file = job(world, "exec sleep 600")
+    async with world.supervising(file) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+        (world.paths.jobs / "web/bin/web").unlink()
+        config = world.paths.jobs / "web/config/bpm.yml"
+        config.write_text("processes: 1\n")
+        with pytest.raises(ConfigError):
+            await supervisor.bpm.start(START)
+        await supervisor.bpm.stop(BpmCall("stop", "nothing", "nothing"))
+
+    path = world.paths.sys / "log/web/bpm.log"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["message"] for line in lines] == [
+        "bpm.start.starting",
+        "bpm.start.complete",
+        "bpm.stop.starting",
+        "bpm.stop.complete",
+        "bpm.start.starting",
+        "bpm.start.failed-to-start",
+        "bpm.start.complete",
+    ]
+    assert lines[5]["level"] == "error"
+    assert "found '1', expected a list" in lines[5]["data"]["error"]
+    assert {line["data"]["job"] for line in lines} == {"web"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not (world.paths.sys / "log/nothing").exists()
+
+
+async def test_modes_of_directories(world: World) -> None:
+    """New ones are closed to others, those that are there keep their mode, but for volumes."""
+    volumes = [world.base / name for name in ("old", "new")]
+    volumes[0].mkdir(mode=0o755)
+    kept = world.paths.sys / "run/web"
+    kept.mkdir(parents=True)
+    kept.chmod(0o770)
+    listed = ", ".join(f"{{path: {path}, writable: true}}" for path in volumes)
+    file = job(world, "exec sleep 600", f"  ephemeral_disk: true\n  additional_volumes: [{listed}]\n")
+    async with world.supervising(file) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+    paths = world.paths
+    found = [paths.sys / "log/web", kept, paths.sys / "run/bpm/web", paths.data / "web", paths.data / "web/tmp"]
+    modes = [path.stat().st_mode & 0o7777 for path in (*found, *volumes)]
+    assert modes == [0o750, 0o770, 0o700, 0o700, 0o700, 0o700, 0o700]
+    assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755

@@ -213,3 +213,50 @@ async def test_echo_requests_are_answered_by_loopback() -> None:
     assert await probes.ping("127.0.0.1", Ping(1, 5)) in ("", None)
     assert "has no address" in (await probes.ping("no-such-host.invalid", Ping(1, 5)) or "")
     assert probes.checksum(bytes.fromhex("0800000012340001")) == 0xE5CA
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.0 200\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nA: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: a\r\n folded\r\n\r\n",
+        b"HTTP/1.1 200 OK\nServer: of our own making\n\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+    ],
+)
+async def test_a_careless_server_is_a_server(answer: bytes) -> None:
+    """A probe is as lenient as monit: what is up is not restarted for its headers."""
+    assert await asked(saying(answer, after=b"\r\n\r\n"), HTTP) == ""
+
+
+async def test_chunks_are_put_together_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = ("Transfer-Encoding: chunked",)
+    assert (
+        await asked(page("200 OK", b"2\r\nab\r\n2\r\ncd\r\n0\r\n\r\n", *chunked), Protocol("http", "/", content="abcd"))
+        == ""
+    )
+    monkeypatch.setattr(probes, "MAX_PAGE", 50_000)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"1\r\nx\r\n" * 1000)
+            await writer.drain()
+
+    assert "has no 'y'" in await asked(talk, Protocol("http", "/", content="y"), 10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 99999999999999999999 X\r\n\r\n",
+        b"\0",
+    ],
+)
+async def test_what_has_no_status_is_no_http(answer: bytes) -> None:
+    assert "does not answer as http does" in await asked(saying(answer, after=b"\r\n\r\n"), HTTP)

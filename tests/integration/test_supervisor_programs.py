@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from agent_shim.errors import HostError
+from agent_shim.host import process
 from agent_shim.supervisor.plan import Program
-from agent_shim.supervisor.programs import LAST_WORDS, MAX_OUTPUT, Bucket, Programs
+from agent_shim.supervisor.programs import MAX_LAST_BYTES, MAX_OUTPUT, Bucket, Programs
 
 
 async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
@@ -21,8 +23,8 @@ async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
 
     assert (tmp_path / "output/a_b.log").read_text() == "one\ntwo\n\n"
     assert (tmp_path / "output").stat().st_mode & 0o777 == 0o700
-    assert programs.last_words("a/b") == "two"
-    assert programs.last_words("other") == ""
+    assert await programs.last_words("a/b") == "two"
+    assert await programs.last_words("other") == ""
 
 
 async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
@@ -36,7 +38,7 @@ async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
         await programs.run("web", Program(("/no/such",)), "Started")
 
 
-def test_output_that_grows_is_cut(tmp_path: Path) -> None:
+async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
     """The end is kept; who appends to the file goes on doing so."""
     programs = Programs(tmp_path, tmp_path)
     path = tmp_path / "web.log"
@@ -47,14 +49,57 @@ def test_output_that_grows_is_cut(tmp_path: Path) -> None:
 
     assert path.stat().st_size <= MAX_OUTPUT // 2 + 5
     assert path.read_bytes().endswith(b"x\nlast\nnext\n")
-    assert programs.last_words("web") == "next"
+    assert await programs.last_words("web") == "next"
 
 
-def test_last_words_are_few(tmp_path: Path) -> None:
+async def test_last_words_are_few(tmp_path: Path) -> None:
     """A line without end fits an alert."""
-    (tmp_path / "web.log").write_bytes(b"y" * 10 * LAST_WORDS)
+    (tmp_path / "web.log").write_bytes(b"y" * 10 * MAX_LAST_BYTES)
 
-    assert len(Programs(tmp_path, tmp_path).last_words("web")) == LAST_WORDS
+    assert len(await Programs(tmp_path, tmp_path).last_words("web")) == MAX_LAST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("+ web -d\nno port\n+ exit 1\n", "no port"),
+        ("++ cat x\n+ exit 1\n", "+ exit 1"),
+        ("+1 is told\n", "+1 is told"),
+        ("\n", ""),
+    ],
+)
+async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
+    """Of a script with ``set -x`` the last line is the exit; what was wrong stands before it."""
+    (tmp_path / "web.log").write_text(printed)
+
+    assert await Programs(tmp_path, tmp_path).last_words("web") == told
+
+
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
+async def test_a_limit_that_a_script_could_not_set_is_told(tmp_path: Path, shell: str) -> None:
+    """The script goes on, with less."""
+    programs = Programs(tmp_path, tmp_path / "output")
+    script = "ulimit -n 64; ulimit -n 100000; echo on"
+    user = "nobody" if os.geteuid() == 0 else None
+    program = await programs.run("web", Program((shell, "-c", script), user=user), "Started")
+    await program.wait()
+
+    assert "ulimit: " in await programs.refused_limit("web")
+    assert await programs.refused_limit("other") == ""
+
+
+async def test_the_step_that_failed_is_told(tmp_path: Path) -> None:
+    """Not just the name of the program."""
+    programs = Programs(tmp_path, tmp_path / "output")
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+
+    with pytest.raises(HostError, match=r"cannot run .*/script: the interpreter that it names is missing"):
+        await programs.run("web", Program((str(script),)), "Started")
+    (tmp_path / "cgroup.procs").symlink_to("/dev/full")
+    with pytest.raises(HostError, match=f"cannot run /bin/true: cannot enter the cgroup {tmp_path}: No space left"):
+        process.spawn(["/bin/true"], env={}, cgroups=[str(tmp_path)])
 
 
 async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:

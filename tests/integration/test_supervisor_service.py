@@ -14,7 +14,7 @@ import pytest
 
 from agent_shim.host import proc, process
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs import eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, info, program, until
 
 COUNTED = f"echo start $name >>$log; echo $$ >$pidfile; {LASTING}"
@@ -166,8 +166,8 @@ async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None
             "it is not restarted: it has no stop program, without which monit restarts nothing"
         )
         assert world.lines() == ["start web"]
-        again = process.spawn([str(world.base / "jobs/web/bin/start")], env={"MONIT_SERVICE": "web", "PATH": "/bin"})
-        await eventually(lambda: info(supervisor, "web").pid == again.pid)
+        again = foreign(world.base / "jobs/web/bin/start", MONIT_SERVICE="web", PATH="/bin")
+        await eventually(lambda: info(supervisor, "web").pid == again)
         await until(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 

@@ -95,6 +95,16 @@ async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> No
     assert (shadow(other)["vcap"], shadow(other)["root"] == hashed) == (hashed, False)
 
 
+async def test_without_a_password_in_the_settings_that_of_the_image_is_gone(tmp_path: Path) -> None:
+    """Stemcells have one that is known to everybody."""
+    async with pods(tmp_path) as pod:
+        pod.start_container()
+        pod.machine.run("echo 'vcap:$6$salt$known' | chpasswd -e")
+        await pod.start_agent()
+
+        assert shadow(pod.machine)["vcap"] == "*"
+
+
 async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_taken_back(fleet: Fleet) -> None:
     machine, authority = await fleet.add(AGENT, NETWORKS), Authority("of the Director")
     machine.run("mount -t tmpfs -o mode=0755 tmpfs /usr/local/share/ca-certificates")
@@ -123,6 +133,8 @@ async def test_a_container_made_anew_has_passwords_and_authorities_again(tmp_pat
             await pod.start_agent()
             if len(seen) == 1:
                 await pod.run("update_settings", {"trusted_certs": authority.ca})
+            else:  # beside the connection: the first pong does not wait for it
+                await eventually(lambda: "boot step trusted certificates: done" in pod.log)
             seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
             assert shadow(pod.machine)["vcap"] == hashed
             pod.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Final
 
 import pytest
 
+from agent_shim import joblogs
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.errors import HostError
-from agent_shim.host import files
+from agent_shim.host import files, guarded
 from agent_shim.paths import Paths
+from agent_shim.supervisor import identity, inspection
+from agent_shim.supervisor.monit_values import ALERT, Match, Rule
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
 from tests.support.pod import pod as made
@@ -112,6 +116,37 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
     assert "post-start.stdout.log" in pod.log
 
 
+@pytest.mark.parametrize("planted", ["pipe", "link", "link to a pipe on the way"])
+async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_nor_told(pod: Pod, planted: str) -> None:
+    """A process in its jail may put what it likes into its directory of logs, and then fail.
+
+    The last line of its error log is told in status, and to the Health Monitor: not that of a file of the agent.
+    """
+    pod.env = {"note": CANARY}
+    how = {
+        "pipe": "rm caged.stderr.log; mkfifo caged.stderr.log",
+        "link": "ln -sf /var/vcap/bosh/settings.json caged.stderr.log",
+        "link to a pipe on the way": "mkfifo pipe; ln -sf pipe caged.stderr.log",
+    }[planted]
+    script = f"cd /var/vcap/sys/log/caged && {how} && exit 1"
+    config = f"processes:\n- name: caged\n  executable: /bin/sh\n  args: [-c, {json.dumps(script)}]\n"
+    await pod.start()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": {**BPM, "config/bpm.yml": config}}))
+    await pod.run("start")
+
+    await pod.until("failing")
+    assert await pod.director.value(AGENT, "ping") == "pong"
+    told = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
+    logs = pod.machine.run(f"{sys.executable} -m agent_shim.bpm_cli logs -a caged 2>&1 || true")
+    assert "BEGIN" not in told + logs + pod.log
+    assert CANARY not in told + logs + pod.log
+    assert re.match(r"Error: cannot .*caged\.stderr\.log: it is (no regular file|a link)", logs)
+
+    pod.kill()
+    await pod.start()
+    assert await pod.director.value(AGENT, "ping") == "pong"
+
+
 async def test_a_link_to_where_bpm_keeps_its_pidfiles_leads_nowhere(pod: Pod) -> None:
     """Everybody may write above it."""
     await pod.start()
@@ -142,6 +177,49 @@ def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path
 
     assert sorted(path.name for path in (tmp_path / "victim").iterdir()) == ["new", "there"]
     assert (tmp_path / "victim/there").stat().st_uid == 0
+
+
+@pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
+def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, planted: str) -> None:
+    """By what reads a pidfile, or a file that a rule of monit names."""
+    secret, theirs = tmp_path / "secret/file", tmp_path / "theirs"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    theirs.mkdir()
+    os.chown(theirs, VCAP, VCAP)
+    path = theirs / "x.pid"
+    if planted == "link on the way":
+        (theirs / "way").symlink_to(secret.parent)
+        path = theirs / "way/file"
+    elif planted == "link of root":
+        path = tmp_path / "ours"
+        path.symlink_to(secret)
+    else:
+        path.symlink_to(secret)
+    if planted in ("link", "link on the way"):
+        os.lchown(theirs / ("x.pid" if planted == "link" else "way"), VCAP, VCAP)
+
+    if planted == "link of root":
+        assert guarded.read(path, 10) == b"secret"
+        return
+    with pytest.raises(OSError, match="on the way there is a link"):
+        guarded.read(path, 10)
+    with pytest.raises(OSError, match="on the way there is a link"):
+        inspection.inspect(path, [Rule(Match("secret"), ALERT)], inspection.Memory())
+    assert identity.read(path) is None
+
+
+def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
+    """Where hard links are not protected (``fs.protected_hardlinks`` is the host's) a job may give any file a name."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "job/x.log").hardlink_to(tmp_path / "secret")
+
+    with pytest.raises(OSError, match="second name"):
+        guarded.tail(tmp_path / "job/x.log", 10, tmp_path)
+    assert list(joblogs.Follower(tmp_path).last(5)) == []
+    os.chown(tmp_path / "secret", VCAP, VCAP)
+    assert guarded.tail(tmp_path / "job/x.log", 10, tmp_path) == b"secret"
 
 
 async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> None:

@@ -37,6 +37,14 @@ if not paths.sys.is_symlink():
 for name in ("data/tools/tool", "data/shown/tool", "packages/tool/bin/tool"):
     shutil.copy("/bin/true", paths.base / name)
 shutil.chown(paths.base / "data/shown", "vcap")
+# What jobs must not inherit: further groups, and being spared when memory runs out.
+os.setgroups([0, 4, 1001])
+try:
+    Path("/proc/self/oom_score_adj").write_text("-500")
+except PermissionError:
+    pass  # this machine lets nothing be spared
+(paths.etc / "sv").mkdir(exist_ok=True)
+(paths.etc / "sv/secret").write_text("secret")
 script = paths.jobs / "web/bin/look"
 script.write_text(os.environ["LOOK"])
 hook = paths.jobs / "web/bin/hook"
@@ -136,6 +144,13 @@ def mount_in_user_namespace():
     return os.wait()[1] == 0
 def write(path):
     open(path, "w").close()
+def closed(path):
+    # Whether nothing of it can be read, and whether it cannot be written.
+    try:
+        content = os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1)
+    except OSError:
+        content = ""
+    return [not content, not os.access(path, os.W_OK)]
 is_harmless = os.getuid() != 0  # root outside of namespaces would do all of it, to the machine of the tests
 status = dict(line.rstrip("\n").split(":\t", 1) for line in open("/proc/self/status") if ":\t" in line)
 outside = int(os.environ["OUTSIDE"])
@@ -150,7 +165,11 @@ print(json.dumps({
     "executable": os.readlink("/proc/self/exe"),
     "directory": os.getcwd(), "arguments": sys.argv[1:], "umask": os.umask(0o22),
     "environment": {k: v for k, v in os.environ.items() if k not in ("OUTSIDE", "AGENT_SHIM_SERVICE", "LC_CTYPE")},
-    "own session": os.getsid(0) in (os.getpid(), 1),
+    "spared": int(open("/proc/self/oom_score_adj").read()),
+    "closed": {path: closed(path) for path in (
+        "/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware", "/proc/sysrq-trigger", "/proc/sys/vm/swappiness",
+    )},
+    "own session": os.getsid(0) == os.getppid(),
     "first": seen(1)[:9].decode() if seen(1) else "",
     "sees stranger": bool(other()),
     "reads": [path for path in (
@@ -226,6 +245,12 @@ processes:
 - name: hungry
   executable: {PYTHON}
   args: [-I, -S, -c, "import time; x = bytearray(120 << 20); time.sleep(600)"]
+  limits: {{memory: 64M}}
+  unsafe: *unsafe
+- name: family
+  executable: /bin/sh
+  args: [-c, "for i in 1 2 3; do $PYTHON -I -S -c 'import time; x = bytearray(30 << 20); time.sleep(600)' & done; wait"]
+  env: {{PYTHON: {PYTHON}}}
   limits: {{memory: 64M}}
   unsafe: *unsafe
 - name: forker
@@ -382,6 +407,7 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
     for each in (web, worker):
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
+        assert each["spared"] == 0
         # What Python ignores for itself is not ignored by what comes after it; this is Python again.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
@@ -399,6 +425,17 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
     assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
+def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
+    """Level 1, as bpm masks it: empty, or not to be written; a privileged process sees it as it is."""
+    masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
+    web, free = look(1)["web"]["closed"], look(1)["free"]["closed"]
+
+    assert {path for path, (is_empty, _) in web.items() if is_empty} >= masked
+    assert {path for path, (_, is_read_only) in web.items() if is_read_only} >= web.keys() - masked
+    assert not free["/etc/sv"][0]
+    assert not free["/proc/sys/vm/swappiness"][1]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> None:
     """No word with strangers, no mounts, no other user; in level 3 a user's own processes are open to it."""
@@ -407,7 +444,7 @@ def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> N
 
 
 OUT_OF_MEMORY = """
-paths_of = monit("hungry")
+paths_of = monit("NAME")
 # Started once as it is: a start that is asked for again must not be it.
 await supervisor.configure([*paths_of, JobFile("other", "", f'''check process other with pidfile {paths.base}/other.pid
   start program "/bin/sh -c 'echo $$ >{paths.base}/other.pid; exec sleep 600'"
@@ -418,11 +455,11 @@ await supervisor.start()
 watching = asyncio.create_task(supervisor.run())
 other = (await eventually(lambda: info("other") if info("other").pid else None)).pid
 event = await eventually(lambda: next((each for each in events if each.event == "Resource limit matched"), None))
-await eventually(lambda: info("hungry").restarts > 0)
+await eventually(lambda: info("NAME").restarts > 0)
 watching.cancel()
 isolation = await supervisor.bpm.isolation()
 return [event.service, event.description, info("other").pid == other, isolation.memory,
-        [info("hungry").last_exit, info("hungry").oom_kills - sum(info("hungry").exits.values())]]
+        [info("NAME").last_exit, info("NAME").oom_kills - sum(info("NAME").exits.values())]]
 """
 
 WITHOUT_CGROUPS = """
@@ -434,7 +471,8 @@ supervisor.bpm._isolation = (await jailer.isolation())._replace(memory=False, pr
 @pytest.mark.parametrize("has_cgroups", [True, False])
 def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
     """That process alone; it is restarted, and the alert says how much it used. By the kernel, else by a watchdog."""
-    found = run(inside, level, ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY)
+    body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
+    found = run(inside, level, body.replace("NAME", "hungry"))
     service, description, is_other_alive, has_limit, end = found
 
     if has_cgroups and not has_limit:
@@ -448,6 +486,15 @@ def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, leve
     assert said is not None
     # The kernel lets nobody past the limit; a watchdog comes afterwards.
     assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
+
+
+def test_limit_of_memory_is_that_of_the_tree(inside: Inside) -> None:
+    """Each of three children is far below it; the watchdog counts what they have together."""
+    body = (WITHOUT_CGROUPS + OUT_OF_MEMORY).replace("NAME", "family")
+    service, description, is_other_alive, _, _ = run(inside, 2, body)
+
+    assert (service, is_other_alive) == ("family", True)
+    assert "out of memory: process family of job web" in description
 
 
 PROCESSES = """
@@ -589,7 +636,7 @@ def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
     assert same
     assert last == "got SIGINT"
     assert left == []
-    assert len(commands) == (4 if level == 1 else 2), f"in a pid namespace an init stands above each: {commands}"
+    assert len(commands) == 4, f"an init stands above each: {commands}"
 
 
 ISOLATION = """
@@ -602,7 +649,7 @@ def test_level_is_what_the_container_allows(inside: Inside) -> None:
     """Found out by trying, with the reason why it is not more."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
-    assert without[:2] == [2, "new namespaces: Operation not permitted"]
+    assert without[:2] == [2, "make namespaces: Operation not permitted"]
 
 
 INIT = """
@@ -611,6 +658,7 @@ def running(pid):
 places = [jailer.place(each, run=True) for each in jailer.SYSTEM]
 script = "trap 'exit 7' TERM; (sh -c 'exit 0' & sh -c 'sleep 0.1' &) ; echo up; while :; do sleep 0.05; done"
 members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(jailer.APART), inits=INITS)
+members["has_init"] = True
 codes = []
 for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
     out = paths.base / f"data/out{number}"

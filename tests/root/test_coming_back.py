@@ -52,6 +52,23 @@ def events(pod: Pod, cid: str = "disk-1") -> list[str]:
     return lines
 
 
+async def test_the_first_pong_waits_for_nothing_that_the_bus_does_not_need(pod: Pod) -> None:
+    """Authorities that a new container has to learn, say: the command takes most of a second, and here for ever."""
+    pod.start_container()
+    pod.machine.write("/mnt/for-ever", "", mode=0o755)
+    (pod.machine.root / "mnt/for-ever").write_text("#!/bin/sh\nexec sleep 1000\n")
+    pod.machine.run("mount --bind /mnt/for-ever /usr/sbin/update-ca-certificates")
+    pod.machine.run("mount -t tmpfs tmpfs /usr/local/share/ca-certificates")
+    pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    pod.machine.write("/var/vcap/bosh/update_settings.json", {"trusted_certs": pem})
+
+    await pod.start_agent()
+
+    assert await pod.director.value(AGENT, "ping", timeout=30) == "pong"
+    assert "boot step trusted certificates" not in pod.log
+    assert "boot step jobs that ran before" in pod.log
+
+
 async def with_a_disk(pod: Pod) -> None:
     """The first container, its agent, and a disk on the store."""
     pod.attach("disk-1")
@@ -274,6 +291,30 @@ async def test_what_lies_in_memory_is_told(pod: Pod) -> None:
     await pod.run("apply", spec)
     await pod.run("start")
     await pod.until("running")
+
+
+SECRET = "not-to-be-found-on-a-disk"
+
+
+async def test_settings_in_memory_are_on_no_disk(pod: Pod) -> None:
+    """``env.bosh.agent.settings.tmpfs``: neither the tree nor its copy on the volume holds credentials."""
+    pod.env = {"agent": {"settings": {"tmpfs": True}}}
+    await with_a_disk(pod)
+    stores = [{"provider": "dav", "options": {"user": SECRET}}]
+    await pod.run("update_settings", {"trusted_certs": "", "disk_associations": [], "blobstores": stores})
+    held = json.loads(pod.machine.run("cat /var/vcap/bosh/settings/update_settings.json"))
+    assert held["blobstores"][0]["options"]["user"] == SECRET
+
+    pod.end_agent()
+    await pod.start_agent()
+
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert "boot step settings in memory: done" in pod.log
+    assert pod.machine.run("findmnt -rno FSTYPE,OPTIONS /var/vcap/bosh/settings").startswith(
+        "tmpfs rw,relatime,size=16384k,mode=700"
+    )
+    assert pod.machine.run("cat /var/vcap/bosh/update_settings.json").startswith("{")
+    assert pod.machine.run(f"find /var/vcap/bosh /var/vcap/data -xdev -type f | xargs grep -l {SECRET} || true") == ""
 
 
 IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}

@@ -20,6 +20,7 @@ from agent_shim.disks import identity
 from agent_shim.disks.identity import OURS, Marker
 from agent_shim.errors import ActionError, HostError
 from agent_shim.host import files, mounts, volumes
+from agent_shim.settings import DiskAssociation
 from tests.support.machine import revealing
 from tests.support.volumes import (
     MORE_THAN_ALL,
@@ -193,6 +194,72 @@ async def test_a_bare_directory_is_no_volume(tmp_path: Path) -> None:
 
     with pytest.raises(ActionError, match=f"nothing is mounted at {place}"):
         await instance.disks.mount("a")
+
+
+def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
+    """An instance that sees a directory of the node, where disk ``a`` has a mount point and no mount yet."""
+    instance = Instance(scratch, bind=bind, system=True)
+    on_node = mount_tmpfs(scratch / "node/disks") / "a"
+    on_node.mkdir()
+    instance.persistent["a"] = str(on_node)
+    return instance, on_node
+
+
+@pytest.mark.parametrize("bind", [True, False])
+@alone
+async def test_a_directory_below_a_mount_is_no_volume(tmp_path: Path, bind: bool) -> None:
+    """The gap between mkdir and mount of a live attachment: what is written then stays on the node."""
+    instance, on_node = of_the_node(tmp_path, bind=bind)
+
+    with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
+        await instance.disks.mount("a")
+    assert not list(on_node.iterdir())
+    assert await instance.disks.list() == []
+
+    mount_tmpfs(on_node)
+    await instance.disks.mount("a")
+    instance.write("data", "of a job")
+    assert await instance.disks.list() == ["a"]
+    if bind:
+        mounts.unmount(instance.paths.store)
+    mounts.unmount(on_node)
+    assert not list(on_node.iterdir())
+
+
+@pytest.mark.parametrize("bind", [True, False])
+@alone
+async def test_a_disk_whose_mount_has_left_is_missed(tmp_path: Path, bind: bool) -> None:
+    """Jobs are not started on the directory of the node that the mount has uncovered."""
+    instance, on_node = of_the_node(tmp_path, bind=bind)
+    mount_tmpfs(on_node)
+    await instance.disks.mount("a")
+    if bind:
+        mounts.unmount(instance.paths.store)
+    mounts.unmount(on_node)
+
+    await instance.disks.recover()
+
+    assert await instance.disks.problem() == f"disk a was mounted and is not there: no volume at {on_node}"
+    assert await instance.disks.list() == []
+
+
+@alone
+async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> None:
+    """Links of dynamic disks and of disks with names, until something is mounted where they lead to."""
+    instance, on_node = of_the_node(tmp_path, bind=True)
+    instance.paths.dynamic_disks.mkdir()
+    wanted = [DiskAssociation(cid="a", name="data")]
+
+    with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
+        await instance.disks.add_dynamic("a", str(on_node))
+    with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
+        await instance.disks.associate(wanted)
+    mount_tmpfs(on_node)
+    await instance.disks.add_dynamic("a", str(on_node))
+    await instance.disks.associate(wanted)
+
+    assert (instance.paths.dynamic_disks / "a").readlink() == on_node
+    assert (instance.paths.instance_disks / "data").readlink() == on_node
 
 
 @alone

@@ -15,10 +15,7 @@ from tests.support.corpus import CORPUS
 from tests.support.replay import Step, steps
 from tests.support.volumes import Asked, Instance, alone, fill, fingerprint, mount_ext4
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of recorded requests is not here"),
-]
+pytestmark = pytest.mark.root
 
 FIRST = "disk-eb459bf16855"
 SECOND = "disk-eff69e932e70"

@@ -17,10 +17,7 @@ from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
 from tests.support.replay import VOLUMES, Replay, Step, steps
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of recorded requests is not here"),
-]
+pytestmark = pytest.mark.root
 
 DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 

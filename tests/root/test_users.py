@@ -167,6 +167,19 @@ def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
     assert list((box.root / "etc/victim").iterdir()) == []
 
 
+@pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
+def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, inside: Inside, planted: str) -> None:
+    """A pipe held it until it was given up, at each boot."""
+    box.run("rm -rf /home/vcap/.ssh")
+    as_vcap = "setpriv --reuid=vcap --regid=vcap --clear-groups"
+    box.run(f"cd /home/vcap && {as_vcap} mkdir .ssh && {as_vcap} {planted} .ssh/authorized_keys.new")
+
+    inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
+
+    assert box.run("cat /home/vcap/.ssh/authorized_keys") == "ssh-rsa AAAA"
+    assert not (box.root / "etc/led-to").exists()
+
+
 @pytest.mark.parametrize("keep_root", [True, False])
 def test_passwords(box: Machine, inside: Inside, keep_root: bool) -> None:
     """The hash is in the shadow file and was in no argument."""

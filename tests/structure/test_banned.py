@@ -14,7 +14,7 @@ from tests.structure.source import Module, modules, uses
 SENDERS = frozenset({"host", "demo.play"})
 """Who may signal by number: the demonstration is the murderer of a process that is not its own."""
 
-COMMANDS = frozenset({"check", "commands", "monit_cli", "bpm_cli", "demo"})
+COMMANDS = frozenset({"check", "commands", "compile_cli", "monit_cli", "bpm_cli", "bpm_logs", "demo"})
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ BANS = (
     Ban(("pickle", "marshal", "shelve", "eval", "exec"), "runs what it reads"),
     Ban(("importlib.import_module", "__import__"), "hides an import from the floor test"),
     Ban(("print",), "the daemon speaks through logging", COMMANDS | {"worker"}),
-    Ban(("time.sleep",), "holds the event loop", COMMANDS),
+    Ban(("time.sleep",), "holds the event loop", COMMANDS | {"host.cages"}),  # which blocks, and says so
     Ban(
         (
             "time.time",

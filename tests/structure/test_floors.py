@@ -11,21 +11,24 @@ from tests.structure.source import PACKAGE, Module, imports, modules
 
 FLOORS: Mapping[int, frozenset[str]] = {
     7: frozenset(
-        {"cli", "commands", "probe", "monit_cli", "bpm_cli", "demo", "check", "doctor", "status_text", "terminal"}
+        {"cli", "commands", "probe", "monit_cli", "bpm_cli", "bpm_logs"}
+        | {"demo", "check", "compile_cli", "doctor", "status_text", "terminal"}
     ),
     6: frozenset({"boot", "comeback", "daemon", "handback", "observed", "orderly", "running", "standalone", "worker"}),
     5: frozenset(
         {"bus", "heartbeat", "alerts", "metrics", "monit_http", "monit_text", "responder", "control", "asking"}
     ),
     4: frozenset({"dispatch", "actions"}),
-    3: frozenset({"agent", "tasks"}),
+    3: frozenset({"agent", "compilation", "release_tarball", "tasks"}),
     2: frozenset(
         {"supervisor", "bundles", "scripts", "compiler", "blobstore", "disks", "dns", "logs", "vitals", "users"}
-        | {"certificates", "drift", "expiry", "fencing", "firewall", "joblogs", "mirror", "rotation"}
-        | {"settings_store", "spec_store", "sshd"}
+        | {"bosh_env", "certificates", "drift", "expiry", "fencing", "firewall", "joblogs", "mirror"}
+        | {"resolver", "rotation", "settings_store", "spec_store", "sshd"}
     ),
     1: frozenset({"host"}),
-    0: frozenset({"", "errors", "paths", "wire", "settings", "spec", "digest", "imports", "lasting", "log", "x509"}),
+    0: frozenset(
+        {"", "errors", "paths", "wire", "settings", "spec", "digest", "imports", "lasting", "log", "safetext", "x509"}
+    ),
 }
 """What lives on which floor; a package stands for all its modules."""
 
@@ -35,12 +38,13 @@ STRANGERS = frozenset({2})
 LIBRARIES: Mapping[str, frozenset[str]] = {
     "aiohttp": frozenset({"bus.https", "blobstore", "worker"}),
     "cryptography": frozenset({"demo"}),
+    "httptools": frozenset({"responder", "supervisor.probes"}),
     "isal": frozenset({"host", "worker"}),
     "msgspec": frozenset(top for tops in FLOORS.values() for top in tops),
     "nats": frozenset({"bus.nats", "demo"}),
     "prometheus_client": frozenset({"metrics"}),
     "psutil": frozenset({"host", "vitals"}),
-    "yaml": frozenset({"supervisor.bpm"}),
+    "yaml": frozenset({"release_tarball", "supervisor.bpm"}),
     "yarl": frozenset({"blobstore"}),
 }
 """Who may import what; a package stands for all its modules, nothing else from outside is allowed at all."""

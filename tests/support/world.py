@@ -111,7 +111,12 @@ async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> 
             raise ActionError("cannot use the new bus credentials: refused")
         asked.append("reconnect")
 
-    supervisor = Supervisor(paths, on_event=events.append, timing=timing or Timing())
+    supervisor = Supervisor(
+        paths,
+        on_event=events.append,
+        timing=timing or Timing(),
+        settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
+    )
     edges = Edges(announce, reconnect, lambda: asked.append("shut_down"))
     agent = running.assemble(paths, store, supervisor, edges, mirror=Mirror(paths), fence=Fence())
     comeback = Comeback(agent, events.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,75 @@ async def test_an_ordinary_user_installs_nothing(tmp_path: Path, monkeypatch: py
 
     assert await Certificates(Paths()).install(A) == "not root of a container with the real /var/vcap"
     assert not (tmp_path / "certificates").exists()
+
+
+class Image:
+    """Places of an image and, instead of the command, what it leaves: a file of all, and a link for each."""
+
+    def __init__(self, base: Path) -> None:
+        self.directory, self.certs, self.runs = base / "local", base / "certs", 0
+        self.trusted = self.certs / "ca-certificates.crt"
+        for directory in (self.directory, self.certs):
+            directory.mkdir()
+        self.trusted.write_text("of the image\n")
+        os.utime(self.trusted, (1, 1))  # long before the directories
+
+    async def run(self, *_: object, **__: object) -> str:
+        self.runs += 1
+        for link in self.certs.glob("*.pem"):
+            link.unlink()
+        found = sorted(self.directory.glob("*.crt"))
+        for path in found:
+            (self.certs / f"{path.stem}.pem").symlink_to(path)
+        self.trusted.write_text("of the image\n" + "".join(path.read_text() for path in found))
+        return ""
+
+
+@pytest.fixture
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
+    made = Image(tmp_path)
+    monkeypatch.setattr(certificates, "DIRECTORY", made.directory)
+    monkeypatch.setattr(certificates, "TRUSTED", made.trusted)
+    monkeypatch.setattr(certificates, "PENDING", made.directory / "pending")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("agent_shim.host.command.run", made.run)
+    return made
+
+
+async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) -> None:
+    """It takes three quarters of a start, and of an image the directory is younger than what was made of it."""
+    trusting = Certificates(Paths())
+    await trusting.install("")
+    assert image.runs == 0
+
+    for _ in range(2):
+        await trusting.install(A)
+        assert image.runs == 1
+    assert list(image.directory.glob("pending")) == []
+    await trusting.install("")
+    assert image.runs == 2
+    await trusting.install("")
+    assert image.runs == 2
+
+
+@pytest.mark.parametrize("left", ["pending", "link", "file"])
+async def test_what_was_cut_off_is_done_to_its_end(image: Image, left: str) -> None:
+    """Before the command, in the midst of it, or when the files of the image were put in the place of ours."""
+    trusting = Certificates(Paths())
+    await trusting.install("" if left == "link" else A)
+    if left == "pending":
+        (image.directory / "pending").touch()
+    elif left == "link":
+        (image.certs / "bosh-trusted-cert-1.pem").symlink_to("gone")
+    else:
+        image.trusted.write_text("of the image\n")
+    before = image.runs
+
+    await trusting.install("" if left == "link" else A)
+
+    assert image.runs == before + 1
+    assert (A in image.trusted.read_text()) == (left != "link")
+
+
+def test_a_megabyte_of_authorities_that_do_not_end_is_taken_apart_at_once() -> None:
+    assert split("-----BEGIN CERTIFICATE-----" * 40_000) == []

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from agent_shim.dns import Dns, hosts_text
 from agent_shim.errors import ActionError
-from agent_shim.host import files
+from agent_shim.host import files, mounts
 from agent_shim.paths import Paths
 
 AGENT = "agent-1"
+LOOPBACK = "127.0.0.1"
 
 
 def blob(version: int = 3, *records: list[str]) -> bytes:
@@ -60,7 +61,7 @@ async def test_records_are_stored_as_they_came(dns: Dns, paths: Paths) -> None:
     assert paths.dns_records.read_bytes() == blob()
     assert stat.S_IMODE(paths.dns_records.stat().st_mode) == 0o640
     lines = hosts(paths).splitlines()
-    assert lines[0] == "127.0.0.1 localhost agent-1"
+    assert lines[0] == "127.0.0.1 agent-1 localhost"
     assert lines[-2:] == ["10.0.0.1 id.web.net.dep.bosh", "fd00::1 id2.web.net.dep.bosh"]
     assert stat.S_IMODE((paths.etc / "hosts").stat().st_mode) == 0o644
 
@@ -210,7 +211,7 @@ async def test_huge_records_do_not_hold_the_loop(dns: Dns, paths: Paths) -> None
     await dns.sync(3, Source(blob(3, *known)), agent_id=AGENT)
     ticking.cancel()
 
-    assert hosts(paths).count("\n") == 100_007
+    assert hosts(paths).count("\n") == 100_008
     assert ticks > 3
 
 
@@ -220,14 +221,14 @@ LINE = r"[0-9A-Fa-f.:]+( [A-Za-z0-9_.-]+)+"
 @given(st.lists(st.lists(st.text(max_size=20) | st.sampled_from(["10.0.0.1", "name", "a\nb", "::1\n"]), max_size=3)))
 def test_no_record_makes_a_line_of_another_form(records: list[list[str]]) -> None:
     """Neither line breaks nor comments nor bytes get in."""
-    text = hosts_text(AGENT, [], records)
+    text = hosts_text(AGENT, "web-0", [], records)
 
     assert all(re.fullmatch(LINE, line) for line in text.removesuffix("\n").split("\n"))
 
 
 def test_an_agent_id_that_is_no_name_is_left_out() -> None:
     """It cannot make lines either."""
-    assert "evil" not in hosts_text("x\n1.2.3.4 evil", [], [])
+    assert "evil" not in hosts_text("x\n1.2.3.4 evil", "y\n1.2.3.4 evil", [], [])
 
 
 # --- after a restart ------------------------------------------------------------------------------------------------
@@ -240,7 +241,8 @@ async def test_names_come_back_in_a_new_container(dns: Dns, paths: Paths) -> Non
     (paths.etc / "hosts").write_text(f"127.0.0.1 localhost\n10.9.9.9 {socket.gethostname()}\n")
 
     assert await Dns(paths).restore(AGENT)
-    assert sorted(hosts(paths).splitlines()) == sorted([*before.splitlines(), f"10.9.9.9 {socket.gethostname()}"])
+    own, by_runtime = f"127.0.0.1 {socket.gethostname()}", f"10.9.9.9 {socket.gethostname()}"
+    assert hosts(paths) == before.replace(own, by_runtime)
     assert await Dns(paths).restore(AGENT)
     assert hosts(paths).count("10.9.9.9") == 1
 
@@ -265,3 +267,90 @@ async def test_records_that_cannot_be_read_are_told(dns: Dns, paths: Paths, stor
         await dns.restore(AGENT)
 
     assert hosts(paths) == "as it is"
+
+
+# --- names of the container itself ----------------------------------------------------------------------------------
+
+
+def resolve(text: str, name: str) -> list[str]:
+    """The addresses that a hosts file gives to a name."""
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    return [line[0] for line in lines if name in line[1:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "host_name"),
+    [
+        (None, [LOOPBACK]),
+        ("", [LOOPBACK]),
+        ("# 127.0.0.1 localhost HOST\n", [LOOPBACK]),
+        ("10.9.9.9 HOST\n", ["10.9.9.9"]),
+        ("127.0.0.1 localhost\n", [LOOPBACK]),
+    ],
+)
+async def test_localhost_and_the_host_name_have_an_address_before_the_director_tells_any(
+    dns: Dns, paths: Paths, text: str | None, host_name: list[str]
+) -> None:
+    """Some CPIs unmount the hosts file of the runtime; the one below is empty, or another machine's."""
+    if text is not None:
+        paths.etc.mkdir()
+        (paths.etc / "hosts").write_text(text.replace("HOST", socket.gethostname()))
+
+    await dns.name_self(AGENT)
+
+    assert resolve(hosts(paths), "localhost") == [LOOPBACK, "::1"]
+    assert resolve(hosts(paths), socket.gethostname()) == host_name
+    assert resolve(hosts(paths), AGENT) == [LOOPBACK, "::1"]
+
+
+async def test_names_of_other_instances_outlive_the_restart_of_an_agent(dns: Dns, paths: Paths) -> None:
+    """A hosts file that has both names is left alone."""
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    before = (paths.etc / "hosts").stat()
+
+    await Dns(paths).name_self(AGENT)
+
+    assert (paths.etc / "hosts").stat() == before
+
+
+@pytest.mark.parametrize("text", ["", "10.9.9.9 HOST", "127.0.0.1\tlocalhost\n", "fd00::9 db\n"])
+async def test_a_mounted_hosts_file_is_completed_and_keeps_what_it_has(
+    dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The kubelet's aliases and the runtime's line of the container stay."""
+    text = text.replace("HOST", socket.gethostname())
+    paths.etc.mkdir()
+    (paths.etc / "hosts").write_text(text)
+    monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == paths.etc / "hosts")
+
+    await dns.name_self(AGENT)
+    completed = hosts(paths)
+    await dns.name_self(AGENT)
+
+    assert completed.startswith(text)
+    assert hosts(paths) == completed
+    assert resolve(completed, "localhost")[0] == LOOPBACK
+    assert len(resolve(completed, socket.gethostname())) == 1
+
+
+async def test_every_sync_keeps_both_names(dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a container that has no name but this one."""
+    for name in ("web-0", "localhost"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        await dns.sync(3, Source(blob(3)), agent_id=AGENT)
+        for version in (4, 5):
+            paths.dns_records.unlink()
+            await dns.sync(version, Source(blob(version)), agent_id=AGENT)
+        text = hosts(paths)
+
+        assert resolve(text, "localhost") == [LOOPBACK, "::1"]
+        assert resolve(text, name)[0] == LOOPBACK
+        assert len(text.splitlines()) == len(set(text.splitlines()))
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.", "ip6-localhost"])
+def test_no_record_gives_localhost_another_address(name: str) -> None:
+    text = hosts_text(AGENT, "pod-1", [], [["192.0.2.66", name], ["192.0.2.1", "a.b.bosh"]])
+
+    assert "192.0.2.66" not in text
+    assert "192.0.2.1 a.b.bosh" in text

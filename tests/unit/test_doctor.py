@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import re
 from collections.abc import Mapping
+from typing import get_args
 
 import pytest
 
-from agent_shim import terminal
+from agent_shim import doctor, terminal
 from agent_shim.doctor import judgement
-from agent_shim.doctor.finding import GOOD, LIMITED, WRONG, Finding, Report, table
+from agent_shim.doctor.finding import GOOD, LIMITED, WRONG, Finding, Report, Runtime, table
+from agent_shim.host import mounts
 from agent_shim.host.capabilities import NAMES, Privileges
+from agent_shim.settings import Effective, UpdateSettings, parse
+from tests.structure.source import ROOT
 
 FEW = frozenset({*judgement.NEEDED, *judgement.USEFUL})
 
@@ -87,6 +93,9 @@ def test_without_settings_nothing_is_said_of_the_bus() -> None:
 @pytest.mark.parametrize(("days", "verdict"), [(-1, WRONG), (1, LIMITED), (29, LIMITED), (31, GOOD)])
 def test_a_certificate_near_its_end_is_told_in_time(days: float, verdict: str) -> None:
     assert judgement.certificate(days * 86400, -1).verdict == verdict
+    door = judgement.certificate(days * 86400, -1, is_door=True)
+    assert door.verdict == verdict
+    assert "bus" not in str(door)
 
 
 def test_every_limit_says_what_follows_and_what_to_change() -> None:
@@ -113,6 +122,7 @@ def test_every_limit_says_what_follows_and_what_to_change() -> None:
         judgement.low_ports(refused),
         judgement.clock(year=1970, drift=0, kept=None),
         judgement.clock(year=2026, drift=0, kept=False),
+        judgement.own_names({"localhost": "", "web-0": "Name or service not known"}),
         judgement.name_servers((), 0, {}),
         judgement.name_servers(("10.0.0.2",), 0, {"bus.example": "Name or service not known"}),
         judgement.addresses("", {}),
@@ -148,3 +158,64 @@ def test_colours_change_nothing_but_colours() -> None:
     import re
 
     assert re.sub(r"\x1b\[[0-9;]*m", "", table(REPORT, terminal.coloured)) == table(REPORT)
+
+
+@pytest.mark.parametrize(
+    ("finding", "pod", "cpi", "engine"),
+    [
+        (judgement.shared_memory(64 << 20), "medium: Memory", "ShmSize", "--shm-size"),
+        (judgement.open_files(1024, 1024), "LimitNOFILE", "Ulimits", "--ulimit=nofile"),
+        (judgement.cgroups(2, delegates=True, memory=None, cpus=None)[-1], "resources.limits", "Memory", "--memory"),
+        (judgement.name_servers((), 0, {}), "dnsPolicy", "cloud-config", "--dns"),
+        (judgement.low_ports(errno.EACCES), "securityContext", "CapAdd: [NET_BIND", "--cap-add=NET_BIND"),
+    ],
+)
+def test_advice_is_in_the_words_of_the_runtime(finding: Finding, pod: str, cpi: str, engine: str) -> None:
+    said = {runtime: finding.told(runtime).change for runtime in get_args(Runtime)}
+
+    assert pod in said["pod"]
+    assert cpi in said["cpi"]
+    assert engine in said["engine"]
+    assert len(set(said.values())) == 3
+
+
+def test_no_advice_for_a_cpi_or_an_engine_names_a_field_of_a_pod() -> None:
+    """Each place where advice is written has words for all three."""
+    source = (ROOT / "agent_shim/doctor/judgement.py").read_text()
+    changes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _name(node) == "Change"]
+    others = [ast.unparse(word.value) for node in changes for word in node.keywords]
+
+    assert len(changes) > 15
+    assert [
+        text for text in others if re.search("securityContext|_SECURITY|emptyDir|dnsPolicy|NetworkPolicy", text)
+    ] == []
+    given = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    plain = [text for text in given if text.startswith("Finding(") and "Change(" not in text]
+    assert [
+        text for text in plain if re.search("securityContext|_SECURITY|emptyDir|dnsPolicy|NetworkPolicy", text)
+    ] == []
+
+
+def _name(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+@pytest.mark.parametrize(
+    ("root", "settings", "runtime"),
+    [
+        ("/var/lib/kubelet/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2/etc-hosts", True, "pod"),
+        ("/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2/containers/bosh/1a2b", False, "pod"),
+        ("/containers/0f2f/hosts", True, "cpi"),
+        ("/", False, "engine"),
+    ],
+)
+def test_the_runtime_is_told_by_mounts_and_settings(
+    monkeypatch: pytest.MonkeyPatch, root: str, settings: bool, runtime: str
+) -> None:
+    table = f"36 35 98:0 {root} /etc/hosts rw - ext4 /dev/vda rw\n".encode()
+    monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    document = b'{"agent_id": "a", "mbus": "nats://192.0.2.1:4222"}'
+    known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
+
+    assert doctor.runtime(known) == runtime

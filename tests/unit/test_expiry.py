@@ -8,7 +8,9 @@ import time
 import pytest
 
 from agent_shim.demo.pki import EXPIRED, HOUR, Authority
-from agent_shim.expiry import DAY, Expiry
+from agent_shim.expiry import DAY, DOOR, Expiry
+from agent_shim.running import certificates
+from agent_shim.settings import Mbus
 
 AUTHORITY = Authority()
 
@@ -53,6 +55,22 @@ def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptu
     assert said[0].endswith(" UTC: it has to be rotated before")
     assert said[1].endswith(" UTC: the agent cannot come back to the bus")
     assert expiry.warnings == said[1:]
+
+
+def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
+    """No bus is behind it, and no authority of one."""
+    cert, ended = agent(-99 * DAY, DAY), agent(*EXPIRED)
+    named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
+    said = []
+    for pem in (cert, ended):
+        expiry = Expiry(lambda pem=pem: {DOOR: pem})  # type: ignore[misc]
+        expiry.look()
+        said += expiry.warnings
+
+    assert [list(names) for names in named] == [["server"], ["client", "CA"]]
+    assert said[0].startswith("the certificate of the HTTPS door ends at 20")
+    assert said[1].startswith("the certificate of the HTTPS door has ended, at ")
+    assert not any("bus" in text for text in said)
 
 
 def test_a_rotation_ends_the_warning() -> None:

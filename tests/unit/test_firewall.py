@@ -16,6 +16,10 @@ def mbus(*urls: str) -> Mbus:
     return Mbus(urls, "", "", "")
 
 
+async def heard(_: float) -> bool:
+    return True
+
+
 def test_each_address_is_closed_to_all_but_the_users() -> None:
     text = chains(frozenset({("10.0.0.6", 4222), ("2001:db8::6", 4223)}), {0, 500})
 
@@ -35,7 +39,7 @@ async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -
         return ""
 
     monkeypatch.setattr(Firewall, "_settle", settle)
-    refused, free = (Firewall(mbus, lambda: True, refusal) for refusal in ("it is switched off", ""))
+    refused, free = (Firewall(mbus, lambda: True, heard, refusal) for refusal in ("it is switched off", ""))
     watching = [asyncio.create_task(each.watch()) for each in (refused, free)]
     async with asyncio.timeout(10):
         while not settled:
@@ -51,7 +55,7 @@ async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -
 async def test_without_a_bus_to_connect_to_it_says_so(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bosh CLI comes to us, and without a Director nobody does."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
-    firewall = Firewall(lambda: mbus(*urls), lambda: False)
+    firewall = Firewall(lambda: mbus(*urls), lambda: False, heard)
     watching = asyncio.create_task(firewall.watch())
     async with asyncio.timeout(10):
         while firewall.obstacle.startswith("the addresses") and not watching.done():

@@ -165,6 +165,67 @@ def test_the_last_lines_and_then_the_news(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_bytes_that_are_no_text_are_shown_somehow_and_json_stays_json() -> None:
-    line = Line("web", "a.log", b'\xff\x00"'.decode(errors="replace"))
+    line = Line("web", "a.log", b'\xff\x00"')
 
     assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
+
+
+# --- what a job may do to the stream --------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_no_text_ends_nothing(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """Its lines come under an escaped name, and those of other jobs as ever."""
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
+    written(tmp_path / "good/x.log", "theirs\n")
+
+    found = news(follower, clock)
+
+    assert found == ["evil/\\udcff\\n\\x1b[2J.log | mine", "good/x.log | theirs"]
+    for line in found:
+        line.encode()
+
+
+def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """Each job has its share, of the files written to last; that there are more is told once."""
+    (tmp_path / "evil").mkdir()
+    for number in range(joblogs.MAX_FILES + 100):
+        path = tmp_path / f"evil/{number}.log"
+        path.write_text("noise\n")
+        os.utime(path, (number, number))
+    written(tmp_path / "good/x.log", "theirs\n")
+
+    found = news(follower, clock)
+
+    share = joblogs.MAX_FILES // 2
+    assert found[0] == f"evil/* | (of this job {share} files are followed: it has more)"
+    assert "good/x.log | theirs" in found
+    assert len(found) == share + 2
+    assert f"evil/{joblogs.MAX_FILES + 99}.log | noise" in found
+    assert news(follower, clock) == []
+    written(tmp_path / "late/x.log", "late\n")
+    assert news(follower, clock) == ["late/x.log | late"]
+
+
+def test_a_hole_of_terabytes_is_passed_over(tmp_path: Path, clock: Clock) -> None:
+    """It costs its writer nothing."""
+    follower = Follower(tmp_path, clock=clock)
+    written(tmp_path / "evil/x.log", "first\n")
+    assert news(follower, clock) == ["evil/x.log | first"]
+    with (tmp_path / "evil/x.log").open("r+") as file:
+        file.truncate(1 << 42)
+        file.seek(0, os.SEEK_END)
+        file.write("\nlast\n")
+
+    assert news(follower, clock)[-1] == "evil/x.log | last"
+    assert [line.text for line in Follower(tmp_path, clock=clock).last(1)] == ["last"]
+    follower.close()
+
+
+def test_last_lines_are_found_over_many_chunks(tmp_path: Path, clock: Clock) -> None:
+    lines = [f"{number} {'x' * 100}" for number in range(5000)]
+    written(tmp_path / "web/x.log", "\n".join(lines) + "\n")
+
+    assert [line.text for line in Follower(tmp_path, clock=clock).last(3000)] == lines[-3000:]
+    assert [line.text for line in Follower(tmp_path, clock=clock).last(9000)] == lines
+    assert list(Follower(tmp_path, clock=clock).last(0)) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.__main__ import Row, earlier, write
+from chaos.scorecard import Row, earlier, write
 
 SCALED = "1 of 1 on 2026-11-20"
 LATER = "3 of 3 on 2026-11-21"

@@ -177,6 +177,9 @@ def test_name_servers_are_those_of_the_network_that_is_the_default_for_them() ->
     one = parsed(networks={"a": {"dns": ["192.0.2.1"]}})
     two = parsed(networks={"a": {"dns": ["192.0.2.1"]}, "b": {"default": ["gateway", "dns"], "dns": ["192.0.2.2"]}})
 
+    floating = parsed(networks={"a": {"dns": ["192.0.2.1"]}, "v": {"type": "vip", "ip": "198.51.100.1"}})
+
+    assert effective(floating).name_servers == ["192.0.2.1"]
     assert effective(one).name_servers == ["192.0.2.1"]
     assert effective(two).name_servers == ["192.0.2.2"]
     assert effective(parsed()).name_servers == []

@@ -77,6 +77,21 @@ async def test_each_problem_is_logged_once(files: Files, caplog: pytest.LogCaptu
     assert len([record for record in caplog.records if record.name == "agent_shim.settings_store"]) == 2
 
 
+async def test_a_member_of_a_wrong_type_that_go_ignores_is_ignored_and_logged_once(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.write(env={"http_proxy": 5, "bosh": {"run_dir": {"tmpfs": "yes"}}})
+
+    for _ in range(3):
+        assert (await files.store.refreshed()).source.env.http_proxy == ""
+
+    told = [record.message for record in caplog.records if "ignoring a member" in record.message]
+    assert [text.rpartition(".json: ")[2] for text in told] == [
+        "http_proxy: Expected `str`, got `int`",
+        "tmpfs: Expected `bool`, got `str`",
+    ]
+
+
 async def test_copy_serves_while_the_source_is_gone(files: Files) -> None:
     files.write(vm={"name": "vm-7"})
     await files.store.wait()

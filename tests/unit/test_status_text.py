@@ -70,6 +70,13 @@ def shown(**members: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(("level", "is_told"), [(1, False), (2, True), (3, True)])
+def test_a_temporary_directory_that_is_not_the_jobs_own_is_told(level: int, is_told: bool) -> None:
+    found = {"level": level, "obstacle": "", "memory": True, "processes": True}
+
+    assert ("; /tmp is shared by all jobs" in status_text.isolation(found)) is is_told
+
+
 def test_the_whole_page() -> None:
     assert status_text.render(shown()) == (
         "agent      a1, agent-shim 1.2.3, up 1d 1h\n"
@@ -77,7 +84,8 @@ def test_the_whole_page() -> None:
         "deployment cf / api/1\n"
         "job state  failing\n"
         "disk       mounted\n"
-        "isolation  level 2 for bpm.yml: Landlock rules (mount: Permission denied); memory limits by a watchdog\n"
+        "isolation  level 2 for bpm.yml: Landlock rules (mount: Permission denied); memory limits by a watchdog; "
+        "/tmp is shared by all jobs\n"
         "machine    memory 51 % (512.0 MiB), cpu 5 %, waiting 0 %, load 0.10 0.20 0.30\n"
         "space      system 40 %, ephemeral 93 %\n"
         "\n"

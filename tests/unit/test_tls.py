@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ssl
 from pathlib import Path
@@ -40,6 +41,30 @@ def locked(key: str) -> str:
     )
 
 
+def costly() -> str:
+    """A private key that says of itself that two thousand million rounds are needed to decrypt it (RFC 8018)."""
+
+    def element(tag: int, *content: bytes) -> bytes:
+        body = b"".join(content)
+        size = bytes([len(body)]) if len(body) < 128 else b"\x82" + len(body).to_bytes(2, "big")
+        return bytes([tag]) + size + body
+
+    def name(*numbers: int) -> bytes:
+        return element(6, bytes(numbers))
+
+    rsa_security = (0x2A, 0x86, 0x48, 0x86, 0xF7, 0x0D)
+    rounds = element(2, (2_000_000_000).to_bytes(4, "big"))
+    derived = element(0x30, name(*rsa_security, 1, 5, 12), element(0x30, element(4, bytes(8)), rounds))
+    cipher = element(0x30, name(0x60, 0x86, 0x48, 1, 0x65, 3, 4, 1, 42), element(4, bytes(16)))
+    algorithm = element(0x30, name(*rsa_security, 1, 5, 13), element(0x30, derived, cipher))
+    whole = element(0x30, algorithm, element(4, bytes(64)))
+    text = base64.encodebytes(whole).decode()
+    return f"-----BEGIN ENCRYPTED PRIVATE KEY-----\n{text}-----END ENCRYPTED PRIVATE KEY-----\n"
+
+
+COSTLY = costly()
+
+
 def test_rules_are_those_of_go() -> None:
     """TLS 1.2 or newer, a verified chain, a verified host that is named as such."""
     context = tls.client_context(mbus())
@@ -71,7 +96,9 @@ def test_without_a_ca_the_system_decides(tmp_path: Path, monkeypatch: pytest.Mon
         ({"certificate": BROKEN}, "the certificate or its private key cannot be read"),
         ({"private_key": ""}, "the private key is no PEM key"),
         ({"private_key": "-----BEGIN PRIVATE KEY-----\nAAAA"}, "the certificate or its private key cannot be read"),
-        ({"private_key": locked(OURS.private_key)}, "the certificate or its private key cannot be read"),
+        ({"private_key": locked(OURS.private_key)}, "the private key is encrypted"),
+        ({"private_key": COSTLY}, "the private key is encrypted"),
+        ({"certificate": f"{COSTLY}{OURS.certificate}"}, "the private key is encrypted"),
         ({"private_key": AUTHORITY.agent("x").private_key}, "the private key belongs to another certificate"),
     ],
 )

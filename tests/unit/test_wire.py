@@ -51,8 +51,9 @@ def test_requests_that_go_cannot_read_are_refused(raw: bytes) -> None:
         wire.decode_request(raw)
 
 
-def test_exact_member_name_wins_over_other_case() -> None:
-    assert wire.decode_request(b'{"METHOD":"a","method":"b"}').method == "b"
+@pytest.mark.parametrize("raw", [b'{"METHOD":"a","method":"b"}', b'{"method":"a","METHOD":"b"}'])
+def test_of_two_spellings_of_a_member_the_last_counts(raw: bytes) -> None:
+    assert wire.decode_request(raw).method == "b"
 
 
 def test_long_value_becomes_the_exception_of_the_go_agent() -> None:
@@ -128,3 +129,28 @@ def test_untyped_members_are_not_touched() -> None:
 def test_wrong_type_names_the_path() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"\$\.inner\.size"):
         wire.convert({"inner": {"size": "five"}}, _Outer)
+
+
+class _Marked(msgspec.Struct, frozen=True):
+    ours: wire.Lenient[str] = "default"
+    inner: wire.Internal[str] = "untouched"
+
+
+def test_a_lenient_member_of_a_wrong_type_is_ignored_and_told() -> None:
+    ignored: list[str] = []
+
+    assert wire.convert({"Ours": 5, "inner": "set"}, _Marked, ignored) == _Marked()
+    assert ignored == ["Ours: Expected `str`, got `int`"]
+
+
+@pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
+def test_text_of_a_megabyte_that_does_not_end_is_refused_at_once(begin: bytes) -> None:
+    """Each escaped quote was a place from which the end was looked for: it would have taken hours."""
+    with pytest.raises(wire.RequestError):
+        wire.decode_request(begin + b'\\"' * 500_000)
+
+
+def test_brackets_in_texts_of_deep_documents_are_no_levels() -> None:
+    deep = b'{"method":"ping","reply_to":"a]\\"}","ignored":' + b'["[\\"{",' * 600 + b"0" + b"]" * 600 + b"}"
+
+    assert wire.decode_request(deep) == wire.Request("ping", None, 'a]"}')

@@ -61,3 +61,9 @@ def test_all_of_a_text_in_their_order() -> None:
         x509.validity(authority.ca),
     ]
     assert x509.validities("CERT") == []
+
+
+def test_a_megabyte_of_certificates_that_do_not_end_is_read_at_once() -> None:
+    """The end was looked for from each beginning: it would have taken hours."""
+    assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
+    assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,13 @@ async def eventually(fact: Callable[[], Fact | None], what: str = "") -> Fact:
             return found
     except TimeoutError:
         raise AssertionError(f"never came true: {what or fact}") from None
+
+
+def foreign(*command: object, **env: str) -> int:
+    """Start a program that does not descend from us, with ``env`` alone; its number."""
+    script = '"$@" >/dev/null 2>&1 & echo $!'
+    arguments = ["/bin/sh", "-c", script, "sh", *map(str, command)]
+    return int(subprocess.run(arguments, env=env, capture_output=True, check=True).stdout)
 
 
 def number_in(path: Path) -> int | None:

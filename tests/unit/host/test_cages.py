@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.host import cages, cgroups
+from agent_shim.host import cages, cgroups, proc
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cages, "_hierarchies", lambda: (("memory", hierarchy), ("pids", hierarchy)))
+    monkeypatch.setattr(cages, "tracker", lambda: cgroups.Tree("", hierarchy, "/"))
     return tmp_path
 
 
@@ -33,10 +34,52 @@ def test_limits_of_version_2(own: Path) -> None:
     assert (own / "cgroup.subtree_control").read_text() == "+pids"
 
 
-def test_nothing_is_made_without_a_limit(own: Path) -> None:
-    """A process that may use all needs no cgroup."""
-    assert cages.Cage("a").make(memory=None, processes=None) == []
+def test_without_a_limit_it_tells_processes_apart(own: Path) -> None:
+    """Nothing is limited, and no memory is counted: that is how the kernel knows of no limit."""
+    assert cages.Cage("a").make() == [str(own / "agent_shim/a")]
+    assert list((own / "agent_shim/a").iterdir()) == []
+    (own / "agent_shim/a/memory.max").write_text("max\n")
+    assert cages.Cage("a").memory() is None
+
+
+def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are known by descent then."""
+    monkeypatch.setattr(cages, "tracker", lambda: None)
+
+    assert cages.Cage("a").make() == []
+    assert cages.Cage("a").is_empty()
+    assert cages.members() == {}
     assert not (own / "agent_shim/a").exists()
+
+
+def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
+    """A job may have made some; the name is that of ours."""
+    cages.Cage("a/b@/c").make()
+    below = own / "agent_shim/a%2fb@%2fc/theirs"
+    below.mkdir()
+    (below.parent / "cgroup.procs").write_text("")
+    (below / "cgroup.procs").write_text(f"{os.getpid()}\n")
+
+    assert cages.members() == {os.getpid(): "a/b@/c"}
+    assert [pid for pid, _ in cages.Cage("a/b@/c").members()] == [os.getpid()]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/x/agent_shim/web@%2fvar", "web@/var"),
+        ("/x/agent_shim/web@%2fvar/below", "web@/var"),
+        ("/x/agent_shim", None),
+        ("/y/agent_shim/web@%2fvar", None),
+        ("/", None),
+    ],
+)
+def test_name_of_a_process(own: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str | None) -> None:
+    """By the path of its cgroup, which begins with ours."""
+    monkeypatch.setattr(cages, "tracker", lambda: cgroups.Tree("", cgroups.Hierarchy(2, (own,)), "/x"))
+    monkeypatch.setattr(proc, "groups", lambda _: {"": path})
+
+    assert cages.name_of(4711) == name
 
 
 def test_what_the_kernel_counted(own: Path) -> None:

@@ -264,3 +264,23 @@ def test_emptiness_passes_over_spared_names(tmp_path: Path) -> None:
 
     assert copytree.is_empty(tmp_path, spared={"lost+found"})
     assert not copytree.is_empty(tmp_path)
+
+
+def test_what_is_compared_is_what_came_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that spoils what is brought to it is found out, and copied to again."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for directory in (source, target):
+        directory.mkdir()
+    (source / "file").write_text("right")
+    synced = []
+
+    def spoil(place: Path) -> None:
+        synced.append(place)
+        if len(synced) == 1:
+            (target / "file").write_text("wrong")
+
+    monkeypatch.setattr(copytree.files, "sync_filesystem", spoil)  # type: ignore[attr-defined]
+    copytree.mirror(source, target)
+
+    assert (target / "file").read_text() == "right"
+    assert synced == [target, target]

@@ -44,6 +44,24 @@ def test_a_written_file_has_its_bytes_and_mode(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.json"]
 
 
+def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash leaves the old file or the new one, and what was reported as written is there."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    synced = []
+
+    def fsync(fd: int) -> None:
+        is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
+        synced.append(("directory" if is_directory else "file", path.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write_atomic(path, b"new")
+
+    assert synced == [("file", b"old"), ("directory", b"new")]
+
+
 def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
     """The file is replaced, not written over: a reader sees the old or the new one."""
     path = tmp_path / "a"
@@ -227,71 +245,6 @@ def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
     assert files.is_leftover(found.name)
     assert files.sibling(path) != found
     assert not any(map(files.is_leftover, ["a", ".a", "a.tmp-1", ".profile", "0a1b"]))
-
-
-# --- open_beneath ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A directory with a file two levels down, and beside it a secret that links in it point to."""
-    tree = tmp_path / "tree"
-    (tree / "a" / "b").mkdir(parents=True)
-    (tree / "a" / "b" / "file").write_bytes(b"inside")
-    (tmp_path / "secret").write_bytes(b"secret")
-    (tree / "file-link").symlink_to(tmp_path / "secret")
-    (tree / "dir-link").symlink_to("a")
-    (tree / "up").symlink_to("..")
-    return tree
-
-
-def beneath(tree: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0) -> bytes:
-    directory = os.open(tree, os.O_PATH | os.O_DIRECTORY)
-    try:
-        fd = files.open_beneath(directory, path, flags, mode)
-    finally:
-        os.close(directory)
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
-
-
-def test_a_file_beneath_is_opened(tree: Path) -> None:
-    """A plain path works as it does with ``open``, and nothing but the file is open afterwards."""
-    before = open_files()
-    assert beneath(tree, "a/b/file") == b"inside"
-    assert beneath(tree, "./a//b/./file") == b"inside"
-
-    assert open_files() == before
-
-
-def test_a_new_file_beneath_gets_its_mode(tree: Path) -> None:
-    """With O_CREAT."""
-    beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
-
-    assert mode_of(tree / "a" / "new") == 0o600
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "file-link",
-        "dir-link/b/file",
-        "up/secret",
-        "../secret",
-        "a/../../secret",
-        "/etc/passwd",
-        "",
-        "a/..",
-        "a/b/absent",
-    ],
-)
-def test_no_link_and_no_way_up_is_taken(tree: Path, path: str) -> None:
-    """Not at the end of the path and not on the way; nothing stays open."""
-    before = open_files()
-    with pytest.raises(HostError, match="cannot open"):
-        beneath(tree, path)
-
-    assert open_files() == before
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

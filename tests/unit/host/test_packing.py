@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import os
+import signal
 import socket
 import subprocess
 import tarfile
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.errors import HostError
-from agent_shim.host import files, packing
+from agent_shim.host import guarded, packing
 from agent_shim.host.helper import Tree
 from tests.support.users import as_ordinary_user
 
@@ -32,7 +34,7 @@ def logs(root: Path, *patterns: str) -> bytes:
 
 def before_reading(monkeypatch: pytest.MonkeyPatch, path: str, happen: Callable[[], object]) -> None:
     """Have something happen, once, when ``path`` is about to be opened."""
-    honest = files.open_beneath
+    honest = guarded.open_beneath
     left = [happen]
 
     def open_beneath(directory: int, opened: str, flags: int, mode: int = 0) -> int:
@@ -40,7 +42,12 @@ def before_reading(monkeypatch: pytest.MonkeyPatch, path: str, happen: Callable[
             left.pop()()
         return honest(directory, opened, flags, mode)
 
-    monkeypatch.setattr(files, "open_beneath", open_beneath)
+    monkeypatch.setattr(guarded, "open_beneath", open_beneath)
+
+
+def is_open(fd: int) -> bool:
+    """Not only held, to see what it is."""
+    return not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH
 
 
 def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Callable[[], object]) -> None:
@@ -50,7 +57,7 @@ def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Ca
 
     def fstat(fd: int) -> os.stat_result:
         status = honest(fd)
-        if status.st_size == size and left:
+        if status.st_size == size and left and is_open(fd):
             left.pop()()
         return status
 
@@ -175,7 +182,7 @@ def test_a_file_swapped_for_something_else_is_left_out(
 ) -> None:
     """Between seeing and opening it; a FIFO would hold whoever waits for its other end."""
     make(tmp_path, ["logs/a", "logs/b", "secret"])
-    honest = files.open_beneath
+    honest = guarded.open_beneath
 
     def swap(directory: int, path: str, flags: int, mode: int = 0) -> int:
         if path == "a":
@@ -188,7 +195,7 @@ def test_a_file_swapped_for_something_else_is_left_out(
                 (tmp_path / "logs" / "a").mkdir()
         return honest(directory, path, flags, mode)
 
-    monkeypatch.setattr(files, "open_beneath", swap)
+    monkeypatch.setattr(guarded, "open_beneath", swap)
 
     assert list(entries(packed(Tree(str(tmp_path / "logs"), patterns=["*"])))) == ["./b"]
 
@@ -213,7 +220,7 @@ def test_a_file_that_shrinks_is_filled_up(tmp_path: Path, monkeypatch: pytest.Mo
 
     def rotate(fd: int) -> os.stat_result:
         status = honest(fd)
-        if status.st_size == 100_000:
+        if status.st_size == 100_000 and is_open(fd):
             os.truncate(tmp_path / "a", size)
         return status
 
@@ -231,7 +238,7 @@ def test_a_file_that_grows_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def append(fd: int) -> os.stat_result:
         status = honest(fd)
-        if status.st_size == 600:
+        if status.st_size == 600 and is_open(fd):
             with (tmp_path / "a").open("ab") as file:
                 file.write(b"y" * 600)
         return status
@@ -370,7 +377,11 @@ def test_a_new_file_with_the_number_of_an_old_one_is_packed(tmp_path: Path, monk
     def same_number(fd: int) -> os.stat_result:
         status = honest(fd)
         is_new = status.st_size == len("new one")
-        return os.stat_result((*status[:1], old.st_ino, *status[2:]), {"st_mtime_ns": 7}) if is_new else status
+        return (
+            os.stat_result((*status[:1], old.st_ino, *status[2:]), {"st_mtime_ns": 7, "st_blocks": 8})
+            if is_new
+            else status
+        )
 
     before_reading(monkeypatch, "z", lambda: (tmp_path / "new").write_text("new one"))
     monkeypatch.setattr(os, "fstat", same_number)
@@ -491,3 +502,94 @@ def test_what_is_said_is_as_old_as_the_logs(tmp_path: Path) -> None:
     os.utime(tmp_path / "a", (1_600_000_000, 1_600_000_000))
 
     assert entries(logs(tmp_path))["./remarks"].mtime == 1_600_000_000
+
+
+# --- what a job may leave for whoever packs its logs ----------------------------------------------------------------
+
+
+def test_a_log_that_is_a_hole_is_packed_without_it(tmp_path: Path) -> None:
+    """It costs its writer nothing; read as zeros, terabytes would keep every later task waiting."""
+    with (tmp_path / "a.log").open("wb") as file:
+        file.write(b"first")
+        file.truncate(1 << 43)
+        file.seek(0, os.SEEK_END)
+        file.write(b"last")
+    data = logs(tmp_path)
+
+    assert content(data, "./a.log").replace(b"\0", b"") == b"firstlast"
+    assert len(content(data, "./a.log")) < 1 << 20
+    assert b"bytes of it are holes" in content(data, "./remarks")
+    assert list(entries(data)) == ["./a.log", "./remarks"]
+
+
+def test_no_program_of_a_job_becomes_one_of_root(tmp_path: Path) -> None:
+    """Unpacked by root, a file with its setuid bit and number 0 as owner would be root's for everybody."""
+    (tmp_path / "evil.log").write_text("#!/bin/sh")
+    (tmp_path / "evil.log").chmod(0o6755)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "evil.log", 1000, 1001)
+        (tmp_path / "evil.log").chmod(0o6755)
+    status = (tmp_path / "evil.log").stat()
+
+    found = entries(logs(tmp_path))["./evil.log"]
+
+    assert found.mode == 0o755
+    assert (found.uid, found.gid, found.uname, found.gname) == (status.st_uid, status.st_gid, "", "")
+
+
+def test_a_job_with_too_many_files_keeps_no_other_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is said."""
+    monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 10)
+    make(tmp_path, [f"evil/deep/{number}.log" for number in range(30)] + ["good/x.log"])
+
+    data = logs(tmp_path)
+
+    names = list(entries(data))
+    assert "./good/x.log" in names
+    assert len([name for name in names if "evil" in name]) == 9
+    assert content(data, "./remarks") == b"./evil/deep: the rest of it is left out: there are more than 10 files\n"
+
+
+def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later tasks wait for it."""
+    monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
+    make(tmp_path, ["a.log"])
+
+    assert content(logs(tmp_path), "./remarks") == b".: what is missing was left out: packing has taken 0 seconds\n"
+
+
+def test_names_forge_no_line_of_the_remarks(tmp_path: Path) -> None:
+    (tmp_path / "a\n.: all is well\n\x1b[2J").symlink_to("/etc/passwd")
+
+    assert content(logs(tmp_path), "./remarks").count(b"\n") == 1
+
+
+def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
+    """Its owner may have whoever opens it wait for 45 seconds."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    make(tmp_path, ["a.log", "b.log"])
+    with (tmp_path / "a.log").open("rb+") as owner:
+        fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        data = logs(tmp_path)
+        fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    signal.signal(signal.SIGIO, before)
+
+    assert list(entries(data)) == ["./b.log", "./remarks"]
+    assert content(data, "./remarks") == b"./a.log: it cannot be read: Resource temporarily unavailable\n"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "why"),
+    [
+        (["{a,b}" * 30], "with their braces they are more than 1000"),
+        (["{" + "," * 3000 + "}"], "with their braces they are more than 1000"),
+        (["a"] * 1001, "more than 1000"),
+        (["{a}" * 100], "more than 4096 characters or 50 braces"),
+        (["a" * 5000], "more than 4096 characters or 50 braces"),
+    ],
+    ids=["a billion", "empty arms", "many", "deep", "long"],
+)
+def test_patterns_that_stand_for_too_many_are_refused(tmp_path: Path, patterns: list[str], why: str) -> None:
+    """Thirty braces took all memory."""
+    with pytest.raises(HostError, match=why):
+        logs(tmp_path, *patterns)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
+from agent_shim.supervisor import inspection
 from agent_shim.supervisor.inspection import MAX_NEW, Memory, inspect
 from agent_shim.supervisor.monit_values import (
     ALERT,
@@ -138,3 +140,35 @@ def test_filesystem_in_percent_and_in_bytes(path: Path) -> None:
     assert not fails(path, Limit("space", ">", used * 2))
     assert not fails(path, Limit("space", ">", 100, percent=True))
     assert not fails(path, Changed("fsflag"))
+
+
+# --- what a job may leave in the place of a file ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("test", [Match("x"), Checksum("md5", ""), Changed("checksum", "md5")])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, test: Test) -> None:
+    """Whatever is asked of it."""
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(OSError, match="no regular file"):
+        fails(tmp_path / "file", test)
+
+
+def test_a_checksum_that_takes_too_long_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole of terabytes costs its writer nothing."""
+    monkeypatch.setattr(inspection, "DIGEST_TIMEOUT_S", 0.0)
+    with path.open("r+b") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(OSError, match="checksum has taken") as caught:
+        fails(path, Checksum("md5", ""))
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_what_was_matched_is_one_line_without_orders_to_a_terminal(path: Path) -> None:
+    memory = Memory()
+    inspect(path, [Rule(Match("bad"), ALERT)], memory)
+    with path.open("ab") as stream:
+        stream.write(b"bad\r\x1b[2J\xff\n")
+    (found,) = inspect(path, [Rule(Match("bad"), ALERT)], memory)
+
+    assert found is not None
+    assert found.text.isprintable()

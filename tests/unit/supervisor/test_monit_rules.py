@@ -314,7 +314,7 @@ def test_words_of_newer_versions_mean_something_else() -> None:
         ("if failed port 80 protocol apache-status then alert", "found 'then', expected one of loglimit,"),
         (
             "if failed port 80 expect '[a' then alert",
-            "found ''[a'', expected a regular expression without '[' without ']'",
+            "found ''[a'', expected a regular expression (Unmatched [, [^, [:, [., or [=)",
         ),
         (f"if failed port {'1' * 37} then alert", "expected a port of 36 digits at most"),
         (f"if loadavg > {'9' * 400}.0 then alert", "expected a number below 1e+18"),

@@ -176,7 +176,7 @@ def test_what_speaks_of_the_daemon_is_listed() -> None:
         ),
         (
             "check a matching '(x'",
-            "line 1 column 18: found ''(x'', expected a regular expression without '(' without ')'",
+            "line 1 column 18: found ''(x'', expected a regular expression (Unmatched ( or \\()",
         ),
         (
             "check a pidfile /p\n # end",

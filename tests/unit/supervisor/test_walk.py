@@ -24,6 +24,7 @@ from agent_shim.errors import HostError
 from agent_shim.supervisor import programs as programs_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.identity import Traces
+from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.presence import LateError, Timing
 from agent_shim.supervisor.programs import Bucket
@@ -179,7 +180,12 @@ class PlayedPresence:
     def pid(self) -> int:
         return self.process.pid if self.process is not None else 0
 
-    def look(self, *_: Any) -> bool:
+    refused = ""
+
+    async def look(self, *_: Any) -> bool:
+        return self._take_up()
+
+    def _take_up(self) -> bool:
         if self.process is None or not self.process.is_alive:
             self.process = self.machine.process if self.machine.is_there else None
             self.up_at = asyncio.get_running_loop().time()
@@ -199,12 +205,12 @@ class PlayedPresence:
         except TimeoutError:
             await self.program.terminate(0)
             raise LateError("no process after 30 seconds") from None
-        if not self.look():
+        if not self._take_up():
             raise HostError("the start program ended: exit 1")
 
-    def resume(self, *_: Any) -> bool:
+    def resume(self, *_: Any) -> None:
         self.program = self.machine.starter if self.machine.is_starting else None
-        return self.look()
+        self._take_up()
 
     def let_program_go(self) -> None:
         self.program = None
@@ -216,6 +222,8 @@ class PlayedPresence:
 class PlayedPrograms:
     """Stands for ``Programs``."""
 
+    ownership = SimpleNamespace(is_caged=lambda *_: True)
+
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
@@ -225,15 +233,24 @@ class PlayedPrograms:
     async def members(self, *_: Any) -> list[tuple[int, int]]:
         return []
 
-    async def sweep(self, *_: Any) -> list[tuple[int, int]]:
+    async def clear(self, *_: Any) -> list[Left]:
+        return []
+
+    async def dismiss(self, *_: Any) -> None:
+        pass
+
+    async def sweep(self, *_: Any) -> list[Left]:
         machine = self._machine
         left = machine.process
         if left is not None and left.is_alive and machine.how_stops == "not":
-            return [left.identity]
+            return [Left(*left.identity, "web")]
         machine.kill_all()
         return []
 
-    def last_words(self, _: str) -> str:
+    async def refused_limit(self, _: str) -> str:
+        return ""
+
+    async def last_words(self, _: str) -> str:
         return ""
 
 

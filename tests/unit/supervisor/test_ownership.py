@@ -1,19 +1,21 @@
-"""Whose a process is, from what is read of it."""
+"""Whose a process is, from what is read of it, where there are no cgroups."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
 
-from agent_shim.host import clock, proc
-from agent_shim.supervisor import identity
-from agent_shim.supervisor.identity import MARK, MONIT_MARK, Pidfile, Session, Traces, mark, read
+from agent_shim.host import cages, clock, proc
+from agent_shim.supervisor import posix_regex
+from agent_shim.supervisor.identity import MARK, MONIT_MARK, Identity, Pidfile, Session, Traces, mark, read
+from agent_shim.supervisor.ownership import Look, Ownership, Tie, Unproven, kinship
 
 BASE = Path("/var/vcap")
+USER = 4711
+US = os.getpid()
 OLD = Pidfile(50, 1.0, 7)
 NEW = Pidfile(50, 2.0, 7)
 
@@ -29,9 +31,38 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mappin
     monkeypatch.setattr(proc, "stat", lambda pid: processes[pid][0] if pid in processes else None)
     monkeypatch.setattr(proc, "variable", lambda pid, name: processes[pid][1].get(name) if pid in processes else None)
     monkeypatch.setattr(proc, "command_line", lambda pid: processes[pid][2] if pid in processes else "")
+    monkeypatch.setattr(cages, "tracker", lambda: None)
+    monkeypatch.setattr(proc, "user", lambda _: USER)
+    monkeypatch.setattr(proc, "command_lines", lambda pids: {pid: processes[pid][2] for pid in pids})
+    monkeypatch.setattr(
+        proc,
+        "variables",
+        lambda pids, name: {pid: processes[pid][1][name] for pid in pids if name in processes[pid][1]},
+    )
     monkeypatch.setattr(proc, "table", lambda: {pid: entry[0] for pid, entry in processes.items()})
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: ticks / 100)
     return processes
+
+
+def own(process: proc.Stat, traces: Traces, pidfile: Pidfile) -> bool:
+    """Whether a process that the pidfile of web names is owned by web."""
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", traces)]
+    return ownership.tie(process, "web", traces, pidfile)[0] is Tie.OWNED
+
+
+def members(
+    processes: Mapping[int, proc.Stat],
+    traces: Traces,
+    marked: Mapping[str, set[int]] = {},
+    known: Collection[Identity] = (),
+    others: Mapping[str, Traces] = {},
+) -> set[int]:
+    """The numbers of the processes of web."""
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", traces), *others.items()]
+    seen = Look(processes, proc.children(processes), marked, {})
+    return {pid for pid, _ in ownership.members(seen, "web", traces, known)}
 
 
 @pytest.mark.parametrize(
@@ -106,36 +137,38 @@ def test_mark_decides(
     """An old process that the pidfile names is believed by its mark alone."""
     kernel[50] = stat(50), environment, "sleep 600"
 
-    assert Traces().own(kernel[50][0], "web", BASE, OLD) is is_ours
+    assert own(kernel[50][0], Traces(), OLD) is is_ours
 
 
 @pytest.mark.parametrize(
-    ("process", "is_ours"),
+    ("process", "owner", "is_ours"),
     [
-        (stat(50, start=1000), True),
-        (stat(50, start=999), False),
-        (stat(50, start=1000, state="Z"), False),
-        (stat(1, start=1000), False),
-        (stat(os.getpid(), start=1000), False),
+        (stat(50, parent=US, start=1000), 0, True),
+        (stat(50, parent=US, start=999), 0, False),
+        (stat(50, parent=1, start=1000), 0, False),
+        (stat(50, parent=US, start=1000), USER, True),
+        (stat(50, parent=US, start=1000), USER + 1, False),
     ],
 )
-def test_process_in_a_new_pidfile_must_have_started_since(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], process: proc.Stat, is_ours: bool
+def test_orphan_in_a_new_pidfile_must_have_started_since(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], process: proc.Stat, owner: int, is_ours: bool
 ) -> None:
-    """Without any mark; never a zombie, ourselves or the first process."""
+    """Without any mark it must descend from us, and be one that the owner of the pidfile could signal."""
     traces = Traces()
     traces.begin((40, 1000), OLD)
+    kernel[50] = process, {}, ""
 
-    assert traces.own(process, "web", BASE, NEW) is is_ours
-    assert not traces.own(process, "web", BASE, OLD)
+    assert own(process, traces, NEW._replace(owner=owner)) is is_ours
+    assert not own(process, traces, OLD)
 
 
 def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
     """By number and start time, both."""
     traces = Traces(known=(50, 1000))
 
-    assert traces.own(stat(50, start=1000), "web", BASE, OLD)
-    assert not traces.own(stat(50, start=1001), "web", BASE, OLD)
+    assert own(stat(50, start=1000), traces, OLD)
+    kernel[50] = stat(50, start=1001), {}, ""
+    assert not own(stat(50, start=1001), traces, OLD)
 
 
 def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
@@ -145,15 +178,15 @@ def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Map
     kernel[40] = stat(40, session=40), {}, ""
     kernel[41] = stat(41, parent=40, session=99), {}, ""
 
-    assert traces.own(stat(50, parent=41, session=99), "web", BASE, NEW)
-    assert traces.own(stat(50, session=40), "web", BASE, NEW)
-    assert not traces.own(stat(50, session=39), "web", BASE, NEW)
+    assert own(stat(50, parent=41, session=99), traces, NEW)
+    assert own(stat(50, session=40), traces, NEW)
+    assert not own(stat(50, session=39), traces, NEW)
     kernel[40] = stat(40, session=40, start=5000), {}, ""
-    assert not traces.own(stat(50, session=40, start=6000), "web", BASE, NEW)
+    assert not own(stat(50, session=40, start=6000), traces, NEW)
 
 
 @pytest.mark.parametrize(
-    ("start", "line", "is_ours"),
+    ("start", "line", "is_named"),
     [
         (90, "/var/vcap/packages/web/bin/web -d", True),
         (150, "/var/vcap/packages/web/bin/web -d", False),
@@ -162,16 +195,18 @@ def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Map
     ],
 )
 def test_process_started_by_hand(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], start: int, line: str, is_ours: bool
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], start: int, line: str, is_named: bool
 ) -> None:
-    """It was there when the pidfile was written, and is a program of a job."""
+    """It was there when the pidfile was written, and is a program of a job: it is watched, not signalled."""
     kernel[50] = stat(50, start=start), {}, line
 
-    assert Traces().own(kernel[50][0], "web", BASE, OLD) is is_ours
+    tie, why = Ownership(BASE).tie(kernel[50][0], "web", Traces(), OLD)
+    assert tie is (Tie.NAMED if is_named else Tie.NONE)
+    assert bool(why) is not is_named
 
 
 def test_members_are_all_that_belong() -> None:
-    """By mark, session, descent and what was known; nobody else's, no zombie, not us."""
+    """By mark, session, descent and what was known; not those of others, whatever they carry, no zombie, not us."""
     processes = [
         stat(10, session=10, start=100),
         stat(11, session=10, start=101),
@@ -183,14 +218,15 @@ def test_members_are_all_that_belong() -> None:
         stat(17, state="Z", session=10, start=106),
         stat(18, session=18, start=107),
         stat(19, session=19, start=108),
+        stat(20, session=20, start=109),
         stat(os.getpid(), session=10, start=109),
     ]
     table = {process.pid: process for process in processes}
-    marked = {mark("web", BASE): {13}, mark("other", BASE): {15}}
+    marked = {mark("web", BASE): {13, 20}, mark("other", BASE): {15}}
     traces = Traces(known=(18, 107), sessions=[Session(10, 100)])
-    found = traces.members(proc.Census(table, proc.children(table), marked), "web", BASE, [(19, 999)])
+    others = {"other": Traces(known=(20, 109))}
 
-    assert {pid for pid, _ in found} == {10, 11, 12, 13, 14, 18}
+    assert members(table, traces, marked, [(19, 999)], others) == {10, 11, 12, 13, 14, 15, 18}
 
 
 def test_number_of_a_session_used_again_is_another_session() -> None:
@@ -198,7 +234,7 @@ def test_number_of_a_session_used_again_is_another_session() -> None:
     table = {10: stat(10, session=10, start=5000), 11: stat(11, session=10, start=5001)}
     traces = Traces(sessions=[Session(10, 100)])
 
-    assert traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, []) == []
+    assert members(table, traces) == set()
 
 
 @pytest.mark.parametrize(
@@ -214,33 +250,65 @@ def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
     """It has lasted if somebody in it was there when it was seen last; else its number may be another session's."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
     traces = Traces(sessions=[session])
-    found = traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, [])
 
-    assert {pid for pid, _ in found} == ({11, 12} if is_ours else set())
+    assert members(table, traces) == ({11, 12} if is_ours else set())
 
 
 def test_session_lasts_while_one_of_ours_is_in_it() -> None:
     """The process that is known, or one that carries our mark."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
-    children = proc.children(table)
     known = Traces(known=(11, 150), sessions=[Session(10, 100)])
     plain = Traces(sessions=[Session(10, 100)])
     marked = {mark("web", BASE): {11}}
 
-    assert {pid for pid, _ in known.members(proc.Census(table, children, {}), "web", BASE, [])} == {11, 12}
-    assert {pid for pid, _ in plain.members(proc.Census(table, children, marked), "web", BASE, [])} == {11, 12}
+    assert members(table, known) == {11, 12}
+    assert members(table, plain, marked) == {11, 12}
 
 
 def test_kin_of_a_process_that_has_ended() -> None:
     """What descended from it is of the service while it lives; nobody else with its number is."""
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
     traces = Traces(known=(10, 100))
-    traces.see_kin(table, proc.children(table))
+    traces.see_kin(table[pid].identity for pid in kinship(table, [("web", traces)], {}).of("web"))
+    assert traces.kin == [(11, 1000), (12, 1000)]
     traces.ended((10, 100), 0, 2000)
     table = {11: stat(11), 12: stat(12, start=3000), 13: stat(13, start=3000)}
-    traces.see_kin(table, proc.children(table))
 
-    assert traces.members(proc.Census(table, proc.children(table), {}), "web", BASE, []) == [(11, 1000)]
+    assert members(table, traces) == {11}
+
+
+def test_the_cgroup_decides_before_all_else() -> None:
+    """What is in that of another is the other's, though it is known, descends from us, or is in our session."""
+    table = {10: stat(10, session=10, start=100), 11: stat(11, parent=10, session=10, start=101), 12: stat(12)}
+    traces = Traces(known=(10, 100), sessions=[Session(10, 100)])
+
+    assert kinship(table, [("web", traces)], {11: "other", 12: "web"}).verdicts == {
+        10: "web",
+        11: "other",
+        12: "web",
+    }
+
+
+def test_nothing_of_the_agent_is_of_a_job() -> None:
+    """Nor what some job has left, of which nothing tells whose it is; it is a stray until its mark says more."""
+    table = {
+        1: stat(1, parent=0, start=1),
+        US: stat(US, start=2),
+        10: stat(10, parent=US, start=100),
+        11: stat(11, parent=10, start=200),
+        12: stat(12, parent=1, start=100),
+    }
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", Traces())]
+    verdicts = kinship(table, [("web", Traces())], {}).verdicts
+
+    assert verdicts == {
+        1: Unproven.AGENTS,
+        US: Unproven.AGENTS,
+        10: Unproven.ORPHAN,
+        11: Unproven.ORPHAN,
+        12: Unproven.FOREIGN,
+    }
 
 
 def test_leader_that_has_ended_leads_no_more() -> None:
@@ -248,24 +316,24 @@ def test_leader_that_has_ended_leads_no_more() -> None:
     traces = Traces()
     traces.begin((10, 100), None)
     table = {10: stat(10, session=10, start=100), 11: stat(11, session=10, start=100)}
-    census = proc.Census(table, proc.children(table), {})
-    assert {pid for pid, _ in traces.members(census, "web", BASE, [])} == {10, 11}
+    assert members(table, traces) == {10, 11}
     traces.ended((10, 100), 10, 100)
 
-    assert traces.members(census, "web", BASE, []) == []
+    assert members(table, traces) == set()
 
 
 def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
     """When that has ended, who gets its number later is not the service, though younger than the start program."""
     traces = Traces()
     traces.begin((40, 1000), OLD)
-    kernel[50] = stat(50, start=1001), {}, ""
-    assert traces.own(kernel[50][0], "web", BASE, NEW)
+    kernel[50] = stat(50, parent=US, start=1001), {}, ""
+    assert own(kernel[50][0], traces, NEW)
     traces.known, traces.heeded = (50, 1001), NEW
     traces.ended((50, 1001), 0, 1100)
+    kernel[50] = stat(50, parent=US, start=1100), {}, ""
 
-    assert not traces.own(stat(50, start=1100), "web", BASE, NEW)
-    assert traces.own(stat(50, start=1100), "web", BASE, Pidfile(50, 3.0, 7))
+    assert not own(kernel[50][0], traces, NEW)
+    assert own(kernel[50][0], traces, Pidfile(50, 3.0, 7))
 
 
 def test_pattern_prefers_the_known_then_the_oldest(
@@ -277,11 +345,12 @@ def test_pattern_prefers_the_known_then_the_oldest(
     kernel[42] = stat(42, start=102), {}, "web --serve"
     kernel[43] = stat(43, start=90), {MARK: mark("other", BASE)}, "web --serve"
     traces = Traces(program=(40, 100))
-    pattern = re.compile("web")
+    pattern = posix_regex.compiled("web")
+    ownership = Ownership(BASE)
 
     def matched() -> int | None:
-        found = identity.match(pattern, traces, "web", BASE)
-        return found.pid if found else None
+        found = ownership.match(pattern, "web", traces)
+        return found[0].pid if found else None
 
     assert matched() == 41
     traces.known = (42, 102)
@@ -300,6 +369,5 @@ def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(
     traces = Traces()
     traces.begin((50, 1000), OLD)
 
-    assert not traces.own(kernel[50][0], "web", BASE, OLD)
-    assert traces.own(kernel[50][0], "web", BASE, NEW)
-    assert traces.own(kernel[50][0], "web", BASE, None)
+    assert not own(kernel[50][0], traces, OLD)
+    assert own(kernel[50][0], traces, NEW)

@@ -1,0 +1,8 @@
+# Read by login shells, and by interactive ones at the end of their .bashrc, whose prompt is that of the distribution.
+case ":$PATH:" in
+    *:/var/vcap/bosh/bin:*) ;;
+    *) export PATH="$PATH:/var/vcap/bosh/bin" ;;
+esac
+if [ -n "${BASH-}" ] && [ -n "${PS1-}" ] && [ -s /var/vcap/instance/name ] && [ -s /var/vcap/instance/id ]; then
+    PS1="$(cat /var/vcap/instance/name)/$(cat /var/vcap/instance/id):\\w\\\$ "
+fi

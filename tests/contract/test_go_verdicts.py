@@ -1,0 +1,84 @@
+"""Documents that the Go agent reads or refuses are read or refused here: thousands of mutated ones, from a table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agent_shim import settings, wire
+from agent_shim.dispatch import ACTIONS
+from agent_shim.errors import BadArgumentsError, SettingsError
+from tests.support import verdicts
+
+NEEDED = "cannot use the settings in the file: $.agent_id is "
+"""Empty or no word of a subject: the Go agent would subscribe to what no Director ever sends to."""
+
+
+@pytest.mark.parametrize("name", verdicts.TABLE["settings"])
+def test_settings_that_go_boots_with_boot_here(name: str) -> None:
+    parse = settings.parse if name == "settings" else settings.parse_update
+    differing, of_go = [], 0
+
+    for words, document, verdict in verdicts.cases("settings", name):
+        of_go += verdict in ("ok", "panic")
+        try:
+            parse(json.dumps(document).encode(), origin="the file")
+        except SettingsError as exc:  # any other exception is the panic that is not to be
+            if verdict in ("ok", "panic") and NEEDED not in str(exc):
+                differing.append(f"{words}: {exc}")
+
+    assert differing == []
+    assert of_go > 90
+
+
+@pytest.mark.parametrize("name", verdicts.TABLE["requests"])
+def test_requests_are_dropped_refused_and_bound_as_in_go(name: str) -> None:
+    differing = [
+        f"{words}: {answer} and not {verdict}"
+        for words, document, verdict in verdicts.cases("requests", name)
+        if (answer := _answer(json.dumps(document).encode())) != verdict
+    ]
+
+    assert differing == []
+
+
+@pytest.mark.parametrize(("text", "verdict"), verdicts.TABLE["bytes"])
+def test_bytes_that_are_hardly_json_are_read_as_in_go(text: str, verdict: str) -> None:
+    assert _answer(text.encode("latin-1")) == verdict
+
+
+@pytest.mark.parametrize(
+    ("raw", "verdict"),
+    [
+        (b'{"method":"ping","x":' + b"[" * 9_999 + b"]" * 9_999 + b"}", "ok"),
+        (b'{"method":"ping","x":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "dropped"),
+        (b'{"method":"add_persistent_disk","arguments":["c",' + b'{"a":' * 2000 + b"1" + b"}" * 2000 + b"]}", "ok"),
+        (b'{"method":"ping","x":' + b'{"]":' * 700 + b'"}"' + b"}" * 700 + b"}", "ok"),
+        (b'{"method":"ping","x":' + b"[" * 700 + b"]" * 699 + b"}", "dropped"),
+    ],
+)
+def test_deep_nesting_is_read_as_far_as_in_go(raw: bytes, verdict: str) -> None:
+    assert _answer(raw) == verdict
+
+
+def test_what_is_no_utf_8_becomes_what_go_makes_of_it() -> None:
+    request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
+
+    assert request.arguments == ["a\ufffd\ufffdb", "\ufffd\\ud800\U0001f600"]
+
+
+def _answer(raw: bytes) -> Any:
+    try:
+        request = wire.decode_request(raw)
+    except wire.RequestError:
+        return "dropped"
+    action = ACTIONS.get(request.method)
+    if action is None:
+        return "unknown"
+    try:
+        action.bind(request.arguments)
+    except BadArgumentsError:
+        return "refused"
+    return "ok"

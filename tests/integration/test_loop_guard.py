@@ -1,0 +1,116 @@
+"""The guard of the event loop: what it takes for holding, and an agent that goes through a deploy under it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import loop_guard
+from benchmarks.world import AGENT, COMMAND, World
+from benchmarks.world import world as made
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Iterator[Path]:
+    loop_guard.install(tmp_path)
+    yield tmp_path
+    loop_guard.remove()
+    loop_guard.violations.clear()
+
+
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def open_pipe(path: Path) -> None:
+    os.mkfifo(path)
+    threading.Timer(0.3, lambda: os.close(os.open(path, os.O_WRONLY))).start()
+    os.close(os.open(path, os.O_RDONLY))
+
+
+HOLDING = {
+    "a computation": lambda _path: spin(0.08),
+    "a sleep": lambda _path: time.sleep(0.1),
+    "a pipe that is opened": open_pipe,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDING.values(), ids=HOLDING)
+async def test_what_holds_the_loop_is_reported(guard: Path, tmp_path: Path, hold: object) -> None:
+    assert callable(hold)
+    asyncio.get_running_loop().call_soon(hold, tmp_path / "pipe")
+    await asyncio.sleep(0)
+
+    (report,) = guard.glob(f"{os.getpid()}.*")
+    assert "the event loop was held: a callback" in report.read_text()
+
+
+async def test_a_busy_machine_is_no_violation(guard: Path) -> None:
+    """Other processes that want the processors, and threads of ours that want the interpreter, hold nothing."""
+    spin_for_ever = [sys.executable, "-c", "while True: pass"]
+    children = [subprocess.Popen(spin_for_ever) for _ in range(4)]  # noqa: ASYNC220 - nothing waits for them
+    over = threading.Event()
+
+    def busy() -> None:
+        while not over.is_set():
+            spin(0.01)
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+            spin(0.01)
+    finally:
+        over.set()
+        for child in children:
+            child.kill()
+            child.wait()
+
+    assert loop_guard.violations == []
+
+
+async def test_waiting_for_events_is_not_holding(guard: Path) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        left.setblocking(False)
+        asyncio.get_running_loop().call_later(0.2, right.send, b"x")
+
+        assert await asyncio.get_running_loop().sock_recv(left, 1) == b"x"
+    assert loop_guard.violations == []
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setenv("AGENT_SHIM_DEBUG", str(tmp_path / "reports"))
+    async with made(COMMAND) as one:
+        yield one
+
+
+async def test_no_callback_holds_the_loop_of_an_agent_through_a_deploy(world: World, tmp_path: Path) -> None:
+    """Boot, apply, start, a death, status by all roads, logs, stop: none takes 50 ms of the loop at a time."""
+    await world.start_agent()
+    await world.director.run(AGENT, "apply", world.spec(3, 2, 200_000))
+    await world.run("start")
+    await world.until_running()
+    os.kill(world.pids()["job0"], 9)
+    await world.director.value(AGENT, "get_state", "full")
+    await world.director.run(AGENT, "fetch_logs", "job", [])
+    await world.until_running()
+    await world.run("stop")
+    await world.stop_agent()
+
+    assert [report.read_text() for report in (tmp_path / "reports").iterdir()] == []

@@ -1,0 +1,181 @@
+"""What jobs try so that others' processes end with them, or theirs do not: each with cgroups, and by descent alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import ActionError
+from agent_shim.host import cgroups, proc, process
+from agent_shim.supervisor.identity import MARK
+from tests.support.programs import argv, eventually, foreign, is_alive, number_in
+from tests.support.programs.jobs import LASTING, World, info, program, until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree that any user may write to, emptied of processes afterwards."""
+    tmp_path.chmod(0o777)
+    world = World(tmp_path / "w")
+    world.base.chmod(0o777)
+    yield world
+    world.end()
+
+
+pytestmark = pytest.mark.usefixtures("cgroups_or_not")
+
+WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {victim} $pidfile; " + LASTING
+
+
+async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_believed(world: World) -> None:
+    """It lives on, the service is not called running, and its status says why."""
+    victim, go = world.base / "victim", world.base / "go"
+    outside = f"until [ -e {go} ]; do sleep 0.02; done; sleep 600 & echo $! >{victim}; wait"
+    parent = foreign("/bin/sh", "-c", outside, TEST_OF=str(world.base), PATH="/bin:/usr/bin")
+    job = world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)
+    async with world.supervising(job) as supervisor:
+        await eventually(world.lines)
+        go.touch()
+        pid = await eventually(lambda: number_in(victim))
+        found = await until(supervisor, "web", "down")
+        assert f"the pidfile names process {pid} (sleep): that was not started by this agent" in found.reason
+        await supervisor.stop(wait=True)
+
+        assert is_alive(pid)
+        assert is_alive(parent)
+
+
+async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_believed(world: World) -> None:
+    """Its sshd, a script, a worker."""
+    victim = world.base / "victim"
+    async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
+        await eventually(world.lines)
+        own = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
+        victim.write_text(f"{own.pid}\n")
+        found = await until(supervisor, "web", "down")
+        assert f"the pidfile names process {own.pid} (sleep): that is of the agent" in found.reason
+        await supervisor.stop(wait=True)
+
+        assert own.is_alive
+
+
+@pytest.mark.parametrize("carries", ["its mark", "the mark of the liar", "no mark"])
+async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(world: World, carries: str) -> None:
+    """Whatever that carries: a service's process is known by more."""
+    victim = world.base / "victim"
+    mark = {"its mark": f"{MARK}=$" + MARK, "the mark of the liar": f"{MARK}=liar@{world.base}", "no mark": "A=b"}
+    start = f"echo $$ >$pidfile; exec env -i {mark[carries]} PATH=/bin:/usr/bin sleep 600"
+    liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=1)
+    async with world.supervising(world.job("web", start), liar) as supervisor:
+        await eventually(world.lines)
+        pid = (await until(supervisor, "web", "running")).pid
+        await supervisor.restart_one("web")
+        await eventually(lambda: info(supervisor, "web").pid not in (0, pid))
+        pid = (await until(supervisor, "web", "running")).pid
+        victim.write_text(f"{pid}\n")
+        found = await until(supervisor, "liar", "down")
+        assert f"the pidfile names process {pid} (sleep): that is of web" in found.reason
+        await supervisor.stop_one("liar")
+        await until(supervisor, "liar", "stopped")
+
+        assert is_alive(pid)
+        await supervisor.stop(wait=True)
+
+
+@pytest.mark.parametrize("entry", ["", "another job's mark", "the mark of a job that is not there"])
+async def test_what_forked_twice_and_changed_its_environment_does_not_survive_the_stop(
+    world: World, entry: str
+) -> None:
+    """Nor does the mark of another job hide it."""
+    child = world.base / "child"
+    mark = {"another job's mark": f"{MARK}=other@{world.base}", "the mark of a job that is not there": f"{MARK}=x@/y"}
+    start = f"exec {program('escape.py', '$pidfile', child, mark.get(entry, ''))}"
+    async with world.supervising(world.job("web", start), world.job("other")) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "other", "running")
+        pid = await eventually(lambda: number_in(child))
+        await eventually(lambda: "sleep" in proc.name(pid))
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(pid)
+
+
+async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_or_not: cgroups.Tree | None) -> None:
+    """With cgroups it is ended; without, it may be another job's: the stop fails and names it."""
+    child = world.base / "child"
+    start = f"exec {program('escape.py', '$pidfile', child)}"
+    async with world.supervising(world.job("web", start), world.job("other")) as supervisor:
+        await until(supervisor, "web", "running")
+        await until(supervisor, "other", "running")
+        pid = await eventually(lambda: number_in(child))
+        await eventually(lambda: proc.name(pid) == "sleep")
+        await supervisor.stop_one("web")
+        found = await until(supervisor, "web", "stopped", "unmonitored")
+
+        if cgroups_or_not is None:
+            assert (found.state, found.reason) == ("unmonitored", f"cannot end {pid} (sleep)")
+        else:
+            assert (found.state, is_alive(pid)) == ("stopped", False)
+        await supervisor.stop(wait=True)
+        assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("how", ["", "setsid"])
+async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
+    world: World, how: str, cgroups_or_not: cgroups.Tree | None
+) -> None:
+    """With cgroups it is ended; without, a stop that cannot see it fails rather than lies."""
+    counter = world.base / "counter"
+    storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
+    start = f"{storm} & echo $$ >$pidfile; {LASTING}"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: count(counter) > 20)
+        said = ""
+        try:
+            await supervisor.stop(wait=True)
+        except ActionError as exc:
+            said = str(exc)
+        at = count(counter)
+        for _ in range(20):
+            await asyncio.to_thread(proc.table)
+
+        assert count(counter) == at or "errored" in said
+        assert not said or cgroups_or_not is None, said
+        Path(f"{counter}.over").touch()
+
+
+def count(path: Path) -> int:
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text.endswith("\n") else 0
+
+
+async def test_a_job_that_makes_its_environment_terabytes_long_starts_and_stops(world: World) -> None:
+    """It is read as far as its bound: nothing hangs, and what it left is ended."""
+    other = world.base / "other"
+    start = f"setsid {program('huge_environ.py', other)} & exec {program('huge_environ.py', '$pidfile')}"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        pid = await eventually(lambda: number_in(other))
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(found.pid)
+        assert not is_alive(pid)
+
+
+async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
+    """Its orphans come to it, and with its end to us."""
+    child = world.base / "child"
+    become = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
+    script = world.base / "subreaper.py"
+    arguments = argv("escape.py", world.pidfile("web"), child)
+    script.write_text(f"{become}\nimport os\nos.execv({arguments[0]!r}, {arguments!r})\n")
+    async with world.supervising(world.job("web", f"exec {argv('escape.py')[0]} {script}")) as supervisor:
+        await until(supervisor, "web", "running")
+        pid = await eventually(lambda: number_in(child))
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(pid)

@@ -1,0 +1,70 @@
+"""Processes that make themselves hard to read: nothing waits for them, nothing fills up with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import proc, process
+from tests.support.programs import argv, eventually, number_in
+
+
+async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path: Path) -> None:
+    """A process without privileges can say that its environment and arguments are as long as its address space."""
+    huge = process.spawn(argv("huge_environ.py", tmp_path / "pid"), env={"MARK": "web"})
+    await eventually(lambda: number_in(tmp_path / "pid"))
+
+    assert proc.variable(huge.pid, "MARK") is None
+    assert len(proc.command_line(huge.pid)) <= proc.MAX_COMMAND_LINE_BYTES
+    assert len(proc._read(huge.pid, "environ", proc.MAX_ENVIRON_BYTES)) == proc.MAX_ENVIRON_BYTES
+    assert "MARK" not in proc.census("MARK").marked
+    await huge.terminate(1)
+
+
+def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are read; when the read ends the process can be read again."""
+    monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
+    let_go = threading.Event()
+    looked_at = []
+
+    def work(pid: int) -> int:
+        looked_at.append(pid)
+        return let_go.wait(60) if pid == 2 else pid
+
+    assert proc._of_each([1, 2, 3], work) == {1: 1, 3: 3}
+    assert proc._of_each([1, 2, 3], work) == {1: 1, 3: 3}
+    assert looked_at == [1, 2, 3, 1, 3]
+    let_go.set()
+    deadline = time.monotonic() + 10
+    while 2 not in proc._of_each([2], lambda pid: pid):
+        assert time.monotonic() < deadline
+
+
+def test_readers_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with a thousand such processes costs some threads, and what is not read is not known."""
+    monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
+    let_go = threading.Event()
+    before = threading.active_count()
+    try:
+        assert proc._of_each(range(1000), lambda _: let_go.wait(60)) == {}
+        assert proc._of_each([5000], lambda pid: pid) == {}
+        assert threading.active_count() - before <= proc.MAX_HUNG_READS
+    finally:
+        let_go.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+
+
+def test_files_in_use_are_told(tmp_path: Path) -> None:
+    """Of the paths that are asked for, on the devices that are."""
+    opened = tmp_path / "opened"
+    with opened.open("w"):
+        found = proc.uses([os.getpid()], lambda path: path == str(opened), {tmp_path.stat().st_dev})
+        elsewhere = proc.uses([os.getpid()], lambda path: path == str(opened), set())
+
+    assert found == {os.getpid(): [proc.Use("fd", str(opened))]}
+    assert elsewhere == {os.getpid(): []}

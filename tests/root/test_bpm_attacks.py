@@ -1,0 +1,219 @@
+"""A process of bpm.yml against its jail: links planted for root to follow, mounts, rules, signals, the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.root.conftest import Inside
+from tests.root.test_bpm import run
+
+pytestmark = pytest.mark.root
+
+EXCHANGING = """
+config = paths.jobs / "web/config/bpm.yml"
+config.write_text('''
+processes:
+- name: web
+  executable: /bin/sh
+  args: [-c, "cat $TMPDIR/secret /tmp/secret 2>/dev/null; test -e /etc/passwd || echo covered; echo done"]
+  ephemeral_disk: true
+''')
+import textwrap
+from agent_shim.supervisor.plan import BpmCall
+call = BpmCall("start", "web", "web")
+await supervisor.bpm.run(call, [], {})
+home = paths.data / "web"
+exchange = f'''
+import ctypes, os
+os.symlink("TARGET", "{home}/link")
+rename = ctypes.CDLL(None).renameat2
+while True:
+    rename(-100, b"{home}/link", -100, b"{home}/tmp", 2)
+'''
+attacker = process.spawn([sys.executable, "-c", textwrap.dedent(exchange)], env={}, user="vcap")
+try:
+    await eventually(lambda: (home / "link").is_dir())
+    refused = set()
+    for _ in range(60):
+        try:
+            await supervisor.bpm.run(call, [], {})
+        except HostError as exc:
+            refused.add(str(exc))
+finally:
+    attacker.send(signal.SIGKILL)
+    await attacker.wait()
+return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refused)]
+"""
+
+
+@pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_directory_exchanged_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
+    """While root looks at it, opens it or mounts on it: what is shown is a directory of the job, or nothing runs."""
+    said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
+
+    assert said == ["done"]
+    told = "on the way there is a link, 'tmp', of user 1000"
+    assert all(told in line for line in errors.splitlines() if line)
+    assert all("tmp" in each for each in refused), refused
+
+
+PLANTED = """
+(paths.jobs / "web/config/bpm.yml").write_text(f'''
+processes:
+- name: web
+  executable: /bin/sh
+  args: [-c, "cat VOLUME/secret; exec sleep 600"]
+  additional_volumes: [{{path: VOLUME, MORE}}]
+''')
+volume = Path("VOLUME")
+volume.unlink(missing_ok=True)
+volume.symlink_to(paths.jobs / "other/config")
+os.lchown(volume, OWNER, OWNER)
+before = Path("/proc/self/mountinfo").read_text()
+await supervisor.configure(monit("web"))
+await supervisor.start()
+await eventually(lambda: log("web") or info("web").reason)
+return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").read_text()]
+"""
+
+
+def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
+    """A job with a volume that is a link to the files of another."""
+    return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
+
+
+@pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
+    """With the link, its user and the volume named; nothing is mounted on the machine for it either."""
+    volume = "/var/vcap/data/shown/volume"
+    said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
+
+    assert said == ""
+    assert f"{volume}: on the way there is a link, 'volume', of user 1000" in reason
+    assert is_unchanged
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_link_of_root_that_a_job_may_have_moved_is_refused(inside: Inside, level: int) -> None:
+    """It lies in a directory of the job."""
+    said, reason, _ = run(inside, level, planted("/var/vcap/data/shown/volume", 0))
+
+    assert said == ""
+    assert "on the way there is a link, 'volume', in a directory that others may write" in reason
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -> None:
+    """Operators and pre-start scripts make them."""
+    said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
+
+    assert (said, reason) == ("secret", "")
+
+
+SHELL = """
+import fcntl, pty, struct, termios, msgspec
+from agent_shim import control
+from agent_shim.bundles import put_bpm_in_front
+from agent_shim.supervisor import bpm_answers
+put_bpm_in_front(paths)
+paths.shim_run.mkdir(exist_ok=True)
+
+async def answer(request, _):
+    return msgspec.json.encode(await bpm_answers.answer(supervisor.bpm, request))
+
+(paths.jobs / "web/config/bpm.yml").write_text(f'''
+processes:
+- name: web
+  executable: /bin/sleep
+  args: [1000]
+  ephemeral_disk: true
+  env: {{PS1: "% "}}
+  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}
+''')
+await supervisor.configure(monit("web"))
+await supervisor.start()
+await eventually(lambda: info("web").pid)
+push = "import fcntl, termios\\nfor each in b'echo pushed\\\\n': fcntl.ioctl(0, termios.TIOCSTI, bytes([each]))"
+(paths.data / "web/push").write_text(push.replace("\\\\n", chr(92) + "n"))
+(paths.data / "web/.bashrc").write_text(PLANTED_RC.format(python=os.path.realpath(sys.executable)))
+for name in (".bashrc", "push"):
+    shutil.chown(paths.data / "web" / name, "vcap")
+typed, seen = TYPED, b""
+async with control.listening(paths.control_socket, answer):
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execv("/bin/bash", ["bash", "--norc", "--noprofile", "-c", OPERATOR])
+    os.set_blocking(master, False)
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("4H", 33, 99, 0, 0))
+    before = termios.tcgetattr(master)
+    give_up_at = asyncio.get_running_loop().time() + 20
+    while b"END" not in seen and asyncio.get_running_loop().time() < give_up_at:
+        try:
+            seen += os.read(master, 65536)
+        except BlockingIOError:
+            await asyncio.sleep(0.01)
+        except OSError:
+            break
+        if typed and typed[0][0] in seen:
+            keys = typed.pop(0)[1]
+            if keys == "resize":
+                fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("4H", 44, 111, 0, 0))
+                keys = b""
+            os.write(master, keys)
+    same = termios.tcgetattr(master)[:4] == before[:4]
+    process.send(proc.stat(pid).identity, signal.SIGKILL) if proc.stat(pid) else None
+    os.close(master)
+return [seen.decode(), same]
+"""
+PUSHING = """{python} /var/vcap/data/web/push && echo has pushed
+exit
+"""
+WORKING = """PS1='% '
+bind 'set enable-bracketed-paste off'
+"""
+
+
+def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
+    """What an operator sees who calls ``bpm shell`` and types, and whether the terminal is as it was."""
+    body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
+    found = run(inside, level, body)
+    assert isinstance(found, list), found
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_shell_cannot_type_for_the_operator(inside: Inside, level: int) -> None:
+    """A planted .bashrc pushes a command (TIOCSTI): it comes to its own shell, not to that of the operator."""
+    operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo BA''CK; read line; echo got:$line; echo EN''D"
+    seen, same = in_shell(inside, level, PUSHING, operator, [(b"BACK", b"operator\n")])
+
+    assert "has pushed" in seen, "the attack was not tried"
+    assert "got:operator" in seen
+    assert same
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_shell_is_one_for_people(inside: Inside, level: int) -> None:
+    """It has a terminal with a name, job control, the size of the window and its changes; interrupts stay in it."""
+    operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
+    typed: list[tuple[bytes, Any]] = [
+        (b"% ", b"tty; stty size; echo fir''st\n"),
+        (b"first", b"trap 'stty size; echo chan''ged' WINCH; echo trap''ped\n"),
+        (b"trapped", "resize"),
+        (b"changed", b"sh -c 'echo run''ning; exec sleep 1000'\n"),
+        (b"running", b"\x03"),
+        (b"^C", b"echo interrup''ted $?\n"),
+        (b"interrupted 130", b"exit 7\n"),
+    ]
+    seen, same = in_shell(inside, level, WORKING, operator, typed)
+
+    assert "/dev/pts/" in seen
+    assert "33 99\r\nfirst" in seen
+    assert "44 111\r\nchanged" in seen
+    assert "code 7\r\nEND" in seen
+    assert "no job control" not in seen
+    assert same

@@ -1,0 +1,169 @@
+"""The program of attachment pods, with real mounts: a node, a VM that sees its directory, a helper that is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.root
+
+LIMIT_S = 30
+PROGRAM = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from kubernetes_cpi import attachment_program as program
+vm = int(sys.argv[2])
+program.processes = lambda uid: iter([vm] if os.path.exists(f"/proc/{vm}/ns") else [])
+program.MOUNTED = sys.argv[3] + "/mounted"
+program.main(sys.argv[4:])
+"""
+NODE = """
+set -e
+mount --bind "$0" "$0" && mount --make-shared "$0"
+mkdir -p "$0/disk" "$0/bosh/vm" && mount -t tmpfs disk "$0/disk" && echo kept >"$0/disk/file"
+echo ready && read -r _
+"""
+VM = 'mount --make-rslave / && mount --rbind "$0/bosh/vm" "$0/seen" && echo ready && exec sh -i 2>/dev/null'
+
+
+class World:
+    """A node in a mount namespace of its own, and a VM in another that gets what is mounted below `bosh/vm`."""
+
+    def __init__(self, place: Path, *, userns: bool = False) -> None:
+        self.place = place
+        (place / "seen").mkdir()
+        self.node = self._start(["unshare", "-m", "--propagation", "private", "sh", "-c", NODE, str(place)])
+        self.vm = self._start(self.on_node("unshare", "-m", "--propagation", "unchanged", "sh", "-c", VM, str(place)))
+        self.owner = subprocess.Popen(["unshare", "--user", "sleep", "999"]) if userns else self.vm
+        if userns:
+            own = Path("/proc/self/ns/user").readlink()
+            while Path(f"/proc/{self.owner.pid}/ns/user").readlink() == own:
+                time.sleep(0.01)
+            for kind in ("uid_map", "gid_map"):
+                Path(f"/proc/{self.owner.pid}/{kind}").write_text("0 100000 65536")
+        self.helpers: list[subprocess.Popen[str]] = []
+
+    def on_node(self, *command: str) -> list[str]:
+        """The command as one in the node's mount namespace."""
+        return ["nsenter", f"--mount=/proc/{self.node.pid}/ns/mnt", *command]
+
+    def attach(self) -> subprocess.Popen[str]:
+        """A helper that has mounted the disk."""
+        target = str(self.place / "bosh/vm/disk-1")
+        helper = [sys.executable, "-c", PROGRAM, str(ROOT), str(self.owner.pid), str(self.place)]
+        command = self.on_node(*helper, "attach", str(self.place / "disk"), target, "uid")
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.helpers.append(started)
+        assert started.stdout is not None
+        assert started.stdout.readline() == "mounted\n"
+        return started
+
+    def in_vm(self, command: str) -> str:
+        """Output of a command that the VM's shell runs."""
+        assert self.vm.stdin is not None
+        assert self.vm.stdout is not None
+        self.vm.stdin.write(f"{command}; echo; echo end\n")
+        self.vm.stdin.flush()
+        return "".join(iter(self.vm.stdout.readline, "end\n")).strip()
+
+    def mounts(self) -> int:
+        """How often something is mounted on the disk's place in the VM."""
+        text = Path(f"/proc/{self.vm.pid}/mountinfo").read_text()
+        return sum(1 for line in text.splitlines() if line.split()[4] == str(self.place / "seen/disk-1"))
+
+    def close(self) -> None:
+        for process in (*self.helpers, self.owner, self.vm, self.node):
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream:
+                    stream.close()
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert made.stdout is not None
+        assert made.stdout.readline() == "ready\n"
+        return made
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+def test_disk_arrives_and_goes(world: World) -> None:
+    helper = world.attach()
+    seen = f"{world.place}/seen/disk-1"
+
+    assert world.in_vm(f"cat {seen}/file") == "kept"
+    world.in_vm(f"echo new >{seen}/new")
+    helper.send_signal(signal.SIGTERM)
+    out, _ = helper.communicate(timeout=LIMIT_S)
+    assert (out, helper.returncode) == ("unmounted\n", 0)
+    assert world.mounts() == 0
+    assert world.in_vm(f"ls {world.place}/seen") == "", "a bare directory would take the data of the next disk"
+    world.attach()
+    assert world.in_vm(f"cat {seen}/new") == "new"
+
+
+def test_helper_that_was_killed_does_not_stack_mounts(world: World) -> None:
+    first = world.attach()
+    first.kill()
+    first.wait()
+    assert world.mounts() == 1
+
+    world.attach()
+
+    assert world.mounts() == 1
+
+
+def test_disk_in_use_is_not_unmounted(world: World) -> None:
+    helper = world.attach()
+    world.in_vm(f"exec 9>>{world.place}/seen/disk-1/file")
+
+    helper.send_signal(signal.SIGTERM)
+    assert helper.stdout is not None
+    assert helper.stdout.readline() == "cannot unmount the disk yet: the VM uses it\n"
+    helper.send_signal(signal.SIGTERM)
+    assert world.mounts() == 1
+    world.in_vm("echo last >&9; exec 9>&-")
+    out, _ = helper.communicate(timeout=LIMIT_S)
+
+    assert (out, helper.returncode) == ("unmounted\n", 0)
+    assert (world.mounts(), world.in_vm("true")) == (0, "")
+
+
+def test_directory_of_a_vm_that_is_gone_goes(world: World) -> None:
+    helper = world.attach()
+    world.vm.kill()
+    world.vm.wait()
+
+    helper.send_signal(signal.SIGTERM)
+    helper.communicate(timeout=LIMIT_S)
+
+    left = subprocess.run(world.on_node("ls", f"{world.place}/bosh"), capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
+    """Without an idmapped mount every file would be 65534's there, and writing refused."""
+    world = World(tmp_path, userns=True)
+    try:
+        helper = world.attach()
+
+        assert world.in_vm(f"stat -c %u {world.place}/seen/disk-1/file") == "100000"
+        helper.send_signal(signal.SIGTERM)
+        out, _ = helper.communicate(timeout=LIMIT_S)
+        assert (out, helper.returncode) == ("unmounted\n", 0)
+    finally:
+        world.close()

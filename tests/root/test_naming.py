@@ -1,0 +1,50 @@
+"""The host name, in a UTS namespace of its own and without one."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.machine import CODE, Machine, machine
+
+pytestmark = pytest.mark.root
+
+RUNTIME = "runtime-1"
+MOUNTED = "mount --bind /etc/hostname /etc/hostname"
+LONG = "x" * 65
+
+
+def say(made: Machine, before: str, expression: str) -> list[str]:
+    """What Python prints in a UTS namespace of its own: the value of ``expression``, and the host name."""
+    code = f"import socket; from agent_shim.host import naming; print({expression}); print(socket.gethostname())"
+    inside = f"hostname {RUNTIME}; {before}; cd {CODE}; exec {sys.executable} -c {shlex.quote(code)}"
+    return made.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "why"),
+    [
+        (":", "agent-1", ""),
+        (MOUNTED, "agent-1", "the host name belongs to the container runtime"),
+        (":", "two words", "two words is no host name"),
+        (":", LONG, f"{LONG} is no host name"),
+    ],
+)
+def test_the_container_is_named_where_nothing_else_names_it(tmp_path: Path, before: str, name: str, why: str) -> None:
+    with machine(tmp_path) as made:
+        said = say(made, before, f"naming.set_host_name({name!r})")
+
+        named = RUNTIME if why else name
+        assert said == [why, named]
+        assert (made.root / "etc/hostname").read_text() == f"{named}\n"
+
+
+def test_the_name_of_the_machine_is_left_alone(tmp_path: Path) -> None:
+    """Without a namespace of its own the name is that of every other program on the machine."""
+    with machine(tmp_path) as made:
+        told = made.run(f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import naming; print(naming.owner())'")
+
+    assert told == "the host name is that of the machine\n"

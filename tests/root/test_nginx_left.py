@@ -1,0 +1,82 @@
+"""A master that is killed leaves its workers with the port: the next one gets it all the same. With Debian's nginx."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import proc, process
+from tests.support.programs import eventually, is_alive
+from tests.support.programs.jobs import World, until
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("cgroups_or_not")]
+
+CONFIG = """
+user nobody nogroup;
+worker_processes 2;
+pid {pidfile};
+error_log {base}/nginx.log;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {base}/body; proxy_temp_path {base}/proxy; fastcgi_temp_path {base}/fastcgi;
+    uwsgi_temp_path {base}/uwsgi; scgi_temp_path {base}/scgi;
+    server {{ listen 127.0.0.1:{port}; location / {{ return 200 "here"; }} }}
+}}
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    yield world
+    world.end()
+
+
+async def test_workers_of_a_killed_master_do_not_keep_its_port(world: World) -> None:
+    """It is answered again by the first restart."""
+    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    assert nginx, "Debian's package nginx is needed"
+    port = free_port()
+    config = world.base / "nginx.conf"
+    config.write_text(CONFIG.format(pidfile=world.pidfile("web"), base=world.base, port=port))
+    job = world.job("web", f"echo start >>$log; exec {nginx} -c {config}")
+    async with world.supervising(job) as supervisor:
+        master = (await until(supervisor, "web", "running")).pid
+        workers = await eventually(lambda: children(master))
+        found = proc.stat(master)
+        assert found is not None
+        process.send(found.identity, signal.SIGKILL)
+        await eventually(lambda: supervisor.services()[0].pid not in (0, master))
+        await until(supervisor, "web", "running")
+
+        assert world.lines() == ["start", "start"]
+        assert not any(map(is_alive, workers))
+        assert await asyncio.to_thread(fetch, port) == b"here"
+        await supervisor.stop(wait=True)
+
+
+def fetch(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def children(pid: int) -> list[int]:
+    return proc.children(proc.table()).get(pid, [])

@@ -1,0 +1,343 @@
+"""What a job can influence is opened through ``host.guarded`` alone; every other opening has a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.structure.source import Module, modules
+
+CALLS = frozenset(
+    {"open", "os.open", "os.stat", "os.lstat", "os.scandir", "os.listdir", "os.walk", "os.readlink", "os.access"}
+    | {"os.truncate", "os.path.exists", "os.path.isfile", "os.path.isdir", "os.path.getsize", "os.path.getmtime"}
+    | {"glob.glob", "glob.iglob", "io.open", "shutil.copyfile", "shutil.copy", "shutil.move", "tempfile.mkstemp"}
+)
+"""Functions that follow a path."""
+
+METHODS = frozenset(
+    {"read_text", "read_bytes", "open", "iterdir", "glob", "rglob", "walk", "stat", "lstat", "exists", "is_file"}
+    | {"is_dir", "is_symlink", "is_fifo", "readlink", "write_text", "write_bytes", "touch", "samefile"}
+)
+"""Methods of ``Path`` that do."""
+
+MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
+"""Names whose attributes are no methods of a path: modules (see CALLS for them), directory entries."""
+
+OUTSIDE = frozenset({"check", "demo"})
+"""Commands that read what the user who calls them has named, with that user's rights; and the demonstration."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Why functions of a module may open by themselves."""
+
+    why: str
+    functions: frozenset[str] = field(default_factory=frozenset)
+
+
+# Why something else opens:
+OWN = "of root alone: below bosh, monit, instance or the mirror, where no job writes"
+BUNDLES = "installed by root below directories of root; jobs may read there"
+KERNEL = "the kernel's own files, or those of the image"
+SCRATCH = "below data/tmp or the agent's run directory, where only root writes, under names of ours"
+NAMED = "named by whoever calls the command, or by the configuration"
+PROBE = "whether something is there; nothing of it is read or written"
+
+RAW: Mapping[str, Raw] = {
+    "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
+    "blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put"})),
+    "blobstore.providers": Raw(
+        NAMED, frozenset({"Dav.put", "External._write_config", "External.get", "Local._copy", "_open"})
+    ),
+    "blobstore.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
+    "boot": Raw(OWN, frozenset({"_put_in_memory", "_text", "make_tree"})),
+    "bosh_env": Raw(OWN, frozenset({"_move_to_memory", "remove_listed"})),
+    "bpm_cli": Raw(
+        "methods of the log that goes through the door, and the place of our own socket",
+        frozenset({"_logs", "_may_ask", "_run"}),
+    ),
+    "bundles": Raw(
+        BUNDLES,
+        frozenset(
+            {
+                "Bundles._activate",
+                "Bundles._all",
+                "Bundles._create",
+                "Bundles._link_packages",
+                "Bundles._remove_strays",
+                "Bundles._uninstall",
+                "Bundles._versions",
+                "Bundles.delete_source",
+                "Bundles.fetch_small",
+                "Bundles.missing",
+                "_link",
+                "put_bpm_in_front",
+            }
+        ),
+    ),
+    "bus.https": Raw(SCRATCH, frozenset({"_open"})),
+    "bus.nats": Raw("a method of the link to the bus", frozenset({"NatsBus._open"})),
+    "bus.tls": Raw(OWN, frozenset({"load_pair"})),
+    "certificates": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
+    "comeback": Raw(OWN, frozenset({"Comeback._take_over"})),
+    "commands": Raw("whether a job has a directory of logs, and /dev/null", frozenset({"_logs", "main"})),
+    "compile_cli": Raw(KERNEL, frozenset({"stemcell_slug"})),
+    "compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_told"})),
+    "daemon": Raw(OWN, frozenset({"_read_config", "_was_given_up", "main"})),
+    "disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
+    "disks.hints": Raw(OWN, frozenset({"load"})),
+    "disks.places": Raw(
+        "places that root mounts and links; disks.identity reads volumes through the door",
+        frozenset(
+            {
+                "Places._find",
+                "Places._mounted_on",
+                "Places._refuse_strangers",
+                "Places._remember",
+                "Places.link",
+                "Places.linked",
+                "Places.look",
+                "Places.prepare",
+                "Places.swap",
+            }
+        ),
+    ),
+    "disks.service": Raw(PROBE, frozenset({"Disks._is_there", "_missing"})),
+    "dns": Raw(KERNEL, frozenset({"Dns._name_self", "Dns._stored", "lines_naming", "stored_version"})),
+    "doctor": Raw(
+        OWN,
+        frozenset(
+            {"_applied", "_clock", "_config", "_directories", "_kernel", "_network", "_settings", "_space", "_sysctl"}
+        ),
+    ),
+    "fencing": Raw(OWN, frozenset({"only_one.__enter__"})),
+    "handback": Raw(OWN, frozenset({"_disks"})),
+    "host.archive": Raw(
+        "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
+    ),
+    "host.cages": Raw(
+        KERNEL,
+        frozenset(
+            {
+                "Cage.is_empty",
+                "Cage.kill",
+                "Cage.make",
+                "Cage.members",
+                "_below",
+                "_forbid_swap",
+                "_hand_down",
+                "_held_still",
+                "members",
+                "offered",
+            }
+        ),
+    ),
+    "host.capabilities": Raw(KERNEL, frozenset({"is_user_namespace", "namespaces", "privileges"})),
+    "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
+    "host.copytree": Raw(
+        "within directories that the door has opened: names in them, by descriptor, no link followed",
+        frozenset({"_copy_entry", "_copy_file", "_names", "_opened", "_same_entry", "_status", "is_empty"}),
+    ),
+    "host.files": Raw(
+        "writes and makes what is ours; directories step by step, links as guarded.refuse_link says",
+        frozenset(
+            {
+                "_enter",
+                "_let_owner_write",
+                "_link_to_follow",
+                "_make_way",
+                "_write_in_place",
+                "behind",
+                "remove_leftovers",
+                "remove_tree",
+                "replacing",
+                "swap_link",
+                "sweep",
+                "sync_directory",
+                "sync_filesystem",
+                "version",
+            }
+        ),
+    ),
+    "host.helper": Raw(SCRATCH, frozenset({"_count", "become_worker"})),
+    "host.jail": Raw(
+        "in the process that becomes the job: what it may open is opened once, and mounted by descriptor",
+        frozenset(
+            {
+                "_be_killable",
+                "_enter",
+                "_join",
+                "_make_point",
+                "_make_shared",
+                "_mask",
+                "_open",
+                "_release",
+                "_run_below_init",
+                "_trusted",
+            }
+        ),
+    ),
+    "host.jailer": Raw(KERNEL, frozenset({"_program"})),
+    "host.loop_guard": Raw(NAMED, frozenset({"_report", "_waited_for_processor"})),
+    "host.machine": Raw(KERNEL, frozenset({"cpu_times", "load", "memory"})),
+    "host.mounts": Raw(KERNEL, frozenset({"mounts"})),
+    "host.naming": Raw(KERNEL, frozenset({"owner"})),
+    "host.network": Raw(KERNEL, frozenset({"_read", "is_of_machine"})),
+    "host.packing": Raw(
+        "roots that the agent names; below them the door, and what it holds",
+        frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_Root.open_entry", "_listed", "pack"}),
+    ),
+    "host.proc": Raw(
+        KERNEL, frozenset({"_read", "boot_id", "incarnation", "last_number", "open_files", "table", "uses.of_one"})
+    ),
+    "host.process": Raw(
+        "the files of cgroups, and whether a program that could not be run is there",
+        frozenset({"_Becoming.__init__", "_cannot_run"}),
+    ),
+    "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
+    "host.rotating": Raw(
+        "within a directory that the door has opened, by descriptor, O_EXCL or no link followed",
+        frozenset({"_is_there", "_move"}),
+    ),
+    "host.trials": Raw(SCRATCH, frozenset({"give_away", "rewrite", "user_namespace", "write"})),
+    "host.volumes": Raw(
+        "places that root mounts and links, and what the kernel says of who uses them",
+        frozenset({"_loop_devices", "holders", "is_directory", "set_options", "show", "shows", "take_away"}),
+    ),
+    "host.watchdog": Raw(
+        OWN, frozenset({"Watchdog._map_page", "Watchdog._report_dump", "Watchdog.remember", "read_marks"})
+    ),
+    "joblogs": Raw("our own standard output", frozenset({"stream"})),
+    "log": Raw(OWN, frozenset({"_File.emit", "_is_svlogds"})),
+    "logs": Raw(SCRATCH, frozenset({"_tidy"})),
+    "mirror": Raw(OWN, frozenset({"Mirror._move", "Mirror._restore", "_agent_id", "_empty", "_make_equal", "_read"})),
+    "monit_cli": Raw(NAMED, frozenset({"_check", "main"})),
+    "monit_http": Raw(OWN, frozenset({"Api._is_known"})),
+    "observed": Raw(KERNEL, frozenset({"_stemcell"})),
+    "release_tarball": Raw(
+        "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
+    ),
+    "resolver": Raw(KERNEL, frozenset({"_text", "settle"})),
+    "running": Raw(NAMED, frozenset({"write_termination_log"})),
+    "scripts": Raw(SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})),
+    "settings_store": Raw(
+        OWN, frozenset({"SettingsStore._read_source", "SettingsStore._read_update", "_read_mbus", "_same"})
+    ),
+    "spec_store": Raw(OWN, frozenset({"SpecStore.load"})),
+    "sshd": Raw(OWN, frozenset({"Sshd._log_size", "Sshd._start", "Sshd.host_key"})),
+    "standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version", "instance"})),
+    "supervisor.bpm_run": Raw(
+        "bpm.yml is in a bundle; volumes are looked for, and opened by the jail",
+        frozenset(
+            {
+                "Bpm._note",
+                "_make_kept",
+                "Bpm._file",
+                "Bpm._make_directories",
+                "Bpm._memory_limit",
+                "Bpm._places",
+                "Bpm.is_in_use",
+                "Bpm.kill_hogs",
+                "Bpm.rows",
+                "_matching",
+            }
+        ),
+    ),
+    "supervisor.inspection": Raw("a descriptor that the door has given", frozenset({"_digest", "_new_lines"})),
+    "supervisor.presence": Raw(PROBE, frozenset({"_exists"})),
+    "supervisor.programs": Raw(SCRATCH, frozenset({"Programs.trim"})),
+    "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "read_saved"})),
+    "tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
+    "users": Raw(KERNEL, frozenset({"Users._with_password", "Users.ephemeral"})),
+    "vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
+    "worker": Raw(SCRATCH, frozenset({"_finish", "_mirror.report", "_newest", "_rotate"})),
+}
+"""Functions that open what no job can influence, or what the door has opened for them."""
+
+
+def openings(module: Module) -> Iterator[tuple[str, int, str]]:
+    """Function (with its class, "" for the module), line and name of everything that follows a path."""
+    aliases = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "os.path", "glob", "shutil", "io", "tempfile")
+        for alias in node.names
+    }
+
+    def visit(node: ast.AST, where: tuple[str, ...]) -> Iterator[tuple[str, int, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = where
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = (*where, child.name)
+            elif (isinstance(child, ast.Name) and (name := aliases.get(child.id, child.id)) in CALLS) or (
+                isinstance(child, ast.Attribute) and (name := _opening(child))
+            ):
+                yield ".".join(where), child.lineno, name
+            yield from visit(child, inner)
+
+    yield from visit(module.tree, ())
+
+
+def _opening(node: ast.Attribute) -> str:
+    full = ast.unparse(node)
+    if full in CALLS:
+        return full
+    is_module = isinstance(node.value, ast.Name) and node.value.id in MODULES
+    return f".{node.attr}" if node.attr in METHODS and not is_module else ""
+
+
+def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
+    """Openings without a reason."""
+    if module.top in OUTSIDE or module.name == "host.guarded":
+        return
+    allowed = raw[module.name].functions if module.name in raw else frozenset()
+    for function, line, name in openings(module):
+        if function not in allowed:
+            where = function or "the module"
+            yield f"{module.name}:{line} uses {name} in {where}: use host.guarded, or say why not in RAW"
+
+
+def test_nothing_is_opened_beside_the_door() -> None:
+    """Or it has its reason."""
+    assert [wrong for module in modules().values() for wrong in violations(module, RAW)] == []
+
+
+def test_reasons_are_for_what_is_there() -> None:
+    """A reason goes with the last opening of its function."""
+    there = {name: {function for function, _, _ in openings(module)} for name, module in modules().items()}
+
+    assert [
+        f"{name}.{function}" for name, raw in RAW.items() for function in raw.functions - there.get(name, set())
+    ] == []
+    assert all(raw.why for raw in RAW.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("def f(path):\n    return open(path)", "bundles:2 uses open in f"),
+        ("import os\ndef f(path):\n    return os.open(path, os.O_RDONLY)", "uses os.open in f"),
+        ("from os import scandir as look\ndef f(path):\n    return look(path)", "uses os.scandir in f"),
+        ("def f(path):\n    return path.read_bytes()", "uses .read_bytes in f"),
+        ("class A:\n    def f(self):\n        return self.path.stat().st_size", "uses .stat in A.f"),
+        ("from pathlib import Path\nFOUND = list(Path('/x').iterdir())", "uses .iterdir in the module"),
+        ("def f(path):\n    return lambda: path.exists()", "uses .exists in f"),
+        ("def f(path, run):\n    return run(path.read_text)", "uses .read_text in f"),
+    ],
+)
+def test_an_opening_is_found(text: str, complaint: str) -> None:
+    """However it is spelled."""
+    found = list(violations(Module("bundles", text), {}))
+
+    assert len(found) == 1
+    assert complaint in found[0]
+    assert list(violations(Module("bundles", text), {"bundles": Raw("", frozenset({"g"}))})) == found
+
+
+def test_an_opening_with_a_reason_passes() -> None:
+    text = "def f(path):\n    return open(path)"
+
+    assert list(violations(Module("bundles", text), {"bundles": Raw("why", frozenset({"f"}))})) == []

@@ -1,0 +1,27 @@
+"""Passwords are compared in a time that says nothing of them."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.structure.source import PACKAGE, ROOT
+
+DOORS = ("bus/https.py", "monit_http.py")
+"""Where a caller shows one."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_compares_what_is_shown_by_compare_digest_alone(door: str) -> None:
+    checks = [
+        node
+        for node in ast.walk(ast.parse((ROOT / PACKAGE / door).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "_is_known"
+    ]
+    assert len(checks) == 1
+
+    calls = [ast.unparse(node.func) for node in ast.walk(checks[0]) if isinstance(node, ast.Call)]
+    assert "hmac.compare_digest" in calls
+    compared = [ast.unparse(node) for node in ast.walk(checks[0]) if isinstance(node, ast.Compare)]
+    assert [text for text in compared if any(word in text for word in ("expected", "shown", "decode", "known ="))] == []

@@ -1,0 +1,38 @@
+"""Each row of the scorecard has a saboteur, and the text that it changes is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
+from chaos.cases import CASES
+from chaos.sabotage import INVARIANTS, Saboteur, is_caught
+from chaos.saboteurs import SABOTEURS
+from chaos.scorecard import Row
+from tests.structure.source import ROOT
+
+
+def test_every_case_and_invariant_has_one() -> None:
+    assert sorted(one.row for one in SABOTEURS) == sorted({*CASES, *INVARIANTS})
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda one: one.row)
+def test_its_change_can_be_made(saboteur: Saboteur) -> None:
+    """Its text is there once, what comes out is Python, and what it shows is a pattern."""
+    changed = saboteur.applied((ROOT / saboteur.path).read_text())
+
+    assert changed != (ROOT / saboteur.path).read_text()
+    ast.parse(changed)
+    re.compile(saboteur.shows)
+    assert saboteur.played in CASES
+
+
+def test_a_row_that_fails_for_another_reason_catches_nothing() -> None:
+    saboteur = Saboteur("N-02", "is deaf", "x", "a", "b", "dead link")
+
+    assert is_caught(saboteur, Row("N-02", "", "not held", "dead link noticed: not within 16 s"))
+    assert not is_caught(saboteur, Row("N-02", "", "not held", "I4: 3 threads after 1"))
+    assert not is_caught(saboteur, Row("N-02", "", "held", "dead link noticed"))

@@ -1,0 +1,49 @@
+"""Only one module reads what ``/proc`` tells of other processes: with bounds, which a reader elsewhere would lack."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.structure.source import Module, modules
+
+OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
+"""A text that leads to a process by its number: ``/proc``, ``/proc/1/stat``, ``/proc/{pid}/environ``."""
+
+PLACES: Mapping[str, str] = {
+    "host.proc": "it is the one",
+    "host.capabilities": "reads its own status and namespaces below the root that tests give it",
+    "host.jail": "mounts it",
+    "host.machine": "reads what is of the machine below the root that tests give it",
+    "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",
+    "supervisor.bpm_run": "names it as a place of a jail",
+}
+"""Modules that may hold such a text, and why."""
+
+
+def texts(module: Module) -> Iterator[tuple[str, int]]:
+    """The strings of a module that are no docstrings, with ``{`` where something is put in."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "{" for part in node.values)
+            yield "".join(map(str, parts)), node.lineno
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+            yield node.value, node.lineno
+
+
+@pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
+def test_nothing_else_reads_of_other_processes(module: Module) -> None:
+    """Their environment can be terabytes long, and their memory lock can be held for ever."""
+    if module.name not in PLACES:
+        assert [(text, line) for text, line in texts(module) if OF_A_PROCESS.search(text)] == []
+
+
+def test_such_texts_are_found() -> None:
+    """And what is not of another process is none."""
+    for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
+        assert OF_A_PROCESS.search(text)
+    for text in ("/proc/self/fd/{", "/proc/net/route", "/proc/sys/fs", "/process", "/proc/stat"):
+        assert not OF_A_PROCESS.search(text)

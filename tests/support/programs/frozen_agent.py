@@ -1,0 +1,44 @@
+"""An agent that is naive about pidfiles: ``frozen_agent.py MODE run …``. A pipe in place of one holds its event loop.
+
+The watchdog is in a hurry. MODE says how the loop is held: by the kernel, by Python, or by C that keeps the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+from agent_shim import cli
+from agent_shim.host import watchdog
+from agent_shim.supervisor import identity
+
+MODE = sys.argv.pop(1)
+END_AFTER_S = {"slow": 60.0, "patient": 3.0}.get(MODE, 1.4)
+watchdog.STEP_S = 0.2  # type: ignore[misc]
+watchdog.TELL_AFTER_S = 2.6 if MODE == "patient" else 0.8  # type: ignore[misc]
+watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
+careful = identity.read
+
+
+def naive(path: Path) -> identity.Pidfile | None:
+    if path.is_fifo():
+        match MODE:
+            case "blocked":
+                path.read_text()
+            case "computing":
+                while True:
+                    pass
+            case "holding":
+                re.match("(a+)+$", "a" * 60 + "b")
+            case "slow":
+                time.sleep(2)
+    return careful(path)
+
+
+identity.read = naive
+
+if __name__ == "__main__":
+    sys.exit(cli.main())

@@ -1,0 +1,43 @@
+"""Pseudo-terminals, and what an operator would see on them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Self
+
+
+class Terminal:
+    """``theirs`` is the end for the program under test; ``read`` gives what arrived on it so far."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self._seen = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._ours)
+        os.close(self.theirs)
+
+    def read(self) -> bytes:
+        """All bytes so far, without waiting."""
+        with contextlib.suppress(OSError):
+            while select.select([self._ours], [], [], 0)[0]:
+                self._seen += os.read(self._ours, 65536)
+        return self._seen
+
+
+def on_terminal(argv: Sequence[str], seen: Callable[[bytes], bool] = lambda _: False) -> bytes:
+    """Output of a command whose stdout and stderr are a terminal; one that follows is ended when ``seen`` holds."""
+    with Terminal() as terminal, subprocess.Popen(argv, stdout=terminal.theirs, stderr=terminal.theirs) as child:
+        while child.poll() is None and not seen(terminal.read()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.02)
+        child.kill()
+        return terminal.read()

@@ -1,0 +1,45 @@
+"""What the Go agent makes of mutated documents: the table in ``go_verdicts.json``.
+
+The verdicts are those of ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and of
+``agent/action/runner.go`` with the parameters of each action, of cloudfoundry/bosh-agent at the commit that the table
+names. A row holds one letter for each of the table's values, put in the place that the row names.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("go_verdicts.json").read_text())
+ABSENT: Final = "<absent>"
+"""In the place of a value: the member is left out."""
+
+VERDICTS: Final = {"o": "ok", "r": "refused", "d": "dropped", "u": "unknown", "p": "panic"}
+
+
+def mutated(document: Any, path: list[str | int], value: Any) -> Any:
+    """``document`` with ``value`` at ``path``."""
+    if not path:
+        return value
+    changed = copy.deepcopy(document)
+    at = changed
+    for step in path[:-1]:
+        at = at[step]
+    if value == ABSENT:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return changed
+
+
+def cases(kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
+    """Place and value in words, the mutated document, the verdict."""
+    part = TABLE[kind][name]
+    for path, letters in part["verdicts"].items():
+        for value, letter in zip(TABLE["values"], letters, strict=True):
+            if letter != "-":
+                steps = json.loads(path)
+                yield f"{name} {path} = {value!r}", mutated(part["document"], steps, value), VERDICTS[letter]

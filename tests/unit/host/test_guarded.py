@@ -1,0 +1,308 @@
+"""The door through which root opens what a job can influence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from agent_shim.errors import HostError
+from agent_shim.host import guarded
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture(params=["openat2", "step by step"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways lead to the same places; kernels that lack the call have one."""
+    if request.param == "openat2":
+        assert guarded.has_openat2(), "this kernel or sandbox has no openat2"
+    else:
+        monkeypatch.setattr(guarded, "has_openat2", lambda: False)
+    return str(request.param)
+
+
+# --- below a directory ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A directory with a file two levels down, and beside it a secret that links in it point to."""
+    tree = tmp_path / "tree"
+    (tree / "a" / "b").mkdir(parents=True)
+    (tree / "a" / "b" / "file").write_bytes(b"inside")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tree / "file-link").symlink_to(tmp_path / "secret")
+    (tree / "dir-link").symlink_to("a")
+    (tree / "up").symlink_to("..")
+    (tree / "magic").symlink_to("/proc/self/root")
+    return tree
+
+
+def beneath(tree: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0) -> bytes:
+    directory = os.open(tree, os.O_PATH | os.O_DIRECTORY)
+    try:
+        fd = guarded.open_beneath(directory, path, flags, mode)
+    finally:
+        os.close(directory)
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def test_a_file_beneath_is_opened(tree: Path, way: str) -> None:
+    """A plain path works as it does with ``open``, and nothing but the file is open afterwards."""
+    before = open_files()
+    assert beneath(tree, "a/b/file") == b"inside"
+    assert beneath(tree, "./a//b/./file") == b"inside"
+
+    assert open_files() == before
+
+
+def test_a_new_file_beneath_gets_its_mode(tree: Path, way: str) -> None:
+    """With O_CREAT."""
+    beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    assert mode_of(tree / "a" / "new") == 0o600
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_PATH])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "file-link",
+        "dir-link/b/file",
+        "up/secret",
+        "magic/etc/passwd",
+        "../secret",
+        "a/../../secret",
+        "/etc/passwd",
+        "",
+        "a/..",
+        "a/b/absent",
+        "a/b/file\0",
+    ],
+)
+def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int, way: str) -> None:
+    """Not at the end of the path and not on the way; nothing stays open."""
+    before = open_files()
+    with pytest.raises(HostError, match="cannot open"):
+        beneath(tree, path, flags)
+
+    assert open_files() == before
+
+
+def test_a_directory_exchanged_with_a_link_while_it_is_passed_leads_nowhere(tree: Path, way: str) -> None:
+    """Some thousand times: what is opened is the file inside, or nothing."""
+    (tree / "evil").symlink_to("..")
+    (tree / "real").mkdir()
+    (tree / "real" / "secret").write_bytes(b"inside")
+    done = threading.Event()
+
+    def exchange() -> None:
+        while not done.is_set():
+            for name in ("real", "evil"):
+                (tree / name).rename(tree / "now")
+                (tree / "now").rename(tree / name)
+
+    attacker = threading.Thread(target=exchange)
+    attacker.start()
+    try:
+        for _ in range(3000):
+            with contextlib.suppress(HostError):
+                assert beneath(tree, "now/secret") == b"inside"
+    finally:
+        done.set()
+        attacker.join()
+
+
+def test_a_name_in_an_error_is_one_line(tree: Path) -> None:
+    """Names are chosen by jobs: line ends, escapes and what is no UTF-8 reach no log and no terminal."""
+    name = os.fsdecode(b"x\n\x1b[2J\xff")
+    with pytest.raises(HostError) as caught:
+        beneath(tree, name)
+
+    assert str(caught.value).isprintable()
+
+
+# --- by a whole path ------------------------------------------------------------------------------------------------
+
+
+def test_links_of_our_own_are_followed(tree: Path) -> None:
+    """As ``/var/vcap/sys``; below a root that was named they are not."""
+    assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
+    assert guarded.read(tree / "up" / "secret", 100) == b"secret"
+    with pytest.raises(OSError, match="cannot open file-link"):
+        guarded.read(tree / "file-link", 100, tree)
+    assert guarded.read(tree / "dir-link" / "b" / "file", 100, tree / "dir-link") == b"inside"
+
+
+def test_links_in_a_circle_end(tree: Path) -> None:
+    (tree / "round").symlink_to("round")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        guarded.status(tree / "round")
+
+
+@pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, what: str) -> None:
+    """At once: a FIFO that nobody writes to would hold its reader for ever."""
+    path = tmp_path / "thing"
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+    elif what == "device":
+        path = Path("/dev/tty")
+    elif what == "directory":
+        path.mkdir()
+    else:
+        path = Path("/proc/self/fd/0")
+        if path.is_file():
+            path = Path("/dev/null")
+    before = open_files()
+    with pytest.raises(OSError, match=r"no regular file|cannot open"):
+        guarded.tail(path, 100, None)
+    with pytest.raises(OSError, match=r"no regular file|second name|exists|Permission|directory"):
+        os.close(guarded.open_log(path, 0o600))
+    assert open_files() == before
+
+
+def test_a_lease_of_its_owner_holds_nobody(tmp_path: Path) -> None:
+    """The kernel lets an open wait up to 45 seconds for a lease to be given up, unless it is told not to."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
+    path = tmp_path / "x.log"
+    path.write_bytes(b"text")
+    with path.open("rb+") as owner:
+        fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        for look in (lambda: guarded.tail(path, 10), lambda: guarded.open_log(path, 0o600)):
+            with pytest.raises(BlockingIOError):
+                look()
+        fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    signal.signal(signal.SIGIO, before)
+
+
+def test_reads_are_bounded(tmp_path: Path) -> None:
+    """A sparse file of terabytes takes no longer than a short one."""
+    path = tmp_path / "huge"
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+        file.seek(0, os.SEEK_END)
+        file.write(b"end")
+    assert guarded.tail(path, 5) == b"\0\0end"
+    assert guarded.head(path, 4) == bytes(4)
+    with pytest.raises(OSError, match="more than 1000 bytes"):
+        guarded.read(path, 1000)
+
+
+# --- appending ------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_made_and_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    for text in (b"a", b"b"):
+        descriptor = guarded.open_log(path, 0o640, tmp_path)
+        assert os.get_blocking(descriptor)
+        os.write(descriptor, text)
+        os.close(descriptor)
+    assert path.read_bytes() == b"ab"
+    assert mode_of(path) == 0o640
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "second name"])
+def test_nothing_is_appended_to_a_file_elsewhere(tmp_path: Path, what: str) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "x.log"
+    if what != "dangling link":
+        victim.write_bytes(b"")
+    path.hardlink_to(victim) if what == "second name" else path.symlink_to(victim)
+    with pytest.raises(OSError, match="second name|no regular file"):
+        guarded.open_log(path, 0o640)
+    assert not victim.exists() or victim.read_bytes() == b""
+
+
+# --- directories ----------------------------------------------------------------------------------------------------
+
+
+def test_walk_finds_regular_files_through_no_link(tree: Path, way: str) -> None:
+    (tree / "c.log").touch()
+    os.mkfifo(tree / "a" / "fifo")
+    top = os.open(tree, os.O_PATH)
+    try:
+        assert sorted(entry.path for entry in guarded.walk(top, depth=3, limit=100)) == ["a/b/file", "c.log"]
+        assert [entry.path for entry in guarded.walk(top, depth=1, limit=100)] == ["c.log"]
+        assert [entry.path for entry in guarded.walk(top, "a", depth=2, limit=100)] == ["a/b/file"]
+        assert list(guarded.walk(top, "dir-link", depth=2, limit=100)) == []
+    finally:
+        os.close(top)
+
+
+def test_walk_ends_at_its_limit_and_says_where(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}").touch()
+    top = os.open(tmp_path, os.O_PATH)
+    skipped: list[str] = []
+    try:
+        assert len(list(guarded.walk(top, depth=1, limit=7, skipped=skipped.append))) == 7
+    finally:
+        os.close(top)
+    assert skipped == [""]
+
+
+def test_names_that_are_no_text_are_walked_over(tmp_path: Path) -> None:
+    """They come as surrogates, which ``os.fsencode`` turns back."""
+    (tmp_path / os.fsdecode(b"\xff\n.log")).touch()
+    top = os.open(tmp_path, os.O_PATH)
+    try:
+        assert [os.fsencode(entry.path) for entry in guarded.walk(top, depth=1, limit=7)] == [b"\xff\n.log"]
+    finally:
+        os.close(top)
+
+
+# --- from the event loop --------------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_hangs_ends_at_its_deadline_and_delays_no_other() -> None:
+    """One thread is lost to it, however often it is tried again."""
+    gate = threading.Event()
+    threads = threading.active_count()
+    try:
+        for _ in range(3):
+            with pytest.raises(OSError, match="no answer"):
+                await guarded.aside("evil", gate.wait, timeout=0.05)
+        assert threading.active_count() == threads + 1
+        assert await guarded.aside("good", lambda: 7) == 7
+    finally:
+        gate.set()
+    assert await guarded.aside("evil", lambda: 7) == 7
+
+
+async def test_threads_that_hang_are_few() -> None:
+    """However many jobs hang."""
+    gate = threading.Event()
+    threads = threading.active_count()
+    try:
+        calls = [guarded.aside(f"evil {number}", gate.wait, timeout=0.05) for number in range(2 * guarded.MAX_THREADS)]
+        assert all(isinstance(each, OSError) for each in await asyncio.gather(*calls, return_exceptions=True))
+        assert threading.active_count() == threads + guarded.MAX_THREADS
+    finally:
+        gate.set()
+    assert await guarded.aside("good", lambda: 7) == 7
+
+
+async def test_errors_of_the_work_are_raised() -> None:
+    with pytest.raises(FileNotFoundError):
+        await guarded.aside("x", lambda: guarded.status(Path("/absent")))

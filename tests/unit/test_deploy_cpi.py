@@ -1,0 +1,99 @@
+"""The files of deploy/cpi: operations, configs and cloud properties as Director and CPI read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from kubernetes_cpi import reference, schema
+from kubernetes_cpi.config import Config
+from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
+from tests.structure.source import ROOT
+
+BOSH = ROOT / "deploy/cpi/bosh"
+OPERATIONS = ("cpi.yml", "cpi-secondary.yml")
+
+
+def read(name: str) -> Any:
+    """A file whose variables have their names as values."""
+    return yaml.safe_load(re.sub(r"\(\((\w+)\)\)", lambda found: found[1].replace("_", "-"), (BOSH / name).read_text()))
+
+
+def values(name: str, ending: str) -> Iterator[Any]:
+    """Values of the operations whose path ends so."""
+    return (one["value"] for one in read(name) if one["path"].rstrip("?").endswith(ending))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_have_what_the_cli_wants(name: str) -> None:
+    for one in read(name):
+        assert one.keys() == {"type", "path", "value"}
+        assert one["type"] == "replace"
+        assert one["path"].startswith("/")
+
+
+def test_the_properties_of_the_operations_are_known() -> None:
+    found = list(values("cpi.yml", "properties/kubernetes_cpi"))
+    assert len(found) == 2
+    for one in found:
+        schema.read(one, Config, origin="cpi.yml")
+
+
+def test_the_cloud_properties_of_the_director_are_known() -> None:
+    (found,) = values("cpi.yml", "cloud_properties")
+    assert schema.read(found, VmProperties, origin="cpi.yml").service_account_token
+
+
+def test_the_cpi_config_is_known() -> None:
+    (entry,) = read("cpi-config.yml")["cpis"]
+    assert entry["type"] == "kubernetes", "the Director calls jobs/kubernetes_cpi/bin/cpi"
+    schema.read(entry["properties"], Config, origin="cpi-config.yml")
+
+
+def test_the_cloud_config_is_known() -> None:
+    config = read("cloud-config.yml")
+    kinds: dict[str, type[msgspec.Struct]] = {
+        "azs": VmProperties,
+        "vm_types": VmProperties,
+        "vm_extensions": VmProperties,
+        "disk_types": DiskProperties,
+    }
+    for kind, struct in kinds.items():
+        for one in config[kind]:
+            schema.read(one.get("cloud_properties", {}), struct, origin=f"{kind} {one['name']}")
+    for network in config["networks"]:
+        for subnet in network["subnets"]:
+            schema.read(subnet.get("cloud_properties", {}), NetworkProperties, origin=network["name"])
+    assert config["compilation"]["vm_type"] in {one["name"] for one in config["vm_types"]}
+
+
+def test_an_unknown_property_is_noticed() -> None:
+    with pytest.raises(Exception, match="memory"):
+        schema.read({"memori": 1}, VmProperties, origin="a test")
+
+
+@pytest.mark.parametrize("level", ["privileged", "baseline", "restricted"])
+def test_a_namespace_enforces_its_level(level: str) -> None:
+    (namespace,) = yaml.safe_load_all((ROOT / "deploy/cpi" / level / "namespace.yaml").read_text())
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == level
+
+
+def test_the_role_reads_no_list_of_secrets() -> None:
+    role = next(yaml.safe_load_all(Path(ROOT / "deploy/cpi/base/role.yaml").read_text()))
+    verbs = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    assert {verb for resource, verb in verbs if resource == "secrets"} == {"create", "delete", "get"}
+    assert not any("*" in (resource, verb) or resource == "pods/exec" for resource, verb in verbs)
+
+
+def test_the_tables_of_the_docs_are_those_of_the_types() -> None:
+    """Renew them: ``python -m kubernetes_cpi.reference``, after the mark."""
+    _, mark, found = (ROOT / "docs/cpi.md").read_text().partition("<!-- tables -->\n\n")
+
+    assert mark
+    assert found == reference.tables()
