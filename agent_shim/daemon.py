@@ -191,6 +191,7 @@ class Daemon:
             mirror=self._mirror,
             fence=self._fence,
             metrics=self._metrics,
+            disown=self._watchdog.disown,
             stop=self._stop,
         )
         await self._live.serve()

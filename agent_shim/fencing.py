@@ -74,7 +74,7 @@ class _Seen:
     """The lease of somebody else, and since when it is so."""
 
     raw: bytes
-    since: float = field(default_factory=time.monotonic)
+    since: float
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Fence:
         if is_local and seen is None:
             return ""
         if seen is None or seen.raw != raw or is_locked is False:
-            seen = self._seen[directory] = _Seen(raw)
+            seen = self._seen[directory] = _Seen(raw, time.monotonic())
         is_over = time.monotonic() - seen.since > (self._pace.restart if is_local else self._pace.patience)
         return "" if is_over else str(lease or "an agent that does not say who it is")
 
@@ -155,10 +155,11 @@ class Fence:
         return rival if lease is not None and lease.agent_id == self._agent_id else ""
 
     def let_go(self, directory: Path) -> None:
-        """Give a volume back, for anybody to take at once. Blocks on the disk."""
+        """Give a volume back, for anybody to take at once, unless it was taken already. Blocks on the disk."""
         if hold := self._held.pop(directory, None):
             with hold.turn:
-                self._write(directory, hold, is_over=True)
+                if not self._taker(directory, hold):
+                    self._write(directory, hold, is_over=True)
                 os.close(hold.descriptor)
                 hold.descriptor = -1
 
@@ -192,16 +193,20 @@ class Fence:
         with hold.turn:
             if hold.descriptor < 0:
                 return ""
-            try:
-                lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
-            except OSError as exc:
-                logger.warning("cannot read the lease of %s: %s", directory, exc)
-                return ""
-            if lease is not None and lease.holder != self._holder:
-                return f"{directory.parent} was taken over by {lease}"
+            if taker := self._taker(directory, hold):
+                return f"{directory.parent} was taken over by {taker}"
             hold.count += 1
             self._write(directory, hold)
         return ""
+
+    def _taker(self, directory: Path, hold: _Hold) -> str:
+        """The agent that has taken a volume of ours, "" where none has, or none can be read."""
+        try:
+            lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
+        except OSError as exc:
+            logger.warning("cannot read the lease of %s: %s", directory, exc)
+            return ""
+        return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: _Hold, *, is_over: bool = False) -> None:
         """In place: another inode would have another lock. By one call: who is killed leaves the old one or the new."""

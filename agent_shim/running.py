@@ -95,9 +95,13 @@ class Running:
         mirror: Mirror,
         fence: Fence,
         metrics: Metrics,
+        disown: Callable[[], None],
         stop: asyncio.Event,
     ) -> None:
-        """Once ``stop`` is set it ends, and leaves the jobs as they are."""
+        """Once ``stop`` is set it ends, and leaves the jobs as they are.
+
+        ``disown`` is called when another agent has taken a volume: nothing of the process writes there then.
+        """
         self.phase = "booting"
         self._begun_at = time.monotonic()
         self.vitals: dict[str, Any] = {}
@@ -109,6 +113,7 @@ class Running:
         self._shim = shim
         self._fence = fence
         self._metrics = metrics
+        self._disown = disown
         self._stop = stop
         self._ending: asyncio.Task[None] | None = None
         self._given_up = asyncio.Event()
@@ -288,15 +293,19 @@ class Running:
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = f"fenced off: {why}"
+            # At once: a Director that asks would get two answers, and all roots write to the volume.
+            if self.dispatcher is not None:
+                self.dispatcher.refusing = self.phase
+            self._given_up.set()
+            self._disown()
+            self.agent.supervisor.disown()
             self._ending = asyncio.create_task(self._step_aside(), name="step aside")
 
     async def _step_aside(self) -> None:
-        self.agent.supervisor.disown()
         try:
             await self.agent.supervisor.stop(wait=True, timeout=FENCED_GRACE)
-        except ActionError as exc:
-            logger.error("%s", exc)
-        self._given_up.set()
+        except (HostError, ActionError) as exc:
+            logger.error("cannot stop all jobs: %s", exc)
 
     # --- what the edges ask -----------------------------------------------------------------------------------------
 

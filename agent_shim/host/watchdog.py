@@ -160,6 +160,13 @@ class Watchdog:
         except (OSError, HostError, ValueError) as exc:
             logger.warning("cannot keep in %s what holds the event loop: %s", directory, exc)
 
+    def disown(self) -> None:
+        """Keep nothing any more: the directory is another agent's. A held interpreter dumps its stacks on stderr."""
+        global _page
+        self._marks, _page = None, None
+        if self._trace is not None:
+            faulthandler.register(signal.SIGVTALRM, sys.stderr.fileno(), all_threads=True, chain=True)
+
     def _report_dump(self, directory: Path) -> None:
         """What the kernel's timer has left, and the mark that the agent before could not write."""
         dump, page = directory / DUMP, directory / PAGE
