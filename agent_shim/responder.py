@@ -77,6 +77,10 @@ class _Head:
     """What the parser reports of one request; later ones on the connection are not looked at."""
 
     def __init__(self) -> None:
+        self.parser: httptools.HttpRequestParser | None = None
+        """Until it has told method and version, which it forgets for those of what follows on the connection."""
+        self.method = ""
+        self.version = ""
         self.target = b""
         self.headers: dict[str, str] = {}
         self.body = bytearray()
@@ -93,6 +97,10 @@ class _Head:
             self.headers[key] = ",".join(filter(None, [self.headers.get(key), text]))
 
     def on_headers_complete(self) -> None:
+        if self.parser is not None:
+            self.method = self.parser.get_method().decode("latin-1")
+            self.version = self.parser.get_http_version()
+            self.parser = None
         self.has_head = True
 
     def on_body(self, piece: bytes) -> None:
@@ -111,9 +119,8 @@ class _Connection(asyncio.Protocol):
         self._methods = methods
         self._connections = connections
         self._request = _Head()
-        self._parser = httptools.HttpRequestParser(self._request)
+        self._request.parser = self._parser = httptools.HttpRequestParser(self._request)
         self._received = 0
-        self._method = ""
         self._is_taken = False
         self._task: asyncio.Task[None] | None = None
 
@@ -155,18 +162,16 @@ class _Connection(asyncio.Protocol):
             return refusal
         if request.is_whole:
             target = request.target.decode("latin-1")
-            self._respond(Request(self._method, target, request.headers, bytes(request.body)))
+            self._respond(Request(request.method, target, request.headers, bytes(request.body)))
             return None
         return _TOO_LONG if is_over else None
 
     def _refusal(self) -> Response | None:
         """What is wrong with the head of the request."""
         request = self._request
-        if not self._method:
-            self._method = self._parser.get_method().decode("latin-1")
-            if self._parser.get_http_version() not in VERSIONS or not request.target.startswith(b"/"):
-                return _BAD
-        if self._method not in self._methods:
+        if request.version not in VERSIONS or not request.target.startswith(b"/"):
+            return _BAD
+        if request.method not in self._methods:
             allowed = ", ".join(self._methods)
             return Response(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
         # The parser has seen to it that these are digits; there may be thousands of them, zeros first.
@@ -207,7 +212,7 @@ class _Connection(asyncio.Protocol):
             *(f"{name}: {value}" for name, value in fields.items()),
         ]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
-        self.transport.write(head + (b"" if self._method == "HEAD" else response.body))
+        self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))
         self.transport.write_eof()
 
 

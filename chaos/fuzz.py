@@ -249,6 +249,8 @@ _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" 
 """A finding: as much as a float does not hold."""
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
 """A finding: each name was compared with all the others."""
+_FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
+"""A finding: the first request was taken for one of the second's method."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (
@@ -332,6 +334,7 @@ TARGETS: Final[dict[str, Target]] = {
             b"GET /metrics HTTP/1.0\r\nAccept: a, b\r\nAccept: c\r\n\r\n",
             b"POST / HTTP/1.1\r\nContent-Length: 0000000009999999999\r\n\r\n",
             b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+            _FOLLOWED,
         ),
         (b"\r\n", b"\r\n\r\n", b"\0", b"Content-Length: ", b"Transfer-Encoding: chunked", b"HTTP/1.1", b"Upgrade: h2c"),
     ),

@@ -139,8 +139,19 @@ async def test_another_protocol_is_refused(where: Where, heard: list[Request], l
 async def test_a_second_request_on_a_connection_is_not_heard(where: Where, heard: list[Request]) -> None:
     answer = await ask(where, b"GET /1 HTTP/1.1\r\n\r\nPOST /2 HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
 
-    assert [request.target for request in heard] == ["/1"]
+    assert [(request.method, request.target) for request in heard] == [("GET", "/1")]
     assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"here")
+
+
+async def test_what_follows_a_request_does_not_change_its_method_or_version(where: Where, heard: list[Request]) -> None:
+    for follows in (b"HEAD /2 HTTP/1.1\r\n\r\n", b"DELETE /2 HTTP/1.1\r\n\r\n", b"GET /2 HTTP/0.9\r\n\r\n"):
+        answer = await ask(where, b"POST /1 HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" + follows)
+
+        request = heard.pop()
+        assert (request.method, request.target, request.body) == ("POST", "/1", b"body"), follows
+        assert answer.startswith(b"HTTP/1.1 200 "), follows
+        assert answer.endswith(b"here"), follows
 
 
 @pytest.mark.parametrize(
