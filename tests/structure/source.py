@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,10 +25,12 @@ class Module:
     text: str
     is_package: bool = False
     tree: ast.Module = field(init=False)
+    nodes: list[ast.AST] = field(init=False)
     lines: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", ast.parse(self.text))
+        object.__setattr__(self, "nodes", list(ast.walk(self.tree)))
         object.__setattr__(self, "lines", self.text.splitlines())
 
     @property
@@ -59,7 +61,7 @@ def imports(module: Module) -> Iterator[tuple[str, int]]:
 
     A name taken from a module is reported below it, because it may be a module itself.
     """
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -69,13 +71,18 @@ def imports(module: Module) -> Iterator[tuple[str, int]]:
                 yield f"{origin}.{alias.name}", node.lineno
 
 
-def uses(module: Module) -> Iterator[tuple[str, int]]:
+@cache
+def uses(module: Module) -> Sequence[tuple[str, int]]:
     """Every name that leads outside the module, as the full name behind its aliases, with its line.
 
     ``import os as o; o.kill`` and ``from os import kill`` both give ``os.kill``; builtins keep their own name.
     """
+    return list(_uses(module))
+
+
+def _uses(module: Module) -> Iterator[tuple[str, int]]:
     aliases = {name: name for name in dir(builtins)}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -84,8 +91,8 @@ def uses(module: Module) -> Iterator[tuple[str, int]]:
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{_origin(module, node)}.{alias.name}"
     yield from imports(module)
-    parts = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(module.tree):
+    parts = {id(node.value) for node in module.nodes if isinstance(node, ast.Attribute)}
+    for node in module.nodes:
         if isinstance(node, ast.Name | ast.Attribute) and id(node) not in parts:
             first, dot, rest = _dotted(node).partition(".")
             if first in aliases:

@@ -91,7 +91,7 @@ def violations(module: Module) -> Iterator[str]:
         for ban in BANS:
             if ban.covers(name) and not ban.allows(module):
                 yield f"{module.name}:{line} uses {name}: {ban.why}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.keyword) and node.arg == "shell" and not _is_false(node.value):
             yield f"{module.name}:{node.value.lineno} uses shell=: a shell reads the string"
         elif isinstance(node, ast.ExceptHandler) and _is_broad(node) and not _ends_in_raise(node):

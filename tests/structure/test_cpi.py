@@ -85,13 +85,13 @@ def violations(module: Module) -> Iterator[str]:
         for banned, (why, places) in BANNED.items():
             if (name == banned or name.startswith(f"{banned}.")) and module.name not in places:
                 yield f"{module.name}:{line} uses {name}: {why}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ExceptHandler) and module.name != "door" and _is_broad(node):
             yield f"{module.name}:{node.lineno} catches everything: only the door does"
 
 
 def _late_lines(module: Module) -> set[int]:
-    functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in module.nodes if isinstance(node, ast.FunctionDef)]
     return {line for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 

@@ -262,7 +262,7 @@ def openings(module: Module) -> Iterator[tuple[str, int, str]]:
     """Function (with its class, "" for the module), line and name of everything that follows a path."""
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "os.path", "glob", "shutil", "io", "tempfile")
         for alias in node.names
     }

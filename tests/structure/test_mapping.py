@@ -17,7 +17,7 @@ ELSEWHERE: Mapping[str, str] = {
     "cli": "image/test_image.py",
     "compilation": "contract/test_compile.py",
     "dispatch": "contract/test_envelope.py",
-    "disks.places": "unit/test_disks_service.py",
+    "disks.places": "integration/test_disks_service.py",
     "doctor.finding": "unit/test_doctor.py",
     "doctor.judgement": "unit/test_doctor.py",
     "bpm_logs": "contract/test_bpm_cli.py",

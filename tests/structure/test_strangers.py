@@ -26,7 +26,7 @@ PLACES: Mapping[str, str] = {
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
     """The strings of a module that are no docstrings, with ``{`` where something is put in."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{" for part in node.values)
             yield "".join(map(str, parts)), node.lineno

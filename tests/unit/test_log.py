@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,22 +234,3 @@ def test_a_stderr_that_nobody_reads_blocks_nobody_and_drops_are_counted(monkeypa
     assert b"lines before this one were dropped" in content
     logging.getLogger().handlers[0].close()
     os.close(reading)
-
-
-@pytest.mark.parametrize("holder", ["svlogd", "nobody"])
-def test_under_a_svlogd_a_line_is_logged_once(tmp_path: Path, holder: str) -> None:
-    """It holds the lock of the directory into which it writes what comes by stderr (runit, svlogd.c)."""
-    code = (
-        "import logging, sys; from pathlib import Path; from agent_shim import log\n"
-        "log.setup(file=Path(sys.argv[1], 'current')); logging.warning('one line')"
-    )
-    lock = (tmp_path / "lock").open("w")
-    if holder == "svlogd":
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    with lock:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, timeout=60, check=True
-        )
-
-    assert done.stderr.count(b"one line") == 1
-    assert (tmp_path / "current").exists() == (holder == "nobody")

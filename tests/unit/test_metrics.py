@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -217,27 +215,6 @@ def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 
     assert metrics.table() in page
-
-
-def test_import_brings_no_server() -> None:
-    """The registry comes without the HTTP server, the client and the mail parser behind them."""
-    script = "import sys; before = set(sys.modules); import agent_shim.metrics; print(*(set(sys.modules) - before))"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split())
-
-    assert "prometheus_client.exposition" in loaded
-    assert not loaded & {
-        "gzip",
-        "http",
-        "http.client",
-        "http.server",
-        "email",
-        "socketserver",
-        "urllib.request",
-        "wsgiref",
-        "prometheus_client.metrics",
-        "prometheus_client.process_collector",
-    }
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -254,13 +252,3 @@ def test_syntax_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str], fo
     file.write_text("check process web with pidfile\n")
     assert monit_cli.main(line) == 1
     assert "0000_web.monitrc: line 2" in capfd.readouterr().err
-
-
-def test_it_needs_the_standard_library_alone() -> None:
-    """What makes it quick: nothing locked, no event loop of ours, no daemon."""
-    known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
-    code = f"import sys, json; import agent_shim.monit_cli; print({known})"
-
-    found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
-
-    assert set(json.loads(found.stdout)) & {"msgspec", "asyncio"} == set()

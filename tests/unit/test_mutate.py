@@ -51,7 +51,7 @@ def test_what_a_change_leaves_is_python(path: str) -> None:
     found = list(mutants(path, text))
 
     assert len(found) > 50
-    for one in found:
+    for one in found[::10]:  # each is parsed whole; ./dev mutate parses them all
         changed = one.applied(text)
         assert changed != text
         ast.parse(changed)

@@ -1,0 +1,46 @@
+"""Logs of jobs as programs show them: safe on a terminal, unchanged through a pipe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_shim.paths import Paths
+from tests.support.terminals import on_terminal
+
+ORDERS = b"\x1b]0;owned\x07\xff\n"
+"""What a job writes to give orders to a terminal, and a byte that is no UTF-8."""
+HARMLESS = rb"\u001b]0;owned\u0007"
+
+
+def test_bpm_logs_are_safe_for_a_terminal_and_as_they_are_for_a_pipe(tmp_path: Path) -> None:
+    log_file = tmp_path / "web.stdout.log"
+    log_file.write_bytes(ORDERS)
+    program = (
+        "import sys; from pathlib import Path; from agent_shim import bpm_logs; one = bpm_logs.Log(Path(sys.argv[1]), "
+        "Path(sys.argv[2])); one.open(); bpm_logs.show([one], 5, is_named=False, follows=False)"
+    )
+    argv = [sys.executable, "-c", program, str(log_file), str(tmp_path)]
+
+    assert on_terminal(argv) == HARMLESS + rb"\udcff" + b"\r\n"
+    assert subprocess.run(argv, capture_output=True, check=True).stdout == ORDERS
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("where", ["web", "--agent"])
+def test_logs_are_safe_for_a_terminal_and_as_they_are_for_a_pipe(tmp_path: Path, where: str, follow: bool) -> None:
+    paths = Paths(tmp_path)
+    log_file = paths.agent_log / "current" if where == "--agent" else paths.log / "web/web.stdout.log"
+    log_file.parent.mkdir(parents=True)
+    log_file.write_bytes(ORDERS)
+    argv = [sys.executable, "-m", "agent_shim.cli", "logs", where, "-b", str(tmp_path)]
+
+    shown = on_terminal([*argv, *["-f"] * follow], lambda found: b"\n" in found)
+    assert HARMLESS in shown
+    assert b"\x1b]" not in shown
+    assert b"\x07" not in shown
+    piped = subprocess.run(argv, capture_output=True, check=True).stdout
+    assert piped == (ORDERS if where == "--agent" else b"web/web.stdout.log | " + ORDERS)
