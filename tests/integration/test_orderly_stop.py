@@ -102,8 +102,12 @@ async def test_what_does_not_listen_is_killed_in_time_and_named(tmp_path: Path) 
         code, said, _ = await drained(place, 5)
 
         assert code == 1
-        assert said == "not clean: killed, as the time was up: deaf"
-        assert alive([pid]) == []
+        assert said.startswith("not clean: ")
+        # On a busy machine other reasons come along: a script that began late, an end that was seen late.
+        assert "killed, as the time was up: deaf" in said.removeprefix("not clean: ").split("; ")
+        async with asyncio.timeout(30):
+            while alive([pid]):
+                await asyncio.sleep(0.02)
     finally:
         await place.end()
 
