@@ -49,13 +49,15 @@ RESTRICTED: Final = "restricted: no root"
 
 _SECURITY: Final = "securityContext"
 _CPI: Final = "cloud_properties of the VM"
+_PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all"
+"""The Docker and warden CPIs make every container privileged, whatever ``cloud_properties`` say."""
 
 
 def _capabilities(names: Collection[str], more: str = "") -> Change:
     listed = f"[{', '.join(names)}]"
     return Change(
         f"{_SECURITY}.capabilities.add: {listed}{more}",
-        cpi=f"{_CPI}: Privileged: true (the default), or CapAdd: {listed}{more}",
+        cpi=f"{_PRIVILEGED_BY_CPI}{more}",
         engine=f"{' '.join(f'--cap-add={name}' for name in names)}{more}",
     )
 
@@ -81,7 +83,7 @@ def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
             "no bosh ssh",
             Change(
                 f"{_SECURITY}.runAsUser: 0, where that is allowed",
-                cpi=f"{_CPI}: no User",
+                cpi="an image without USER",
                 engine="--user=0",
             ),
         )
@@ -120,7 +122,7 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
             "; ".join(STRONG[name] for name in absent),
             Change(
                 f"{_SECURITY}.capabilities.add, for jobs that need one of them",
-                cpi=f"{_CPI}: Privileged: true (the default), or CapAdd, for jobs that need one of them",
+                cpi=f"{_PRIVILEGED_BY_CPI}, for jobs that need one of them",
                 engine="--cap-add=NAME, for jobs that need one of them",
             ),
         )
@@ -160,7 +162,7 @@ def mounts(bind: int, tmpfs: int) -> Finding:
         "mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk",
         Change(
             f"{_SECURITY}.privileged: true, or mount the volume on /var/vcap/store itself",
-            cpi=f"{_CPI}: Privileged: true",
+            cpi=_PRIVILEGED_BY_CPI,
             engine="--privileged, or --volume=NAME:/var/vcap/store",
         ),
     )
@@ -245,7 +247,7 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
             f"{needs} cannot be kept there",
             Change(
                 f"a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)",
-                cpi="ReadonlyRootfs: false, Binds without :ro",
+                cpi=f"{_CPI}: ReadonlyRootfs: false, Mounts without ReadOnly",
                 engine=f"--volume=NAME:{path}, writable by this user",
             ),
         )
@@ -257,7 +259,7 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
             "no program of a job or package runs there",
             Change(
                 f"a volume on {path} that is mounted without noexec",
-                cpi=f"{_CPI}: no Tmpfs or Binds on {path} with noexec",
+                cpi=f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
                 engine=f"--volume=NAME:{path} without noexec",
             ),
         )
@@ -564,7 +566,7 @@ def first_process(name: str, *, is_init: bool) -> Finding:
         "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order",
         Change(
             "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
-            cpi=f"{_CPI}: no Cmd, Entrypoint or PidMode",
+            cpi=f"{_CPI}: no Init, no PidMode",
             engine="/sbin/init as the command; no --init, no --pid=host",
         ),
     )
