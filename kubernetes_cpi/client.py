@@ -19,7 +19,7 @@ import msgspec
 from kubernetes_cpi import log
 from kubernetes_cpi.config import Timeouts
 from kubernetes_cpi.credentials import Access
-from kubernetes_cpi.errors import ApiError, ConfigError, UnreachableError
+from kubernetes_cpi.errors import ApiError, InputError, UnreachableError
 
 Object = dict[str, Any]
 """An object of the API as it stands in JSON."""
@@ -65,7 +65,7 @@ class Client:
         self._timeouts = timeouts
         self._server = urllib.parse.urlsplit(access.server)
         if self._server.scheme not in ("http", "https") or not self._server.hostname:
-            raise ConfigError(f"cannot reach the API server: {access.server!r} is no http or https URL")
+            raise InputError(f"cannot reach the API server: {access.server!r} is no http or https URL")
         self._connection: http.client.HTTPConnection | None = None
         self._tls: ssl.SSLContext | None = None
 
@@ -206,7 +206,7 @@ class Client:
             try:
                 status, headers, data = self._exchange(method, path, body)
             except ssl.SSLCertVerificationError as exc:
-                raise ConfigError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
+                raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
             except (OSError, http.client.HTTPException) as exc:
                 self._hang_up()
                 log.call(what, _reason(exc), time.monotonic() - began)
@@ -297,7 +297,7 @@ class Client:
             try:
                 self._tls = _tls(self.access)
             except (ssl.SSLError, ValueError) as exc:
-                raise ConfigError(f"cannot use the CA or client certificate of the cluster: {exc}") from exc
+                raise InputError(f"cannot use the CA or client certificate of the cluster: {exc}") from exc
         return self._tls
 
     def _forget_tls(self) -> None:

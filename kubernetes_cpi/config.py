@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from kubernetes_cpi import schema
-from kubernetes_cpi.errors import ConfigError
+from kubernetes_cpi.errors import InputError
 from kubernetes_cpi.schema import Strict, doc
 
 CONTEXT_OF_DIRECTOR: Final = frozenset({"director_uuid", "request_id", "vm"})
@@ -150,9 +150,9 @@ def load(file: str | Path, context: Mapping[str, Any]) -> Config:
         try:
             document = msgspec.json.decode(Path(file).read_bytes(), type=dict[str, Any])
         except OSError as exc:
-            raise ConfigError(f"cannot read the configuration: {exc.strerror}: {file}") from exc
+            raise InputError(f"cannot read the configuration: {exc.strerror}: {file}") from exc
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise ConfigError(f"cannot read the configuration: {file}: {exc}") from exc
+            raise InputError(f"cannot read the configuration: {file}: {exc}") from exc
         schema.read(document, Config, origin=f"the configuration {file}")
     properties = {key: value for key, value in context.items() if key not in CONTEXT_OF_DIRECTOR}
     return schema.read(schema.merged(document, properties), Config, origin="the properties of the CPI")

@@ -13,7 +13,7 @@ import msgspec
 
 from kubernetes_cpi import log
 from kubernetes_cpi.config import Cluster
-from kubernetes_cpi.errors import ConfigError
+from kubernetes_cpi.errors import InputError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 EXEC_TIMEOUT_S: Final = 60
@@ -61,9 +61,9 @@ class Access(msgspec.Struct):
             status = msgspec.json.decode(done.stdout, type=dict[str, Any])["status"]
         except (OSError, subprocess.SubprocessError) as exc:
             told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
-            raise ConfigError(f"cannot get credentials from {command[0]}: {told or exc}") from exc
+            raise InputError(f"cannot get credentials from {command[0]}: {told or exc}") from exc
         except (msgspec.DecodeError, KeyError) as exc:
-            raise ConfigError(f"cannot get credentials from {command[0]}: it printed no ExecCredential") from exc
+            raise InputError(f"cannot get credentials from {command[0]}: it printed no ExecCredential") from exc
         self.token = status.get("token") or ""
         self.certificate = status.get("clientCertificateData") or self.certificate
         self.key = status.get("clientKeyData") or self.key
@@ -81,7 +81,7 @@ def _from_properties(cluster: Cluster) -> Access:
     has_credentials = bool(cluster.token or cluster.token_file or cluster.client_certificate)
     mounted = SERVICE_ACCOUNT / "token"
     if not has_credentials and not mounted.exists():
-        raise ConfigError(
+        raise InputError(
             "cannot reach a cluster: `cluster` of the configuration names no credentials, and this is no pod with a "
             f"service account ({mounted} is missing)"
         )
@@ -111,9 +111,9 @@ def _from_kubeconfig(cluster: Cluster) -> Access:
     user = _named(document, "users", "user", context.get("user", ""), origin) if context.get("user") else {}
     for unsupported in ("auth-provider", "username"):
         if user.get(unsupported):
-            raise ConfigError(f"cannot use {origin}: `{unsupported}` of users is not supported; use a token or `exec`")
+            raise InputError(f"cannot use {origin}: `{unsupported}` of users is not supported; use a token or `exec`")
     if not place.get("server"):
-        raise ConfigError(f"cannot use {origin}: its cluster {context.get('cluster')!r} has no server")
+        raise InputError(f"cannot use {origin}: its cluster {context.get('cluster')!r} has no server")
     if place.get("insecure-skip-tls-verify"):
         log.say(f"{origin} says insecure-skip-tls-verify: the API server is not verified")
     token_file = user.get("tokenFile")
@@ -144,9 +144,9 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         except yaml.YAMLError as exc:
             place = getattr(exc, "problem_mark", None)
             where = f"line {place.line + 1}" if place else "no YAML"
-            raise ConfigError(f"cannot read {origin}: {where}: {getattr(exc, 'problem', '')}") from None
+            raise InputError(f"cannot read {origin}: {where}: {getattr(exc, 'problem', '')}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"cannot read {origin}: it is no hash")
+        raise InputError(f"cannot read {origin}: it is no hash")
     return document
 
 
@@ -156,7 +156,7 @@ def _named(document: Mapping[str, Any], many: str, one: str, name: str, origin: 
             found: dict[str, Any] = entry.get(one) or {}
             return found
     known = ", ".join(str(entry.get("name")) for entry in document.get(many) or []) or "none"
-    raise ConfigError(f"cannot use {origin}: no {one} is named {name!r} (there are: {known})")
+    raise InputError(f"cannot use {origin}: no {one} is named {name!r} (there are: {known})")
 
 
 def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
@@ -164,7 +164,7 @@ def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
         try:
             return base64.b64decode("".join(data.split()), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError) as exc:
-            raise ConfigError(f"cannot use the kubeconfig: `{key}-data` is no base64 of a PEM text") from exc
+            raise InputError(f"cannot use the kubeconfig: `{key}-data` is no base64 of a PEM text") from exc
     return _text(base / entry[key], key) if entry.get(key) else ""
 
 
@@ -172,6 +172,6 @@ def _text(file: Path, what: str) -> str:
     try:
         return file.read_text()
     except OSError as exc:
-        raise ConfigError(f"cannot read the {what}: {exc.strerror}: {file}") from exc
+        raise InputError(f"cannot read the {what}: {exc.strerror}: {file}") from exc
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"cannot read the {what}: {file} is no text") from exc
+        raise InputError(f"cannot read the {what}: {file} is no text") from exc

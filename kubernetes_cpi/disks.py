@@ -17,10 +17,10 @@ from kubernetes_cpi import attachments, claims, log, manifests, names, pods, rec
 from kubernetes_cpi.client import CLAIMS, PODS, STORAGE_CLASSES, Object
 from kubernetes_cpi.errors import (
     ApiError,
-    ConfigError,
     CpiError,
     DiskNotAttachedError,
     DiskNotFoundError,
+    InputError,
     NotSupportedError,
     VMNotFoundError,
 )
@@ -37,7 +37,7 @@ _UNITS: Final = {
 def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any], vm: str | None) -> str:
     """Make a claim, or hand out the one that was made with the VM; its cid. Nothing waits for it to be bound."""
     if size_mib <= 0:
-        raise ConfigError(f"cannot create a disk of {size_mib} MiB")
+        raise InputError(f"cannot create a disk of {size_mib} MiB")
     properties = _properties(cloud_properties)
     request = names.digest(
         session.director, session.request_id, vm or "", str(size_mib), str(sorted(cloud_properties.items()))

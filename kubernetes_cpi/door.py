@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from kubernetes_cpi import log
-from kubernetes_cpi.errors import CpiError, RequestError
+from kubernetes_cpi.errors import CpiError, InputError
 
 INFO: Final = {"api_version": 3, "stemcell_formats": ["kubernetes-light", "docker-light", "warden-light"]}
 """Asked before every other call (cloud_factory.rb): it needs neither a cluster nor a configuration."""
@@ -79,7 +79,7 @@ def _decoded(raw: bytes) -> Request:
     try:
         return msgspec.json.decode(raw, type=Request)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestError(f"cannot read the request: {exc}") from None
+        raise InputError(f"cannot read the request: {exc}") from None
 
 
 def _config_file(arguments: Sequence[str]) -> str:
@@ -89,4 +89,4 @@ def _config_file(arguments: Sequence[str]) -> str:
         case ["--config", file]:
             return file
     sys.stderr.write(USAGE + "\n")
-    raise RequestError(f"cannot read the command line: {USAGE}")
+    raise InputError(f"cannot read the command line: {USAGE}")

@@ -18,14 +18,8 @@ class CpiError(Exception):
             self.ok_to_retry = ok_to_retry
 
 
-class RequestError(CpiError):
-    """The request cannot be read, or its arguments do not fit the method."""
-
-    type_name = "Bosh::Clouds::CpiError"
-
-
-class ConfigError(CpiError):
-    """The configuration, cloud properties or networks are wrong; the text names the place."""
+class InputError(CpiError):
+    """The request, the configuration, cloud properties or networks are wrong; the text names the place."""
 
     type_name = "Bosh::Clouds::CpiError"
 
@@ -58,10 +52,6 @@ class DiskNotFoundError(CpiError):
 
 class DiskNotAttachedError(CpiError):
     type_name = "Bosh::Clouds::DiskNotAttached"
-
-
-class NoDiskSpaceError(CpiError):
-    type_name = "Bosh::Clouds::NoDiskSpace"
 
 
 class ApiError(CpiError):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from kubernetes_cpi import config as configuration
-from kubernetes_cpi import disks, log, session, snapshots, stemcells, vms
+from kubernetes_cpi import disks, log, names, session, snapshots, stemcells, vms
 from kubernetes_cpi.config import Config
-from kubernetes_cpi.errors import NotImplementedByCpiError, RequestError
-from kubernetes_cpi.session import Session
+from kubernetes_cpi.errors import InputError, NotImplementedByCpiError
 
 Hash = dict[str, Any]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
-"""A cid of this CPI: the name of an object."""
 
 
 class Arguments(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +21,7 @@ class Arguments(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cid(Arguments, frozen=True, array_like=True):
-    cid: Name
+    cid: names.Cid
 
 
 class Stemcell(Arguments, frozen=True, array_like=True):
@@ -32,24 +29,24 @@ class Stemcell(Arguments, frozen=True, array_like=True):
 
 
 class Metadata(Arguments, frozen=True, array_like=True):
-    cid: Name
+    cid: names.Cid
     metadata: Hash
 
 
 class ResizeDisk(Arguments, frozen=True, array_like=True):
-    cid: Name
+    cid: names.Cid
     size_mib: int
 
 
 class UpdateDisk(Arguments, frozen=True, array_like=True):
-    cid: Name
+    cid: names.Cid
     size_mib: int
     cloud_properties: Hash | None = None
 
 
 class VmAndDisk(Arguments, frozen=True, array_like=True):
-    vm: Name
-    disk: Name
+    vm: names.Cid
+    disk: names.Cid
 
 
 class CreateStemcell(Arguments, frozen=True, array_like=True):
@@ -57,19 +54,10 @@ class CreateStemcell(Arguments, frozen=True, array_like=True):
     cloud_properties: Hash
 
 
-class CreateVm(Arguments, frozen=True, array_like=True):
-    agent_id: str
-    stemcell: str
-    cloud_properties: Hash | None
-    networks: Hash
-    disks: list[Name] | None = None
-    env: Hash | None = None
-
-
 class CreateDisk(Arguments, frozen=True, array_like=True):
     size_mib: int
     cloud_properties: Hash | None = None
-    vm: Name | None = None
+    vm: names.Cid | None = None
 
 
 class Requirements(Arguments, frozen=True, array_like=True):
@@ -79,21 +67,9 @@ class Requirements(Arguments, frozen=True, array_like=True):
 class Method(msgspec.Struct, frozen=True):
     """``serve`` gets the session, or the configuration alone where no cluster is asked."""
 
-    arguments: type[Arguments]
+    arguments: type[msgspec.Struct]
     serve: Callable[[Any, Any], Any]
     is_local: bool = False
-
-
-def _create_vm(session: Session, given: CreateVm) -> list[Any]:
-    return vms.create(
-        session,
-        given.agent_id,
-        given.stemcell,
-        given.cloud_properties or {},
-        given.networks,
-        given.disks or [],
-        given.env or {},
-    )
 
 
 METHODS: Final[Mapping[str, Method]] = {
@@ -104,7 +80,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "calculate_vm_cloud_properties": Method(
         Requirements, lambda _, given: vms.calculate_properties(given.requirements), is_local=True
     ),
-    "create_vm": Method(CreateVm, _create_vm),
+    "create_vm": Method(vms.Wanted, vms.create),
     "delete_vm": Method(Cid, lambda session, given: vms.delete(session, given.cid)),
     "has_vm": Method(Cid, lambda session, given: vms.has(session, given.cid)),
     "reboot_vm": Method(Cid, lambda session, given: vms.reboot(session, given.cid)),
@@ -140,7 +116,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
     try:
         given = msgspec.convert(arguments, method.arguments)
     except msgspec.ValidationError as exc:
-        raise RequestError(f"cannot {name}: its arguments do not fit: {exc}") from None
+        raise InputError(f"cannot {name}: its arguments do not fit: {exc}") from None
     config: Config = configuration.load(file, context)
     if method.is_local:
         return method.serve(config, given)
@@ -150,5 +126,6 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
 
 def _hide_secrets(name: str, arguments: Sequence[Any]) -> None:
     """Keep what Directors redact themselves out of all that is said: `env`, but for groups and tags."""
-    if name == "create_vm" and len(arguments) > CreateVm.__struct_fields__.index("env"):
-        log.hide(arguments[CreateVm.__struct_fields__.index("env")])
+    at = vms.Wanted.__struct_fields__.index("env")
+    if name == "create_vm" and len(arguments) > at:
+        log.hide(arguments[at])

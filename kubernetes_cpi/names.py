@@ -8,7 +8,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
+
+Cid = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+"""A cid of this CPI: the name of an object."""
 
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 OURS: Final = "kubernetes-cpi"

@@ -10,7 +10,7 @@ import msgspec
 from kubernetes_cpi import names, schema
 from kubernetes_cpi.client import Object
 from kubernetes_cpi.config import Networks
-from kubernetes_cpi.errors import ConfigError, NotSupportedError
+from kubernetes_cpi.errors import InputError, NotSupportedError
 from kubernetes_cpi.properties import NetworkProperties, Port
 
 MAX_NAMESERVERS: Final = 3
@@ -116,7 +116,7 @@ def _read(name: str, given: object) -> tuple[Network, NetworkProperties]:
     try:
         network = msgspec.convert(given, Network)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"cannot use the network {name!r}: {exc}") from None
+        raise InputError(f"cannot use the network {name!r}: {exc}") from None
     if network.type not in ("manual", "dynamic", "vip"):
         raise NotSupportedError(f"cannot use the network {name!r}: its type {network.type!r} is not known")
     origin = f"the cloud properties of the network {name!r}"
@@ -131,7 +131,7 @@ def _settings(given: Mapping[str, Any], network: Network) -> dict[str, Any]:
 
 def _vip(name: str, network: Network, properties: NetworkProperties) -> Vip:
     if not network.ip or not properties.ports:
-        raise ConfigError(
+        raise InputError(
             f"cannot use the vip network {name!r}: it needs an address, and `ports` in its cloud properties"
         )
     return Vip(network.ip, properties.ports, properties.service_type)
@@ -171,7 +171,7 @@ def _address_annotations(
 
 def _interface(name: str, network: Network, properties: NetworkProperties) -> Object:
     if not properties.name:
-        raise ConfigError(f"cannot use the network {name!r}: `cni: multus` needs `name`, a NetworkAttachmentDefinition")
+        raise InputError(f"cannot use the network {name!r}: `cni: multus` needs `name`, a NetworkAttachmentDefinition")
     namespace, _, definition = properties.name.rpartition("/")
     interface: Object = {"name": definition}
     if namespace:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kubernetes_cpi.errors import ConfigError
+from kubernetes_cpi.errors import InputError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -34,7 +34,7 @@ def read(document: object, wanted: type[T], *, origin: str) -> T:
     try:
         return msgspec.convert(document, wanted)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"cannot use {origin}: {_explained(str(exc), wanted)}") from None
+        raise InputError(f"cannot use {origin}: {_explained(str(exc), wanted)}") from None
 
 
 def _explained(text: str, wanted: type[msgspec.Struct]) -> str:

@@ -11,7 +11,7 @@ from kubernetes_cpi import config as configuration
 from kubernetes_cpi import credentials, log, names
 from kubernetes_cpi.client import Client
 from kubernetes_cpi.config import Config
-from kubernetes_cpi.errors import ConfigError
+from kubernetes_cpi.errors import InputError
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ def opened(config: Config, context: Mapping[str, Any]) -> Session:
     try:
         configuration.check_namespace(namespace)
     except ValueError as exc:
-        raise ConfigError(f"cannot use the namespace of the kubeconfig or service account: {exc}") from None
+        raise InputError(f"cannot use the namespace of the kubeconfig or service account: {exc}") from None
     director, request_id = context.get("director_uuid"), context.get("request_id")
     return Session(
         config,

@@ -7,12 +7,14 @@ import http.client
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from kubernetes_cpi import attachments, claims, log, manifests, names, networks, pods, recreation, schema
 from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, SERVICES, Object, Resource
 from kubernetes_cpi.errors import (
     ApiError,
-    ConfigError,
     CpiError,
+    InputError,
     NotSupportedError,
     UnreachableError,
     VMCreationFailedError,
@@ -26,23 +28,26 @@ GRACE_OF_FAILED_S: Final = 1
 """For a VM that never ran a job."""
 
 
-def create(
-    session: Session,
-    agent_id: str,
-    stemcell: str,
-    cloud_properties: Mapping[str, Any],
-    requested: Mapping[str, Any],
-    disks: Sequence[str],
-    env: Mapping[str, Any],
-) -> list[Any]:
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """Arguments of create_vm, by place; those beyond are ignored."""
+
+    agent_id: str
+    stemcell: str
+    cloud_properties: Object | None
+    networks: Object
+    disks: list[names.Cid] | None = None
+    env: Object | None = None
+
+
+def create(session: Session, wanted: Wanted) -> list[Any]:
     """Make a VM and wait until its agent answers; its cid and networks. Nothing is left of one that fails."""
-    vm = _described(session, agent_id, stemcell, cloud_properties, requested, env)
+    vm, disks, env = _described(session, wanted), wanted.disks or [], wanted.env or {}
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
     held = []
     try:
         base = manifests.pod(vm)
-        _make_secret(session, vm, manifests.settings(vm, agent_id, env, session.config.agent), base)
+        _make_secret(session, vm, manifests.settings(vm, wanted.agent_id, env, session.config.agent), base)
         held = _held(session, vm, disks)
         pod = _made(session, vm, base, held, is_reserving=not disks)
         _make_services(session, vm)
@@ -53,7 +58,7 @@ def create(
         if isinstance(exc, ApiError | UnreachableError):
             raise VMCreationFailedError(f"cannot create the VM: {exc}", ok_to_retry=exc.ok_to_retry) from exc
         raise
-    return [vm.cid, requested]
+    return [vm.cid, wanted.networks]
 
 
 def delete(session: Session, vm: str) -> None:
@@ -123,32 +128,25 @@ def calculate_properties(requirements: Mapping[str, Any]) -> dict[str, Any]:
             "ephemeral_disk": {"size": int(requirements["ephemeral_disk_size"])},
         }
     except (KeyError, TypeError, ValueError) as exc:
-        raise ConfigError(f"cannot calculate cloud properties: `vm_resources` lacks {exc}") from None
+        raise InputError(f"cannot calculate cloud properties: `vm_resources` lacks {exc}") from None
 
 
 # --- create ---------------------------------------------------------------------------------------------------------
 
 
-def _described(
-    session: Session,
-    agent_id: str,
-    stemcell: str,
-    cloud_properties: Mapping[str, Any],
-    requested: Mapping[str, Any],
-    env: Mapping[str, Any],
-) -> Vm:
+def _described(session: Session, wanted: Wanted) -> Vm:
     config = session.config
-    document = schema.merged(config.vms, cloud_properties)
+    document = schema.merged(config.vms, wanted.cloud_properties or {})
     properties = schema.read(document, VmProperties, origin="the cloud properties of the VM")
-    bosh = env.get("bosh")
+    bosh = (wanted.env or {}).get("bosh")
     groups = bosh.get("groups") if isinstance(bosh, Mapping) else None
     return Vm(
-        cid=names.cid("vm", session.namespace, session.director, agent_id),
+        cid=names.cid("vm", session.namespace, session.director, wanted.agent_id),
         namespace=session.namespace,
         director=session.director,
-        image=stemcell,
+        image=wanted.stemcell,
         properties=properties,
-        networks=networks.plan(requested, config.networks),
+        networks=networks.plan(wanted.networks, config.networks),
         groups=[str(group) for group in groups] if isinstance(groups, list) else [],
         attach=properties.attach or config.disks.attach,
         pull_policy=config.stemcells.pull_policy,

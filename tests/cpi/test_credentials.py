@@ -15,7 +15,7 @@ import yaml
 from agent_shim.demo import pki
 from kubernetes_cpi import credentials
 from kubernetes_cpi.config import Cluster
-from kubernetes_cpi.errors import ConfigError
+from kubernetes_cpi.errors import InputError
 from tests.cpi.calls import Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster as FakeCluster
 from tests.cpi.fake_api import Server
@@ -71,7 +71,7 @@ def test_exec_plugin(tmp_path: Path) -> None:
     ("text", "words"), [("echo 'not logged in' >&2; exit 1", "not logged in"), ("echo x", "printed no ExecCredential")]
 )
 def test_exec_plugin_that_fails(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(InputError, match=words):
         credentials.access(Cluster(kubeconfig=kubeconfig({"exec": plugin(tmp_path, text)})))
 
 
@@ -94,7 +94,7 @@ def test_exec_plugin_that_fails(tmp_path: Path, text: str, words: str) -> None:
     ],
 )
 def test_refused(cluster: Cluster, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(InputError, match=words):
         credentials.access(cluster)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+
 import pytest
 
 from tests.cpi.calls import Cpi, CpiFailedError
@@ -51,6 +54,15 @@ def test_new_disk_is_not_waited_for(cpi: Cpi, cluster: Cluster) -> None:
     assert claim["spec"]["storageClassName"] == "on-first-use"
     assert claim["spec"]["resources"]["requests"]["storage"] == "64Mi"
     assert cpi("has_disk", disk) is True
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_disk_without_a_size_is_refused(cpi: Cpi, cluster: Cluster, size: int) -> None:
+    """The API server would take a claim of 0 and never bind it."""
+    with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
+        cpi("create_disk", size, {}, None)
+
+    assert cluster.snapshot() == {}
 
 
 def test_number_of_a_request_that_comes_again(cpi: Cpi) -> None:
@@ -158,6 +170,8 @@ def test_disk_of_a_vm_that_is_gone_is_free(cpi: Cpi, cluster: Cluster) -> None:
 def test_reserved_disk_is_handed_out(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm(persistent_disk={"size": 64})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
+    settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
+    assert settings["disks"]["persistent"] == {}, "the agent would mount what the Director does not know"
 
     disk = cpi("create_disk", 64, {}, vm)
     assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
@@ -267,6 +281,22 @@ def test_disk_that_is_being_deleted_is_not_attached(cpi: Cpi, cluster: Cluster) 
         cpi("attach_disk", two, disk)
 
     assert failed.value.type == "DiskNotFound"
+
+
+def test_deleted_disk_that_a_pod_mounts_still_is_not_there_any_more(cpi: Cpi, cluster: Cluster) -> None:
+    """The cluster keeps such a claim until the pod ends, and a Director must not hand it out again."""
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    cpi("detach_disk", vm, disk)
+
+    cpi("delete_disk", disk)
+
+    assert "deletionTimestamp" in cluster.of("persistentvolumeclaims")[disk]["metadata"]
+    assert cpi("has_disk", disk) is False
+    cpi("delete_disk", disk)
+    cpi("delete_vm", vm)
+    assert cluster.snapshot() == {}
 
 
 def test_lazily_detached_disk_comes_back_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:

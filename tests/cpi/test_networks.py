@@ -9,7 +9,7 @@ import pytest
 
 from kubernetes_cpi import networks
 from kubernetes_cpi.config import Networks
-from kubernetes_cpi.errors import ConfigError, NotSupportedError
+from kubernetes_cpi.errors import InputError, NotSupportedError
 
 MANUAL: dict[str, Any] = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "gateway": "10.0.0.1"}
 
@@ -101,7 +101,7 @@ def test_dns_of_the_network_that_is_the_default_for_it() -> None:
     ],
 )
 def test_wrong_network(given: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match="'a'") as failed:
+    with pytest.raises(InputError, match="'a'") as failed:
         networks.plan({"a": given}, Networks())
 
     assert words in str(failed.value)

@@ -93,7 +93,7 @@ def test_bug_that_repeats_a_secret(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(f"with {ENV}")
 
-    monkeypatch.setattr("kubernetes_cpi.vms.create", broken)
+    monkeypatch.setattr("kubernetes_cpi.vms._described", broken)
     response = secretive.answer(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
 
     out = capfd.readouterr()

@@ -14,9 +14,10 @@ import pytest_asyncio
 
 from tests.kubernetes import cpi_site
 from tests.kubernetes.calls import CpiError
-from tests.kubernetes.cpi_site import WAYS, Site, Way
+from tests.kubernetes.cpi_site import LABEL, WAYS, Site, Way
 from tests.kubernetes.deployments import Instance
 from tests.kubernetes.node import Node
+from tests.kubernetes.objects import Document
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 
@@ -161,6 +162,73 @@ async def test_detach_of_a_mounted_disk(site: Site, db: Instance) -> None:
     await director.detach(db, second)
     await director.delete_disk(second)
     await site.check(db)
+
+
+async def _dynamic_disk(site: Site, db: Instance) -> tuple[str, str]:
+    """A disk that comes to a VM whose jobs run, with a file on it, and the link to it (jobs/dynamic_disks)."""
+    disk = await site.deployments.create_disk(db)
+    await _attach_dynamic(site, db, disk)
+    link = f"/var/vcap/data/dynamic_disks/{disk}"
+    await site.exec(db, "sh", "-c", f"echo kept >{link}/file; sync")
+    return disk, link
+
+
+async def _attach_dynamic(site: Site, db: Instance, disk: str) -> None:
+    hint = await site.cpi.call("attach_disk", db.vm, disk)
+    await site.deployments.ask(db, "add_dynamic_disk", disk, hint)
+
+
+async def _delete_dynamic(site: Site, db: Instance, disk: str) -> None:
+    await site.deployments.ask(db, "remove_dynamic_disk", disk)
+    await site.cpi.call("detach_disk", db.vm, disk)
+    await site.deployments.delete_disk(disk)
+
+
+@LIVE
+async def test_dynamic_disk(site: Site, db: Instance) -> None:
+    """It comes and goes while the jobs run on, in the same pod."""
+    before = await site.namespace.pod(db.vm).container()
+    disk, link = await _dynamic_disk(site, db)
+    await site.deployments.ask(db, "remove_dynamic_disk", disk)
+    await site.cpi.call("detach_disk", db.vm, disk)
+    assert await site.exec(db, "sh", "-c", f"ls {link} 2>/dev/null || true") == ""
+    await _attach_dynamic(site, db, disk)
+
+    assert await site.exec(db, "cat", f"{link}/file") == "kept\n"
+    assert (await site.namespace.pod(db.vm).container())["containerID"] == before["containerID"]
+    await _delete_dynamic(site, db, disk)
+    await site.check(db)
+
+
+@LIVE
+async def test_process_1_that_is_killed_finds_its_live_disks_again(site: Site, db: Instance) -> None:
+    disk, link = await _dynamic_disk(site, db)
+
+    await site.namespace.pod(db.vm).kill()
+
+    await site.deployments.until_ready(db)
+    assert await site.exec(db, "cat", f"{link}/file") == "kept\n"
+    await _delete_dynamic(site, db, disk)
+    await site.check(db)
+
+
+@LIVE
+async def test_attachment_that_is_killed_does_not_stack_mounts(site: Site, db: Instance) -> None:
+    disk, link = await _dynamic_disk(site, db)
+    (attachment,) = [one for one in await site.objects() if _attaches(one, disk)]
+
+    await site.namespace.pod(attachment["metadata"]["name"]).kill()
+
+    mounts = await site.exec(db, "cat", "/proc/self/mountinfo")
+    assert [line.split()[4] for line in mounts.splitlines()].count(f"/var/vcap/bosh/disks/{disk}") == 1
+    assert await site.exec(db, "cat", f"{link}/file") == "kept\n"
+    await _delete_dynamic(site, db, disk)
+    await site.check(db)
+
+
+def _attaches(one: Document, disk: str) -> bool:
+    labels: dict[str, str] = one["metadata"].get("labels", {})
+    return (one["kind"], labels.get(f"{LABEL}/kind"), labels.get(f"{LABEL}/disk")) == ("Pod", "attachment", disk)
 
 
 async def test_mount_mismatch(site: Site, db: Instance) -> None:
