@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +51,8 @@ class Certificates:
         """
         if not self._paths.is_system or os.geteuid() != 0:
             return "not root of a container with the real /var/vcap"
-        wanted = {f"{_OURS}{number}.crt": pem for number, pem in enumerate(split(bundle), 1)}
+        found = await asyncio.to_thread(split, bundle)
+        wanted = {f"{_OURS}{number}.crt": pem for number, pem in enumerate(found, 1)}
         async with self._turn:
             with saying("cannot install trusted certificates"):
                 if await asyncio.to_thread(_write, wanted) or await asyncio.to_thread(_is_stale, wanted):
@@ -60,8 +62,19 @@ class Certificates:
 
 
 def split(bundle: str) -> list[str]:
-    """The certificates in a text, without what stands between them."""
-    return [f"{pem}\n" for pem in x509.blocks(bundle)]
+    """The certificates in a text, without what stands between them.
+
+    What only looks like one is left out: among the authorities of the machine it would have its clients read none.
+    """
+    found = []
+    for number, pem in enumerate(x509.blocks(bundle), 1):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
+        except (ssl.SSLError, TypeError, ValueError):
+            logger.error("cannot trust certificate %d of the Director: it is none; the others are taken", number)
+        else:
+            found.append(f"{pem}\n")
+    return found
 
 
 def _write(wanted: Mapping[str, str]) -> bool:

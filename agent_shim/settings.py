@@ -301,7 +301,7 @@ def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Setti
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
         raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is empty")
-    if any(character in settings.agent_id for character in ".*> \t\r\n/"):
+    if any(each in ".*>/" or each.isspace() or not each.isprintable() for each in settings.agent_id):
         raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is no single word of a bus subject")
     return settings
 

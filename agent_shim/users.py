@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.errors import ActionError, HostError, saying
-from agent_shim.host import command, files
+from agent_shim.host import command, files, proc
 from agent_shim.paths import Paths
 
 PREFIX: Final = "bosh_"
@@ -30,6 +30,12 @@ NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 _USER: Final = re.compile(r"bosh_[a-z0-9_]{1,27}")
 _KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?")
 _HASH: Final = re.compile(r"[^\s:\0]+")
+
+ENDING: Final = 5.0
+"""Seconds in which the processes of a removed user must have ended after KILL."""
+_LOOK: Final = 0.05
+_KILL_ALL: Final = "kill -s KILL -- -1 2>/dev/null || :"
+"""Run as a user: one system call signals all of their processes, so that none that forks gets away."""
 
 _REPLACE_KEYS: Final = """
 umask 077 && cd "$HOME" && mkdir -p .ssh && chmod 700 .ssh &&
@@ -151,10 +157,29 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 
 
 async def _remove(user: str) -> None:
-    """Remove a user and their home; asked twice, because of what another name would cost."""
+    """Remove a user, their home and their processes; asked twice, because of what another name would cost.
+
+    Without an account nothing new begins in their name, and the number may become the next user's: so the processes
+    end after it, and before that.
+    """
     if not user.startswith(PREFIX):
         raise HostError(f"cannot remove {user}: not a user of ours")
+    account = pwd.getpwnam(user)
     await command.run("userdel", "-rf", user)
+    if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
+        return  # an account that somebody has made by hand shares its number with others
+    number = str(account.pw_uid)
+    await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))
+    try:
+        async with asyncio.timeout(ENDING):
+            while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(_LOOK)
+    except TimeoutError:
+        raise HostError(f"cannot end all processes of {user}: some do not end when they are killed") from None
+
+
+def _has_processes(number: int) -> bool:
+    return any(stat.is_alive and proc.user(stat.pid) == number for stat in proc.table().values())
 
 
 async def _authorize(user: str, home: Path, keys: str) -> None:

@@ -174,7 +174,7 @@ def _trusting(ca: str) -> ssl.SSLContext:
     """TLS 1.2 or newer; ``ca`` (PEM) instead of the system's authorities if there is one."""
     try:
         context = ssl.create_default_context(cadata=ca or None)
-    except (ssl.SSLError, ValueError) as exc:
+    except (ssl.SSLError, TypeError, ValueError) as exc:
         raise BlobError("cannot use the CA of the blobstore: it is no PEM certificate") from exc
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # As in Go: whatever the settings call CA is trusted, and certificates without every extension of RFC 5280 are

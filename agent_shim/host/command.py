@@ -22,6 +22,7 @@ async def run(
     *arguments: str,
     given: str = "",
     user: str | None = None,
+    group: str | None = None,
     env: Mapping[str, str] = ENVIRONMENT,
     patience: float = 60.0,
     grace: float = 1.0,
@@ -31,7 +32,9 @@ async def run(
     After ``patience`` seconds, or when this is cancelled, its process group gets TERM and ``grace`` seconds later KILL.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
-        running = process.spawn([program, *arguments], env=env, stdin=stdin, stdout=output, stderr=output, user=user)
+        running = process.spawn(
+            [program, *arguments], env=env, stdin=stdin, stdout=output, stderr=output, user=user, group=group
+        )
         try:
             async with asyncio.timeout(patience):
                 status = await running.wait()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import resource
 import signal
 import sys
 from collections import Counter
@@ -293,6 +292,6 @@ def become_worker(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it went before it could be watched
         raise SystemExit(128 + signal.SIGTERM)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    process.leave_no_core(for_good=True)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")

@@ -339,9 +339,20 @@ def environment_of_scripts(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(("AGENT_SHIM_", "MALLOC_"))}
 
 
-def leave_no_core() -> None:
-    """Let no core file show what we know; jobs begin with the same, as on a stemcell, and may raise it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+NO_CORE: Final = 1
+"""Bytes of a core dump: too few for a file, and the one limit that a ``core_pattern`` that is a pipe respects."""
+
+
+def leave_no_core(*, for_good: bool = False) -> None:
+    """Let no core dump show what we know; jobs begin with the same, as on a stemcell, and may raise it.
+
+    ``for_good``, nothing that this process starts may.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE, NO_CORE if for_good or hard == 0 else hard))
+    except ValueError:  # not ours to raise: files, if no pipes
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def send(identity: tuple[int, int], sig: int) -> bool:

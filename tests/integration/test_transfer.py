@@ -267,10 +267,11 @@ async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wr
     assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
 
 
-async def test_a_ca_that_is_none_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
+async def test_a_ca_that_is_none_is_told(tmp_path: Path, ca: str) -> None:
     """Not what it was."""
     with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is no PEM certificate$"):
-        Transfer("s3cr3t", FAST, tmp_path)
+        Transfer(ca, FAST, tmp_path)
 
 
 # --- proxies --------------------------------------------------------------------------------------------------------

@@ -494,7 +494,7 @@ async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
         await task
 
     assert not any(CANARY.encode() in text for text in told + written)
-    assert re.search(r"Max core file size +0 +0 ", limits)
+    assert re.search(r"Max core file size +1 +1 ", limits)
     assert score == "500\n"
 
 

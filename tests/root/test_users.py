@@ -96,6 +96,26 @@ def test_a_user_who_is_at_work_is_removed(box: Machine, inside: Inside) -> None:
         sleeping.wait()
 
 
+def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None:
+    """Neither what has left its session nor what forks without end; the next user may get the number."""
+    inside(setup("bosh_stays"))
+    number = box.run("id -u bosh_stays").strip()
+    forking = "while :; do (sleep 0.01 &) ; done"
+    staying = [
+        box.popen(["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups", *argv])
+        for argv in (["setsid", "--fork", "sleep", "600"], ["setsid", "sh", "-c", forking])
+    ]
+    try:
+        box.run(f"until test $(pgrep -cu {number}) -ge 3; do sleep 0.02; done")
+
+        assert inside(cleanup("^bosh_stays")) == ["bosh_stays"]
+        assert box.run(f"pgrep -u {number} || true") == ""
+    finally:
+        for each in staying:
+            each.kill()
+            each.wait()
+
+
 def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> None:
     """The error names the group."""
     group = box.root / "etc/group"

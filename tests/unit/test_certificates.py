@@ -9,10 +9,11 @@ import pytest
 
 from agent_shim import certificates
 from agent_shim.certificates import Certificates, split
+from agent_shim.demo.pki import Authority
 from agent_shim.paths import Paths
 
-A = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
-B = "-----BEGIN CERTIFICATE-----\nBBBB\n-----END CERTIFICATE-----"
+A, B = (Authority(name).ca.strip() for name in "ab")
+NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,9 @@ B = "-----BEGIN CERTIFICATE-----\nBBBB\n-----END CERTIFICATE-----"
         (f"{A}\n-----BEGIN CERTIFICATE-----\ncut off", [A]),
         (f"cut off\n-----END CERTIFICATE-----\n{A}", [A]),
         (f"{A}\r\n{B}\r\n", [A, B]),
+        (f"{A}\n{NONE}\n{B}\n", [A, B]),
+        (NONE.replace("AAAA", "ä\0\x1b"), []),
+        (f"{A[:-60]}{A[-30:]}", []),
     ],
 )
 def test_a_bundle_is_taken_apart(bundle: str, found: list[str]) -> None:

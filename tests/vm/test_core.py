@@ -1,0 +1,48 @@
+"""A core dump of the agent goes nowhere, whatever the kernel is told to do with core dumps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vm
+
+PATTERN = Path("/proc/sys/kernel/core_pattern")
+CRASH = """
+import os, resource, sys
+from agent_shim.host import process
+resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+if sys.argv[1] == "guarded":
+    process.leave_no_core()
+os.abort()
+"""
+
+
+@pytest.fixture
+def handler(tmp_path: Path) -> Iterator[Path]:
+    """A program that gets core dumps through a pipe; the number of what crashed is a file beside it."""
+    program, dumps = tmp_path / "handler", tmp_path / "dumps"
+    dumps.mkdir()
+    program.write_text(f"#!/bin/sh\ncat >{dumps}/$1\n")
+    program.chmod(0o755)
+    before = PATTERN.read_text()
+    PATTERN.write_text(f"|{program} %P")
+    yield dumps
+    PATTERN.write_text(before)
+
+
+def crash(how: str) -> int:
+    with subprocess.Popen([sys.executable, "-c", CRASH, how]) as crashed:
+        crashed.wait()  # until the handler has ended
+        return crashed.pid
+
+
+def test_no_core_goes_through_a_pipe(handler: Path) -> None:
+    with_limit, without = crash("guarded"), crash("unguarded")
+
+    assert [path.name for path in handler.iterdir()] == [str(without)]
+    assert with_limit != without
