@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from agent_shim.host import cages, cgroups, process
 
 
 def pytest_configure() -> None:
-    """A run in the background ignores SIGINT, and so would every process that a test wants to interrupt."""
+    """Undo the ignored SIGINT of a background run; every process that a test interrupts would inherit it."""
     process.default_signals()
+    # A slow machine fails no example.
+    hypothesis.settings.register_profile("no deadline", deadline=None)
+    hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(params=["the best", "freezer", "pids", "none"])

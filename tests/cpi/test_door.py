@@ -44,7 +44,7 @@ def test_any_bytes_get_one_response(raw: bytes) -> None:
     checked(door.answer(raw, []))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=REQUESTS)
 def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
     cpi.server.cluster.objects.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
+NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,17 @@ def modules() -> Mapping[str, Module]:
         name = ".".join(parts[:-1] if is_package else parts)
         found[name] = Module(name, path.read_text(), is_package)
     return found
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Every text file of the project with its name; binary files are passed over."""
+    for directory, below, files in os.walk(ROOT):
+        below[:] = [name for name in below if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
+        for name in files:
+            path = Path(directory, name)
+            raw = path.read_bytes() if path.is_file() else b""
+            if b"\0" not in raw:
+                yield str(path.relative_to(ROOT)), raw.decode(errors="replace")
 
 
 def imports(module: Module) -> Iterator[tuple[str, int]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.structure.source import ROOT, texts
 
-NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
+HERE = str(Path(__file__).relative_to(ROOT))
 NEIGHBOUR = re.compile(r"\.\./" + "shared")
 HOMES = re.compile(r"/(home|Users)/(?!vcap\b)[a-z]" + r"|(?<![\w.])/root/")
 
@@ -24,20 +23,9 @@ def violations(name: str, text: str, root: Path) -> Iterator[str]:
             yield f"{name}:{number} {line.strip()}"
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Every text file of the project with its name; binary files are passed over."""
-    for directory, below, files in os.walk(ROOT):
-        below[:] = [name for name in below if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
-        for name in files:
-            path = Path(directory, name)
-            raw = path.read_bytes() if path.is_file() else b""
-            if path.name != Path(__file__).name and b"\0" not in raw:
-                yield str(path.relative_to(ROOT)), raw.decode(errors="replace")
-
-
 def test_no_file_names_the_workplace() -> None:
     """No path of this checkout, its neighbours or a home directory stands in a file."""
-    found = [wrong for name, text in texts() for wrong in violations(name, text, ROOT)]
+    found = [wrong for name, text in texts() if name != HERE for wrong in violations(name, text, ROOT)]
 
     assert found == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_shim.supervisor.monit_lexer import KEYWORDS, NO_NAME, NOISE, SYNONYMS, UNCLOSED, lex, unescape
@@ -177,7 +177,6 @@ SPELLED = st.one_of(
 """Kind and value of a word, and how it is written."""
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(SPELLED, BLANKS)))
 def test_every_word_comes_back(spelled: list[tuple[tuple[str, str, str], str]]) -> None:
     """Whatever stands between them, and in whatever case, words are the same words."""
@@ -186,7 +185,6 @@ def test_every_word_comes_back(spelled: list[tuple[tuple[str, str, str], str]]) 
     assert [token[:2] for token in lex(text)] == [*(found[:2] for found, _ in spelled), ("END", "")]
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_nothing_is_raised_or_lost(text: str) -> None:
     """Any text is cut into words in order, none of which overlap."""

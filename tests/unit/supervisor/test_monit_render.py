@@ -253,7 +253,7 @@ def files(draw: st.DrawFn) -> MonitFile:
 
 
 @given(files())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_value_comes_back(file: MonitFile) -> None:
     """Whatever can be said can be written and read again."""
     assert monitrc.parse(monitrc.render(file), origin="rendered") == file

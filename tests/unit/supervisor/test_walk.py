@@ -485,7 +485,7 @@ def go(taken: list[Step]) -> None:
 
 
 @given(steps(1))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_state_is_what_the_model_says(taken: list[Step]) -> None:
     """A few thousand events."""
     go(taken)
