@@ -7,6 +7,7 @@ words before the host are those of the Go agent (agent/httpblobprovider/http_blo
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import shutil
@@ -28,6 +29,11 @@ with imports.without_authorities():  # aiohttp makes contexts at import; each cl
 from yarl import URL
 
 MOST_REDIRECTS: Final = 10
+RESERVE: Final = 64 << 20
+"""Bytes of a volume that downloads leave to all others on it, and at most a part of a small one."""
+RESERVED_PART: Final = 0.05
+LOOK: Final = 4 << 20
+"""Bytes of a download between two looks at what is left."""
 
 
 class Transfer:
@@ -75,13 +81,24 @@ class Transfer:
                 self._request("GET", url, headers, max_redirects=MOST_REDIRECTS) as response,
             ):
                 _check(response)
+                unseen = LOOK
                 async for chunk in response.content.iter_chunked(CHUNK):
                     guard.moved(len(chunk))
                     hasher.update(chunk)
+                    unseen += len(chunk)
                     with self._keeping():
+                        if unseen >= LOOK:
+                            self._check_room()
+                            unseen = 0
                         target.write(chunk)
                 with self._keeping():
                     target.flush()
+
+    def _check_room(self) -> None:
+        """Raises ``OSError`` where the rest is for others: nothing but its end says how long a download is."""
+        usage = shutil.disk_usage(self._scratch)
+        if usage.free < min(RESERVE, usage.total * RESERVED_PART):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:

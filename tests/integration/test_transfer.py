@@ -7,16 +7,18 @@ import dataclasses
 import gzip
 import hashlib
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from agent_shim.blobstore import Timing
+from agent_shim.blobstore import transfer as transfers
 from agent_shim.blobstore.transfer import Transfer, proxy_for
 from agent_shim.demo.pki import EXPIRED, Authority
 from agent_shim.digest import Hasher
-from agent_shim.errors import BlobError
+from agent_shim.errors import BlobError, NoRoomError
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 
@@ -265,6 +267,17 @@ async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wr
         said = await failure(transfer, f"{server.url}/b")
 
     assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
+
+
+async def test_a_blob_without_an_end_leaves_room_for_others(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "RESERVE", shutil.disk_usage(tmp_path).free - (32 << 20))
+    monkeypatch.setattr(transfers, "RESERVED_PART", 1)
+    server.plan = [http.ENDLESS]
+    async with Transfer("", SURE, tmp_path) as transfer:
+        with pytest.raises(NoRoomError, match="No space left on device, [0-9]+ MiB are free"):
+            await transfer.download(f"{server.url}/b", {}, Hasher("sha256"))
 
 
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])

@@ -26,6 +26,7 @@ SILENT = "silent"
 """Takes the request and never answers."""
 DEAF = "deaf"
 """Takes the head of a request and nothing of its body."""
+ENDLESS = "endless"
 DRIBBLE = "dribble"
 """Sends a byte every 50 milliseconds."""
 NO_LENGTH = "no length"
@@ -122,6 +123,11 @@ class Server:
             await respond(writer, 404, b"no such blob")
         elif how == NO_LENGTH:
             writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+        elif how == ENDLESS:
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            while True:
+                writer.write(body)
+                await writer.drain()
         elif how == ENCODED:
             await respond(writer, 200, body, encoding="gzip")
         elif how == WRONG:
