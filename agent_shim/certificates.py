@@ -64,7 +64,7 @@ class Certificates:
 def split(bundle: str) -> list[str]:
     """The certificates in a text, without what stands between them.
 
-    What only looks like one is left out: among the authorities of the machine it would have its clients read none.
+    A block that OpenSSL cannot read is left out: it would make the file of all authorities unreadable for clients.
     """
     found = []
     for number, pem in enumerate(x509.blocks(bundle), 1):

@@ -167,7 +167,7 @@ async def _remove(user: str) -> None:
     account = pwd.getpwnam(user)
     await command.run("userdel", "-rf", user)
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
-        return  # an account that somebody has made by hand shares its number with others
+        return  # an account made by hand shares its number with others
     number = str(account.pw_uid)
     await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))
     try:

@@ -33,7 +33,7 @@ RESERVE: Final = 64 << 20
 """Bytes of a volume that downloads leave to all others on it, and at most a part of a small one."""
 RESERVED_PART: Final = 0.05
 LOOK: Final = 4 << 20
-"""Bytes of a download between two looks at what is left."""
+"""Bytes of a download between two looks at the free space."""
 
 
 class Transfer:

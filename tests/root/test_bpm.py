@@ -367,8 +367,8 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
     "additional_volumes[].mount_only": lambda found, _: (found["modes of volumes"], ["0o700", "0o755", "0o755"]),
     "additional_volumes[].shared": lambda _, cell: (cell in ("yes", "not needed: no mounts"), True),
     "unsafe.privileged": lambda found, cell: (
-        [found["free"]["ids"][0], found["free"]["nothing gained"], set(found["free"]["reads"]) >= CLOSED],
-        [0, "0", cell != "yes"],
+        [found["free"]["ids"][0], found["free"]["nothing gained"], CLOSED & set(found["free"]["reads"])],
+        [0, "0", set() if cell == "yes" else CLOSED],
     ),
     "unsafe.unrestricted_volumes": lambda found, _: (found["web"]["executable"].startswith(sys.base_prefix), True),
     "unsafe.host_pid_namespace": lambda found, cell: (

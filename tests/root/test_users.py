@@ -97,7 +97,7 @@ def test_a_user_who_is_at_work_is_removed(box: Machine, inside: Inside) -> None:
 
 
 def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None:
-    """Neither what has left its session nor what forks without end; the next user may get the number."""
+    """Neither a process in another session nor one that forks without end; the next user may get the number."""
     inside(setup("bosh_stays"))
     number = box.run("id -u bosh_stays").strip()
     forking = "while :; do (sleep 0.01 &) ; done"

@@ -1,4 +1,4 @@
-"""A core dump of the agent goes nowhere, whatever the kernel is told to do with core dumps."""
+"""A core dump of the agent goes nowhere, wherever the kernel sends core dumps."""
 
 from __future__ import annotations
 
