@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from agent_shim.bus.nats import NatsBus, Timing
+from agent_shim.core.settings import Mbus
 from agent_shim.demo.broker import NatsServer
-from agent_shim.settings import Mbus
+from agent_shim.edges.bus.nats import NatsBus, Timing
 from benchmarks.crowds import AGAIN
 from benchmarks.measuring import Figure, Figures, figure, pss
 from benchmarks.world import AGENT, COMMAND, World, world

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.support import jobs
 from tests.support.pod import Pod, pod
 

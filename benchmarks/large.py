@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.core.errors import HostError
 from agent_shim.demo.release import archive
-from agent_shim.errors import HostError
 from benchmarks.measuring import Figures
 from benchmarks.world import AGENT, BYSTANDER, World, bystander, world
 

@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim import heartbeat
-from agent_shim.bus.nats import NatsBus, Timing
+from agent_shim.core.settings import Mbus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
-from agent_shim.settings import Mbus
+from agent_shim.edges import heartbeat
+from agent_shim.edges.bus.nats import NatsBus, Timing
 from benchmarks import scale_model, scale_page
 from benchmarks.measuring import Stopwatch, cpu_seconds, pss
 

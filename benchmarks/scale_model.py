@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agent_shim.bus.nats import Timing
+from agent_shim.edges.bus.nats import Timing
 
 BEYOND: Final = (1000, 10_000, 100_000)
 SERVER_CORES: Final = 4

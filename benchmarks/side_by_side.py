@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import proc, reaper
-from agent_shim.paths import Paths
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 
 STARTED: Final = 55.0

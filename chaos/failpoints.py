@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agent_shim import cli
-from agent_shim.daemon import Daemon
+from agent_shim.cli import main as cli
+from agent_shim.daemon.main import Daemon
 
 
 def fail(name: str) -> None:

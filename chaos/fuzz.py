@@ -25,15 +25,27 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from agent_shim import certificates, digest, responder, safetext, settings, spec, wire, x509
-from agent_shim.actions import core as _core
-from agent_shim.bus import tls
+from agent_shim.actions import state as _core
+from agent_shim.actions.dispatch import ACTIONS
+from agent_shim.core import (
+    digest,
+    safetext,
+    settings,
+    spec,
+    wire,
+    x509,
+)
+from agent_shim.core.errors import ArchiveError, BadArgumentsError, ShimError
 from agent_shim.demo.pki import Authority
-from agent_shim.disks import hints
-from agent_shim.dispatch import ACTIONS
-from agent_shim.errors import ArchiveError, BadArgumentsError, ShimError
+from agent_shim.edges import http_server
+from agent_shim.edges.bus import tls
 from agent_shim.host import archive, mounts, proc
-from agent_shim.supervisor import bpm, bpm_answers, identity, monit_answers, monitrc
+from agent_shim.services import trusted_cas
+from agent_shim.services.disks import hints
+from agent_shim.supervisor import process_record
+from agent_shim.supervisor.bpm import bpm_api, config
+from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor.monit import parser as monitrc
 
 SLOW: Final = 1.0
 """Seconds of a processor that one reading may take."""
@@ -82,7 +94,7 @@ def _pidfile(data: bytes) -> None:
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         path = Path(place, "pid")
         path.write_bytes(data)
-        found = identity.read(path)
+        found = process_record.read(path)
     if found is not None:
         if found.pid <= 0:
             raise AssertionError("a number that means a group")
@@ -97,7 +109,7 @@ def _update(data: bytes) -> None:
         for url in mbus.urls:
             settings.bus_address(url)
         tls.client_context(mbus)
-    certificates.split(update.trusted_certs)
+    trusted_cas.split(update.trusted_certs)
 
 
 class _NoProcesses:
@@ -121,7 +133,7 @@ class _NoProcesses:
 
         return nothing
 
-    def check_volumes(self, _job: str, _volumes: Sequence[bpm.Volume]) -> None:
+    def check_volumes(self, _job: str, _volumes: Sequence[config.Volume]) -> None:
         """They are all right."""
 
 
@@ -132,21 +144,21 @@ def _asked(data: bytes) -> None:
     except (ValueError, RecursionError):  # the connection ends
         return
     nothing: Any = _NoProcesses()
-    _LOOP.run_until_complete(bpm_answers.answer(nothing, request))
-    _LOOP.run_until_complete(monit_answers.answer(nothing, request, obstacle=""))
+    _LOOP.run_until_complete(bpm_api.answer(nothing, request))
+    _LOOP.run_until_complete(monit_api.answer(nothing, request, obstacle=""))
 
 
 def _http(data: bytes) -> None:
     """A whole request, and the same in two pieces: both are answered in the same way."""
 
-    async def read(*pieces: bytes) -> list[responder.Request]:
-        heard: list[responder.Request] = []
+    async def read(*pieces: bytes) -> list[http_server.Request]:
+        heard: list[http_server.Request] = []
 
-        def answer(request: responder.Request) -> responder.Response:
+        def answer(request: http_server.Request) -> http_server.Response:
             heard.append(request)
-            return responder.Response(200, b"")
+            return http_server.Response(200, b"")
 
-        connection = responder.connection(answer, ("GET", "HEAD", "POST"))
+        connection = http_server.connection(answer, ("GET", "HEAD", "POST"))
         connection.connection_made(_Unheard())
         for piece in pieces:
             connection.data_received(piece)
@@ -311,7 +323,7 @@ TARGETS: Final[dict[str, Target]] = {
         (b"if", b"then", b"cycles", b'"', b"{", b"}", b"with", b"<", b"999999999999", b"depends", b"check process"),
     ),
     "bpm": Target(
-        lambda data: bpm.parse(data.decode(errors="replace"), origin="fuzz"),
+        lambda data: config.parse(data.decode(errors="replace"), origin="fuzz"),
         (ShimError,),
         (_BPM, b"a: &a [*a]", b"x: &x {<<: *x}", _HUGE),
         (b"&a", b"*a", b"!!int", b"<<", b"- ", b"{", b"]", b"|", b"~", b"0x", b"1e99"),

@@ -20,7 +20,7 @@ from typing import Any
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.pki import Pair
-from agent_shim.host import cages, cgroups
+from agent_shim.host import cgroups, job_cgroups
 from benchmarks.world import AGENT, BYSTANDER, bystander
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, until
@@ -89,7 +89,7 @@ def container(limit: int) -> Iterator[Path]:
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
         raise CannotInjectError("needs a memory cgroup of version 2")
-    top = cages.place(ours)
+    top = job_cgroups.place(ours)
     place = top / "container"
     (top / "cgroup.subtree_control").write_text("+memory +pids")
     place.mkdir()

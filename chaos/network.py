@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, cast
 
-from agent_shim.bus.nats import NatsBus
+from agent_shim.core.settings import Mbus
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.pki import SERVER
-from agent_shim.settings import Mbus
+from agent_shim.edges.bus.nats import NatsBus
 from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case

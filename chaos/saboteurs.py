@@ -10,13 +10,13 @@ from typing import Final
 
 from chaos.sabotage import Saboteur
 
-NATS: Final = "agent_shim/bus/nats.py"
+NATS: Final = "agent_shim/edges/bus/nats.py"
 
 CRASHES: Final = (
     Saboteur(
         "C-02",
         "takes a directory for an installed bundle before it is complete",
-        "agent_shim/worker.py",
+        "agent_shim/daemon/worker.py",
         "    pieces = [_Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n    temps += [piece.temp for piece in pieces]\n",
         "    pieces = [_Piece(target, Path(target.path)) for target in request.targets]\n",
         "not as after an apply|is not",
@@ -33,7 +33,7 @@ CRASHES: Final = (
     Saboteur(
         "C-05",
         "reports a clean end though a job had to be killed",
-        "agent_shim/orderly.py",
+        "agent_shim/daemon/shutdown.py",
         "if killed := agent.supervisor.killed:",
         "if killed := ():",
         "though one had to be killed",
@@ -41,7 +41,7 @@ CRASHES: Final = (
     Saboteur(
         "C-09",
         "ends when one of its parts fails",
-        "agent_shim/lasting.py",
+        "agent_shim/core/keep_running.py",
         "if is_vital and len(recent) > OFTEN and now - recent[0] <= WINDOW:",
         "if True:",
         "the agent ended|not within|no pong",
@@ -65,7 +65,7 @@ CRASHES: Final = (
     Saboteur(
         "C-06",
         "leaves the sources of a compilation",
-        "agent_shim/compiler.py",
+        "agent_shim/services/compiler.py",
         "        if self._paths.compile.is_dir():\n            for path in self._paths.compile.iterdir():\n                files.remove_tree(path)\n",
         "        return\n",
         "left behind|are left",
@@ -73,7 +73,7 @@ CRASHES: Final = (
     Saboteur(
         "C-07",
         "keeps the run directory of the container before",
-        "agent_shim/mirror.py",
+        "agent_shim/services/state_backup.py",
         "        _empty(self._paths.run)\n",
         "        pass\n",
         "the run directory of before|not started exactly once",
@@ -81,7 +81,7 @@ CRASHES: Final = (
     Saboteur(
         "C-08",
         "stops the jobs when it is replaced",
-        "agent_shim/daemon.py",
+        "agent_shim/daemon/main.py",
         "if os.getpid() != 1 or live is None or live.dispatcher is None:",
         "if live is None or live.dispatcher is None:",
         "I2|no pong|not within",
@@ -89,7 +89,7 @@ CRASHES: Final = (
     Saboteur(
         "C-10",
         "starts beside another agent",
-        "agent_shim/fencing.py",
+        "agent_shim/services/volume_lease.py",
         "            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "            pass\n",
         "TimeoutExpired|it ended with|does not name",
@@ -132,7 +132,7 @@ NETWORK: Final = (
     Saboteur(
         "N-05",
         "waits for its worker on the event loop",
-        "agent_shim/host/helper.py",
+        "agent_shim/host/worker_client.py",
         "            status = await worker.wait()\n",
         "            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)\n            status = await worker.wait()\n",
         "a ping took|no reply|RpcTimeout",
@@ -198,7 +198,7 @@ NETWORK: Final = (
     Saboteur(
         "N-13",
         "runs each copy of a request",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         "return known[1] if known is not None and _is_of_a_director(request.reply_to) else None",
         "return None",
         "the script ran",
@@ -225,7 +225,7 @@ MESSAGES: Final = (
     Saboteur(
         "M-01",
         "ends when a request cannot be read",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         "            self.rejected += 1\n",
         "            self.rejected += 1\n            raise SystemExit(70)\n",
         "I1|no pong|RpcTimeout|not within",
@@ -233,7 +233,7 @@ MESSAGES: Final = (
     Saboteur(
         "M-02",
         "keeps something of every request",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         "        begun_at = time.monotonic()\n        try:\n            value, task_id",
         "        begun_at = time.monotonic()\n        self.__dict__.setdefault('kept', []).append(bytes(300))\n"
         "        try:\n            value, task_id",
@@ -242,7 +242,7 @@ MESSAGES: Final = (
     Saboteur(
         "M-03",
         "shows all of an output",
-        "agent_shim/scripts.py",
+        "agent_shim/services/scripts.py",
         "            if taken <= limit or keep == 0:\n",
         "            if True:\n",
         "maximum allowed length|RpcRemote|nearly nothing",
@@ -253,7 +253,7 @@ DISKS: Final = (
     Saboteur(
         "D-05",
         "does not compare digests",
-        "agent_shim/digest.py",
+        "agent_shim/core/digest.py",
         '        if expected != actual:\n            raise DigestError(f"Expected stream',
         '        if expected != actual and not actual:\n            raise DigestError(f"Expected stream',
         "was not refused|wrong package",
@@ -261,7 +261,7 @@ DISKS: Final = (
     Saboteur(
         "D-01",
         "leaves what it had unpacked when the disk is full",
-        "agent_shim/worker.py",
+        "agent_shim/daemon/worker.py",
         "        for temp in temps:\n            files.remove_tree(temp)\n",
         "        pass\n",
         "left behind",
@@ -269,7 +269,7 @@ DISKS: Final = (
     Saboteur(
         "D-02",
         "calls an install done that had no inodes",
-        "agent_shim/bundles.py",
+        "agent_shim/services/bundles.py",
         "            if outcome.error:\n",
         "            if outcome.error and 'No space' not in outcome.error:\n",
         "without its reason|was not refused",
@@ -285,7 +285,7 @@ DISKS: Final = (
     Saboteur(
         "D-04",
         "asks a disk for its size on the event loop",
-        "agent_shim/vitals.py",
+        "agent_shim/services/vitals.py",
         'self._asked[path] = apart(partial(_usage, path), f"statvfs {path}")',
         "self._asked[path] = asyncio.get_running_loop().create_future()\n            self._asked[path].set_result(_usage(path))",
         "a request took|heartbeats in|no reply|RpcTimeout",
@@ -317,7 +317,7 @@ DISKS: Final = (
     Saboteur(
         "D-08",
         "packs logs and does not cut them",
-        "agent_shim/host/rotating.py",
+        "agent_shim/host/copytruncate.py",
         "    os.ftruncate(source, 0)\n",
         "    pass\n",
         "are rotated",
@@ -325,7 +325,7 @@ DISKS: Final = (
     Saboteur(
         "D-09",
         "calls a migration done before anything is copied",
-        "agent_shim/disks/service.py",
+        "agent_shim/services/disks/service.py",
         "                await self._copy(source.there, target.there, self._advance)\n",
         "                pass\n",
         "something is lost|the copy is not|listed",
@@ -352,7 +352,7 @@ JOBS: Final = (
     Saboteur(
         "S-03",
         "gives a daemon one second to write its pidfile",
-        "agent_shim/supervisor/presence.py",
+        "agent_shim/supervisor/process_finder.py",
         "        allowed = max(spec.start.timeout if spec.start else 0.0, self._timing.linger)\n",
         "        allowed = 1.0\n",
         "I2|instances|not one instance|is .* and not running",
@@ -392,7 +392,7 @@ JOBS: Final = (
     Saboteur(
         "S-10",
         "writes its log on the event loop",
-        "agent_shim/log.py",
+        "agent_shim/core/log.py",
         "        try:\n            self._lines.put_nowait(line)\n            self._dropped = 0\n",
         "        try:\n            self._stream.write(f'{line}\\n')\n            self._stream.flush()\n            self._dropped = 0\n",
         "no reply|RpcTimeout|no pong|TimeoutError",
@@ -416,7 +416,7 @@ JOBS: Final = (
     Saboteur(
         "S-13",
         "counts no memory of processes",
-        "agent_shim/supervisor/checks.py",
+        "agent_shim/supervisor/rule_engine.py",
         '            "totalmemory": total,\n',
         '            "totalmemory": 0,\n',
         "the restart",
@@ -424,7 +424,7 @@ JOBS: Final = (
     Saboteur(
         "S-14",
         "reads what a target sends on the event loop, for as long as it comes",
-        "agent_shim/supervisor/probes.py",
+        "agent_shim/supervisor/network_checks.py",
         "        chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)\n",
         "        self.sock.setblocking(True)\n        chunk = self.sock.recv(CHUNK)\n",
         "no reply|RpcTimeout|restarted meanwhile|is .* and not",
@@ -440,7 +440,7 @@ JOBS: Final = (
     Saboteur(
         "S-07",
         "looks for nothing that is left after a stop",
-        "agent_shim/supervisor/programs.py",
+        "agent_shim/supervisor/ctl_programs.py",
         "        kill = process.KILL_PATIENCE / KILLS\n",
         "        return []\n        kill = process.KILL_PATIENCE / KILLS\n",
         "processes of the job are left",
@@ -459,7 +459,7 @@ RESOURCES: Final = (
     Saboteur(
         "R-01",
         "ends when it has no descriptors left",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         "    def failure(self, method: str, exc: BaseException) -> str:\n",
         "    def failure(self, method: str, exc: BaseException) -> str:\n        if 'Too many open files' in str(exc):\n            raise SystemExit(70)\n",
         "I1|no pong|not within|the fault did not show",
@@ -483,7 +483,7 @@ RESOURCES: Final = (
     Saboteur(
         "R-04",
         "holds the packages it installs in its own memory",
-        "agent_shim/bundles.py",
+        "agent_shim/services/bundles.py",
         "            done = await self._work(",
         "            _held = bytearray(b'x') * (80 << 20)\n            done = await self._work(",
         "I1|no reply|RpcTimeout|ended",
@@ -491,7 +491,7 @@ RESOURCES: Final = (
     Saboteur(
         "R-05",
         "gives way to everything else",
-        "agent_shim/daemon.py",
+        "agent_shim/daemon/main.py",
         "        process.default_signals()\n",
         "        process.default_signals()\n        os.nice(19)\n",
         "a ping took|RpcTimeout|no reply",
@@ -499,7 +499,7 @@ RESOURCES: Final = (
     Saboteur(
         "R-06",
         "ends when it can have no further thread",
-        "agent_shim/host/apart.py",
+        "agent_shim/host/daemon_thread.py",
         '        answer.set_exception(OSError(errno.EAGAIN, f"{exc}"))\n',
         "        raise SystemExit(70) from exc\n",
         "no reply|RpcTimeout|I1|no pong|not within",
@@ -510,7 +510,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I9",
         "writes each audit line 400 times",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         '    audit.info("request", extra={"members": members})\n',
         '    for _ in range(400):\n        audit.info("request", extra={"members": members})\n',
         "I9",
@@ -537,7 +537,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I3",
         "is deaf for three seconds after a refused request",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         "    def _failed(self, method: str, exc: BaseException) -> str:\n",
         "    def _failed(self, method: str, exc: BaseException) -> str:\n        asyncio.get_running_loop().call_later(0.3, time.sleep, 3)\n",
         "I3",
@@ -546,7 +546,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I4",
         "opens a file for each request and leaves it open",
-        "agent_shim/dispatch.py",
+        "agent_shim/actions/dispatch.py",
         "        begun_at = time.monotonic()\n        try:\n            value, task_id",
         "        begun_at = time.monotonic()\n        open('/dev/null').detach()  # noqa\n        try:\n            value, task_id",
         "I4: .* descriptors",
@@ -564,7 +564,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I6",
         "leaves what a refused install had unpacked",
-        "agent_shim/worker.py",
+        "agent_shim/daemon/worker.py",
         "        for temp in temps:\n            files.remove_tree(temp)\n",
         "        pass\n",
         "I6",
@@ -573,7 +573,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I7",
         "cuts the state of health short",
-        "agent_shim/actions/core.py",
+        "agent_shim/actions/state.py",
         'msgspec.json.encode({"state": agent.supervisor.job_state()})',
         'msgspec.json.encode({"state": agent.supervisor.job_state()})[:-2]',
         "I7",
@@ -582,7 +582,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I8",
         "says for ever that a task runs",
-        "agent_shim/tasks.py",
+        "agent_shim/actions/tasks.py",
         "        self._finish(task, state, outcome)\n        self.running = None\n",
         "        self._finish(task, state, outcome)\n",
         "I8",
@@ -591,7 +591,7 @@ INVARIANTS: Final = (
     Saboteur(
         "I10",
         "keeps a copy of the settings that everybody can read",
-        "agent_shim/settings_store.py",
+        "agent_shim/services/settings_store.py",
         "await files.save(files.behind(self._paths.settings_cache), raw, mode=0o600)",
         "await files.save(files.behind(self._paths.settings_cache), raw, mode=0o644)",
         "I10: .*settings.json",

@@ -25,11 +25,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from agent_shim import asking
+from agent_shim.core.paths import Paths
 from agent_shim.demo.director import HealthMonitor, RpcTimeoutError
 from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.edges import control_client
 from agent_shim.host import proc, process
-from agent_shim.paths import Paths
 from benchmarks.world import AGENT, World, world
 from tests.support.proxy import Proxy
 
@@ -403,7 +403,7 @@ class Stand:
 async def asked(stand: Stand, command: str, **members: Any) -> Any:
     """What the agent answers to an operator, on its socket."""
     socket = Paths(stand.world.base).control_socket
-    return await asyncio.to_thread(asking.ask, socket, {"command": command, **members}, timeout=60)
+    return await asyncio.to_thread(control_client.ask, socket, {"command": command, **members}, timeout=60)
 
 
 def commands(line: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from agent_shim.host import cages, cgroups, process
+from agent_shim.host import cgroups, job_cgroups, process
 
 
 def pytest_configure() -> None:
@@ -22,10 +22,10 @@ def pytest_configure() -> None:
 @pytest.fixture(params=["the best", "freezer", "pids", "none"])
 def cgroups_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cgroups.Tree | None:
     """Once with each hierarchy that this machine lets us use, and once without: then it is known by descent alone."""
-    best = cages.tracker()
+    best = job_cgroups.tracker()
     there = {"the best": best} | {tree.controller: tree for tree in (cgroups.trees() if best else ())}
     found = there.get(request.param)
-    monkeypatch.setattr(cages, "tracker", lambda: found)
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: found)
     return found
 
 
@@ -36,6 +36,6 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with contextlib.suppress(OSError):
         base = str(tmp_path_factory.getbasetemp()).replace("/", "%2f")
         for tree in cgroups.trees():
-            for directory in (cages.place(tree.hierarchy) / "agent_shim").glob(f"*@{base}*"):
+            for directory in (job_cgroups.place(tree.hierarchy) / "agent_shim").glob(f"*@{base}*"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()

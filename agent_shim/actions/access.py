@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from agent_shim.agent import Agent
-from agent_shim.dispatch import Mode, action
-from agent_shim.errors import ActionError
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, action
+from agent_shim.core.errors import ActionError
+from agent_shim.core.settings import Effective
 from agent_shim.host import network
-from agent_shim.settings import Effective
 
 
 class SshParams(msgspec.Struct, frozen=True):

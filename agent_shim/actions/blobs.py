@@ -7,10 +7,10 @@ import binascii
 
 import msgspec
 
-from agent_shim.agent import Agent
-from agent_shim.dispatch import Mode, action
-from agent_shim.errors import ActionError
-from agent_shim.wire import DigestText
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, action
+from agent_shim.core.errors import ActionError
+from agent_shim.core.wire import DigestText
 
 
 class Upload(msgspec.Struct, frozen=True):

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.compilation import Compilation
+from agent_shim.actions.dispatch import Mode, action
 from agent_shim.actions.jobs import bundles_of
-from agent_shim.agent import Agent
-from agent_shim.blobstore import BlobRef
-from agent_shim.bundles import Bundle, Bundles
-from agent_shim.compilation import Compilation
-from agent_shim.compiler import Package
-from agent_shim.dispatch import Mode, action
-from agent_shim.errors import ActionError, ShimError
-from agent_shim.host.helper import Done
-from agent_shim.spec import ApplySpec
-from agent_shim.wire import DigestText
+from agent_shim.core.errors import ActionError, ShimError
+from agent_shim.core.spec import ApplySpec
+from agent_shim.core.wire import DigestText
+from agent_shim.host.worker_client import Done
+from agent_shim.services.blobstore import BlobRef
+from agent_shim.services.bundles import Bundle, Bundles
+from agent_shim.services.compiler import Package
 
 T = TypeVar("T")
 

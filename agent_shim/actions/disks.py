@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agent_shim.agent import Agent
-from agent_shim.dispatch import Mode, action
-from agent_shim.errors import ActionError, ShimError
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, action
+from agent_shim.core.errors import ActionError, ShimError
 
 
 @action("list_disk", Mode.TASK, task_from_protocol=3)

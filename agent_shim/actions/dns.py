@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from agent_shim.agent import Agent
-from agent_shim.blobstore import BlobRef
-from agent_shim.dispatch import Mode, action
-from agent_shim.errors import ActionError
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, action
+from agent_shim.core.errors import ActionError
+from agent_shim.core.wire import UINT64, DigestText
 from agent_shim.host import network
-from agent_shim.wire import UINT64, DigestText
+from agent_shim.services.blobstore import BlobRef
 
 Version = Annotated[int, UINT64]
 

@@ -7,15 +7,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from agent_shim.actions.core import record_health
-from agent_shim.agent import Agent
-from agent_shim.blobstore import BlobRef
-from agent_shim.bundles import Bundle
-from agent_shim.dispatch import Mode, ProtocolVersion, action
-from agent_shim.errors import ActionError, ShimError
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, ProtocolVersion, action
+from agent_shim.actions.state import record_health
+from agent_shim.core.errors import ActionError, ShimError
+from agent_shim.core.settings import Effective
+from agent_shim.core.spec import ApplySpec
 from agent_shim.host import network
-from agent_shim.settings import Effective
-from agent_shim.spec import ApplySpec
+from agent_shim.services.blobstore import BlobRef
+from agent_shim.services.bundles import Bundle
 from agent_shim.supervisor.supervisor import JobFile
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from agent_shim.agent import Agent
-from agent_shim.dispatch import Mode, action
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, action
 
 
 class Bundle(msgspec.Struct, frozen=True):

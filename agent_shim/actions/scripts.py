@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from agent_shim.actions.core import record_health
-from agent_shim.agent import Agent
-from agent_shim.dispatch import Mode, action
-from agent_shim.errors import ActionError
-from agent_shim.scripts import DrainSpec, drain_arguments
-from agent_shim.spec import ApplySpec
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Mode, action
+from agent_shim.actions.state import record_health
+from agent_shim.core.errors import ActionError
+from agent_shim.core.spec import ApplySpec
+from agent_shim.services.scripts import DrainSpec, drain_arguments
 
 
 class ScriptOptions(msgspec.Struct, frozen=True):

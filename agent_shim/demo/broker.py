@@ -17,10 +17,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from agent_shim.demo.pki import DIRECTOR, HEALTH_MONITOR, Authority, Pair, agent_name, subject
-from agent_shim.errors import ConfigError, ShimError
+from agent_shim.core.errors import ConfigError, ShimError
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import (
+    DIRECTOR,
+    HEALTH_MONITOR,
+    Authority,
+    Pair,
+    agent_name,
+    subject,
+)
 from agent_shim.host import process
-from agent_shim.settings import Mbus
 
 PATIENCE: Final = 20.0
 """Seconds a server may take to start, to read its configuration again, to end."""

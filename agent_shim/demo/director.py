@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from agent_shim.bus import tls
-from agent_shim.errors import ShimError
-from agent_shim.settings import Mbus
+from agent_shim.core.errors import ShimError
+from agent_shim.core.settings import Mbus
+from agent_shim.edges.bus import tls
 
 PROTOCOL: Final = 3
 

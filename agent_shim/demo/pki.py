@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from agent_shim.errors import ConfigError
+from agent_shim.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cryptography import x509

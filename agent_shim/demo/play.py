@@ -26,11 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agent_shim.core.errors import ShimError
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.demo.release import Release
-from agent_shim.errors import ShimError
 from agent_shim.host import process
 
 AGENT = "demo-agent"

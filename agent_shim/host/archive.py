@@ -21,7 +21,7 @@ from typing import BinaryIO, Final, Protocol
 
 from isal import igzip, isal_zlib
 
-from agent_shim.errors import ArchiveError
+from agent_shim.core.errors import ArchiveError
 from agent_shim.host import files
 
 CHUNK: Final = files.CHUNK

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from agent_shim.host import machine
+from agent_shim.host import host_stats
 from agent_shim.host import proc as processes
 from agent_shim.host.mounts import Mount, parse
 
@@ -42,7 +42,7 @@ class Cgroup:
     pids: Hierarchy | None = None
 
 
-def find(proc: Path = machine.PROC) -> Cgroup:
+def find(proc: Path = host_stats.PROC) -> Cgroup:
     """The cgroup of this process; empty where ``/proc`` or the hierarchies are hidden."""
     try:
         return parse_membership((proc / "self/cgroup").read_text(), parse((proc / "self/mountinfo").read_bytes()))
@@ -80,7 +80,7 @@ TRACKING: Final = ("", "freezer", "pids", "name=systemd", "perf_event", "net_cls
 ``pids`` lets it make no new processes; the others only know its members."""
 
 
-def trees(root: Path = machine.PROC) -> list[Tree]:
+def trees(root: Path = host_stats.PROC) -> list[Tree]:
     """The mounted hierarchies of ``TRACKING`` that this process is in, in that order."""
     try:
         paths = processes.parse_groups((root / "self/cgroup").read_text())
@@ -109,7 +109,7 @@ def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | No
     return Hierarchy(version, (ours[-1].point,))
 
 
-def memory(cgroup: Cgroup, host: machine.Memory) -> machine.Memory | None:
+def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
     """Memory and swap of the container; None when no limit is tighter than the machine, which is then what counts.
 
     Page cache that nobody used lately is not in use: the kernel gives it back before it kills.
@@ -124,7 +124,7 @@ def memory(cgroup: Cgroup, host: machine.Memory) -> machine.Memory | None:
     idle = _member(level / "memory.stat", _INACTIVE[hierarchy.version]) or 0
     swap_limit, swap_used = _swap(hierarchy.version, level)
     swap_total = 0 if swap_used is None else min(host.swap_total, host.swap_total if swap_limit is None else swap_limit)
-    return machine.Memory(
+    return host_stats.Memory(
         total=total,
         used=max(0, current - idle),
         swap_total=swap_total,
@@ -160,13 +160,13 @@ def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
     return max(0, limit - of_memory), max(0, used - current)
 
 
-def oom_kills(cgroup: Cgroup, host: machine.Memory) -> int | None:
+def oom_kills(cgroup: Cgroup, host: host_stats.Memory) -> int | None:
     """Processes the kernel has killed in the container for want of memory; None where it does not say."""
     level = oom_level(cgroup, host)
     return oom_kills_of(*level) if level else None
 
 
-def oom_level(cgroup: Cgroup, host: machine.Memory) -> tuple[int, Path] | None:
+def oom_level(cgroup: Cgroup, host: host_stats.Memory) -> tuple[int, Path] | None:
     """What ``oom_kills_of`` takes for the container; None where it does not say."""
     if cgroup.memory is None:
         return None
@@ -192,7 +192,7 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
     return min(known, key=lambda level: known[level], default=None)
 
 
-def cpu_times(cgroup: Cgroup, age: float) -> machine.CpuTimes | None:
+def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
     """Seconds used by the container, of the ``total`` its quota gave in ``age`` seconds; None without a quota.
 
     A cgroup does not know how long it waited for disks.
@@ -208,7 +208,7 @@ def cpu_times(cgroup: Cgroup, age: float) -> machine.CpuTimes | None:
     used = _cpu_used(cgroup, hierarchy.levels[index], index)
     if quota >= (os.cpu_count() or 1) or used is None:
         return None
-    return machine.CpuTimes(user=used[0], system=used[1], wait=0.0, total=quota * max(0.0, age))
+    return host_stats.CpuTimes(user=used[0], system=used[1], wait=0.0, total=quota * max(0.0, age))
 
 
 def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import process
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 
 CHUNK: Final = 1 << 20

@@ -30,9 +30,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import capabilities
-from agent_shim.host.apart import apart
+from agent_shim.host.daemon_thread import apart
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 
 if TYPE_CHECKING:
     import ctypes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from typing import Final
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import command
 
 PROGRAM: Final = "nft"

@@ -23,10 +23,10 @@ from typing import BinaryIO, Final
 
 from isal import isal_zlib
 
-from agent_shim.digest import Hasher, MultipleDigest
-from agent_shim.errors import HostError
+from agent_shim.core.digest import Hasher, MultipleDigest
+from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
-from agent_shim.host.helper import Tree
+from agent_shim.host.worker_client import Tree
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 """What opening says when something vanished, or became a link or a socket, since it was seen."""

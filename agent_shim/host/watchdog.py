@@ -27,7 +27,7 @@ from typing import Final, TextIO
 
 import msgspec
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import files
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from agent_shim.host import cgroups, machine
+from agent_shim.host import cgroups, host_stats
 
 MEMORY: Final = 20.0
 """Seconds for which a kill waits for the death that it explains."""
@@ -40,7 +40,7 @@ class Kills:
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
     # Found once: the kills are asked for at each of many deaths.
-    level = functools.cache(lambda: cgroups.oom_level(cgroup, machine.memory()))
+    level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory()))
 
     def read() -> int | None:
         try:

@@ -5,7 +5,7 @@ and leave its session and its parents by forking twice. It cannot leave the cgro
 it cannot enter the session of another, and as long as the agent takes in orphans (``host.reaper``) it descends from the
 agent. So a process is a service's
 
-- that is in the cgroup of the service (``host.cages``), or else
+- that is in the cgroup of the service (``host.job_cgroups``), or else
 - that is known by number and start time, or in a session of the service, or descends from such a process.
 
 What the agent has started for itself, and what descends from that, is no service's. Where none of this decides, weaker
@@ -24,9 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from agent_shim.host import cages, clock, proc, process
-from agent_shim.supervisor.identity import MARK, MONIT_MARK, Identity, Pidfile, Traces, mark
+from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor.posix_regex import Pattern
+from agent_shim.supervisor.process_record import (
+    MARK,
+    MONIT_MARK,
+    Identity,
+    Pidfile,
+    Traces,
+    mark,
+)
 
 MAX_ANCESTORS: Final = 64
 
@@ -164,13 +171,13 @@ class Ownership:
         self.records: Callable[[], Records] = tuple
         self._base = base
 
-    def cage(self, label: str) -> cages.Cage:
+    def cage(self, label: str) -> job_cgroups.Cage:
         """The cgroups of a service."""
-        return cages.Cage(mark(label, self._base))
+        return job_cgroups.Cage(mark(label, self._base))
 
     def label_of(self, pid: int) -> str | None:
         """The service whose cgroup a process is in; None where it is in none."""
-        return self._label(cages.name_of(pid))
+        return self._label(job_cgroups.name_of(pid))
 
     def is_caged(self, program: process.Process, label: str) -> bool:
         """Whether a start program has begun in the cgroup of the service, or entered it before it was executed."""
@@ -180,7 +187,7 @@ class Ownership:
 
     def caged(self) -> dict[int, str]:
         """The label of the service whose cgroup a process is in, of all that are in one. Blocks."""
-        found = {pid: self._label(name) for pid, name in cages.members().items()}
+        found = {pid: self._label(name) for pid, name in job_cgroups.members().items()}
         return {pid: label for pid, label in found.items() if label is not None}
 
     def _label(self, name: str | None) -> str | None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from agent_shim.errors import ConfigError
-from agent_shim.supervisor import monit_values as values
-from agent_shim.supervisor import monitrc, posix_regex
+from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor import posix_regex
+from agent_shim.supervisor.monit import ast as values
+from agent_shim.supervisor.monit import parser
 
 VCAP: Final = "vcap"
 """The group that the Director starts, stops and reports; others are supervised all the same."""
@@ -193,7 +194,7 @@ def _parse(files: Sequence[JobFile]) -> tuple[_Parsed, dict[str, str]]:
     errors: dict[str, str] = {}
     for file in files:
         try:
-            parsed.append((file.job, monitrc.parse(file.text, origin=_origin(file))))
+            parsed.append((file.job, parser.parse(file.text, origin=_origin(file))))
         except ConfigError as exc:
             errors.setdefault(file.job, str(exc))
     return parsed, errors
@@ -208,7 +209,7 @@ def _problems(good: Sequence[values.MonitFile], parsed: _Parsed, errors: Mapping
     jobs = {file.origin: job for job, file in parsed}
     return {
         jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
-        for problem in monitrc.problems(good)
+        for problem in parser.problems(good)
         # What is missing may stand in a file that cannot be used.
         if not (problem.kind == "missing" and errors)
     }

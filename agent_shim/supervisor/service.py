@@ -19,18 +19,25 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.errors import ConfigError, HostError
+from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.host import watchdog
 from agent_shim.host.process import Process
-from agent_shim.supervisor import identity
-from agent_shim.supervisor.bpm_run import Bpm
-from agent_shim.supervisor.faults import Complaint
-from agent_shim.supervisor.identity import Identity, Traces
+from agent_shim.supervisor import process_record
+from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.ctl_programs import Bucket, Programs
+from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.ownership import Left, left
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
-from agent_shim.supervisor.presence import LateError, Presence, Timing, kind_of
-from agent_shim.supervisor.programs import Bucket, Programs
-from agent_shim.supervisor.state import ACTIVE, UP, State, Trigger, after, reported
+from agent_shim.supervisor.process_finder import LateError, Presence, Timing, kind_of
+from agent_shim.supervisor.process_record import Identity, Traces
+from agent_shim.supervisor.state import (
+    ACTIVE,
+    UP,
+    State,
+    Trigger,
+    after,
+    reported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +341,7 @@ class Service:
                 await self._run_stop()
             await self._clear()
             with watchdog.reading(self.name, "its pidfile"):
-                before = identity.read(spec.pidfile) if spec.pidfile else None
+                before = process_record.read(spec.pidfile) if spec.pidfile else None
             presence.program = await self._run_start(spec.start)
             self.record.traces.begin(presence.program.identity, before)
             self.record.traces.is_caged = self._shared.programs.ownership.is_caged(presence.program, spec.label)

@@ -16,19 +16,19 @@ from typing import Final, Self
 
 import msgspec
 
-from agent_shim.errors import ActionError, HostError
+from agent_shim.core.errors import ActionError, HostError
+from agent_shim.core.keep_running import for_ever
+from agent_shim.core.paths import Paths
 from agent_shim.host import files, proc, watchdog
-from agent_shim.lasting import for_ever
-from agent_shim.paths import Paths
 from agent_shim.supervisor import plan
-from agent_shim.supervisor.bpm_run import Bpm, Hog
-from agent_shim.supervisor.checks import Checks
-from agent_shim.supervisor.identity import Traces
+from agent_shim.supervisor.bpm.runner import Bpm, Hog
+from agent_shim.supervisor.ctl_programs import Bucket, Programs
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
-from agent_shim.supervisor.presence import Timing
-from agent_shim.supervisor.programs import Bucket, Programs
-from agent_shim.supervisor.readings import ProcessInfo, Readings, ServiceInfo
+from agent_shim.supervisor.process_finder import Timing
+from agent_shim.supervisor.process_record import Traces
+from agent_shim.supervisor.process_stats import ProcessInfo, Readings, ServiceInfo
+from agent_shim.supervisor.rule_engine import Checks
 from agent_shim.supervisor.service import Event, Record, Service, Shared
 from agent_shim.supervisor.state import ACTIVE, MONITORED, State, job_state
 

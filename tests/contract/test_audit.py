@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agent_shim import dispatch
-from agent_shim.agent import Agent
-from agent_shim.dispatch import ACTIONS, Mode
+from agent_shim.actions import dispatch
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import ACTIONS, Mode
 from tests.support.world import World
 
 SECRET = "c4n4ry"

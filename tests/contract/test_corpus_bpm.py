@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim import check
-from agent_shim.supervisor import bpm
+from agent_shim.cli import check
+from agent_shim.supervisor.bpm import config
 from tests.support import corpus
 
 ENTRIES = corpus.entries("bpm")
@@ -26,7 +26,7 @@ def test_verdict_is_that_of_the_index(entry: corpus.Entry, capsys: pytest.Captur
 
 def test_processes_say_what_to_run() -> None:
     """Executables are paths, or lie in the PATH of the job."""
-    files = [bpm.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
+    files = [config.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
     processes = [process for file in files for process in file.processes]
 
     assert len(processes) > 50

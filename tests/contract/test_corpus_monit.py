@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim import check
-from agent_shim.supervisor import monitrc
+from agent_shim.cli import check
+from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.plan import JobFile, plan
 from tests.support import corpus
 
@@ -29,11 +29,11 @@ def test_verdict_is_that_of_monit(entry: corpus.Entry, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
 def test_written_file_says_the_same(entry: corpus.Entry) -> None:
     """A file, and what is rendered from it, have the same values and make the same plan."""
-    file = monitrc.parse(entry.text, origin=entry.file)
+    file = parser.parse(entry.text, origin=entry.file)
 
-    rendered = monitrc.render(file)
+    rendered = parser.render(file)
 
-    assert monitrc.parse(rendered, origin="rendered") == file
+    assert parser.parse(rendered, origin="rendered") == file
     # What is missing is told with its line, which is another one then.
     if "stub-dep" not in entry.verdict:
         assert plan([JobFile("job", "", rendered)]) == plan([JobFile("job", "", entry.text)])
@@ -42,14 +42,14 @@ def test_written_file_says_the_same(entry: corpus.Entry) -> None:
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
 def test_only_other_jobs_can_be_missing(entry: corpus.Entry) -> None:
     """Alone, a file that monit accepts has no duplicates and no circles, and lacks what the index says it lacks."""
-    problems = monitrc.problems([monitrc.parse(entry.text, origin=entry.file)])
+    problems = parser.problems([parser.parse(entry.text, origin=entry.file)])
 
     assert {problem.kind for problem in problems} == ({"missing"} if "stub-dep" in entry.verdict else set())
 
 
 def test_every_process_can_be_kept_running() -> None:
     """Each process of a real file has what a supervisor needs."""
-    files = [monitrc.parse(entry.text, origin=entry.file) for entry in ACCEPTED]
+    files = [parser.parse(entry.text, origin=entry.file) for entry in ACCEPTED]
     processes = [check for file in files for check in file.services if check.kind == "process"]
 
     assert len(processes) > 100

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.disks.service import Patience
+from agent_shim.services.disks.service import Patience
 from tests.support.world import World
 
 

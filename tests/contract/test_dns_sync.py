@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim import boot
+from agent_shim.daemon import boot
 from tests.support.http import Server, http_server
 from tests.support.world import World
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from agent_shim import dispatch, wire
-from agent_shim.agent import Agent
-from agent_shim.dispatch import ACTIONS, Mode
+from agent_shim.actions import dispatch
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import ACTIONS, Mode
+from agent_shim.core import wire
 from tests.support import jobs, protocol
 from tests.support.world import World, is_running
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agent_shim import settings, wire
-from agent_shim.dispatch import ACTIONS
-from agent_shim.errors import BadArgumentsError, SettingsError
+from agent_shim.actions.dispatch import ACTIONS
+from agent_shim.core import settings, wire
+from agent_shim.core.errors import BadArgumentsError, SettingsError
 from tests.support import verdicts
 
 NEEDED = "cannot use the settings in the file: $.agent_id is "

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from agent_shim.bus.https import HttpsBus
+from agent_shim.edges.bus.https import HttpsBus
 from tests.support.create_env import Cli, authority, basic, on_https
 from tests.support.world import World
 

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from agent_shim.core.settings import Effective, Network, UpdateSettings
 from agent_shim.host import network
 from agent_shim.host.network import Address
-from agent_shim.settings import Effective, Network, UpdateSettings
 from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
 from tests.support.world import World

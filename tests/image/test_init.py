@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.image import pods
 from tests.image.pods import Container, Podman
 from tests.image.site import SETTINGS, Site

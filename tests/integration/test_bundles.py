@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.bundles import MAX_SMALL_BYTES, Bundle, Bundles
-from agent_shim.errors import ActionError, BlobError, DigestError
-from agent_shim.host import files, helper
-from agent_shim.host.helper import BlobRef, Done, Outcome
-from agent_shim.paths import Paths
-from agent_shim.settings import Blobstore
+from agent_shim.core.errors import ActionError, BlobError, DigestError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, worker_client
+from agent_shim.host.worker_client import BlobRef, Done, Outcome
+from agent_shim.services.bundles import MAX_SMALL_BYTES, Bundle, Bundles
 
 DUMMY = Blobstore()
 
@@ -119,11 +119,11 @@ async def test_everything_is_installed_by_one_worker(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is in use by that, and what is there already is not fetched again."""
-    asked: list[helper.Request] = []
+    asked: list[worker_client.Request] = []
 
-    async def work(request: helper.Request) -> Done:
+    async def work(request: worker_client.Request) -> Done:
         asked.append(request)
-        return await helper.work(request)
+        return await worker_client.work(request)
 
     bundles = Bundles(paths, work)
     wanted = [*jobs(paths, "web", "db"), package(paths, "ruby"), package(paths, "nginx")]
@@ -164,7 +164,7 @@ async def test_what_a_killed_worker_left_is_removed(paths: Paths, how: str) -> N
     bundle = package(paths, "p")
     begun = asyncio.Event()
 
-    async def work(_: helper.Request) -> Done:
+    async def work(_: worker_client.Request) -> Done:
         half = files.sibling(Bundles(paths).path(bundle))
         (half / "below").mkdir(parents=True)
         begun.set()
@@ -469,7 +469,7 @@ async def test_trouble_with_the_disk_is_a_failed_action(
 async def test_an_answer_for_another_request_is_noticed(paths: Paths) -> None:
     """One outcome for each bundle."""
 
-    async def work(_: helper.Request) -> Done:
+    async def work(_: worker_client.Request) -> Done:
         return Done(outcomes=[Outcome()] * 2)
 
     with pytest.raises(ValueError, match="zip"):

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim import asking
-from agent_shim.compiler import Compiler, Package
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
 from agent_shim.demo.release import archive
-from agent_shim.errors import ActionError
-from agent_shim.host import helper
-from agent_shim.host.helper import BlobRef, Pack, Put
-from agent_shim.paths import Paths
-from agent_shim.settings import Blobstore
+from agent_shim.edges import control_client
+from agent_shim.host import worker_client
+from agent_shim.host.worker_client import BlobRef, Pack, Put
+from agent_shim.services.compiler import Compiler, Package
 from benchmarks.world import AGENT, COMMAND
 from benchmarks.world import World as Machine
 from benchmarks.world import world as made
@@ -64,7 +64,7 @@ def left(base: Path) -> list[Path]:
 async def test_status_says_what_is_being_compiled(machine: Machine) -> None:
     await compiling(machine)
     socket = Paths(machine.base).control_socket
-    status = await asyncio.to_thread(asking.ask, socket, {"command": "status"})
+    status = await asyncio.to_thread(control_client.ask, socket, {"command": "status"})
 
     assert (status["task"], status["task_progress"]) == ("compile_package", "p: running the packaging script")
 
@@ -122,10 +122,10 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
 
-    async def work(request: helper.Request) -> helper.Done:
+    async def work(request: worker_client.Request) -> worker_client.Done:
         if isinstance(request, Pack | Put):
             seen.append((told[-1], (paths.compile / "p").exists()))
-        return await helper.work(request)
+        return await worker_client.work(request)
 
     compiler = Compiler(paths, {}, work)
     await compiler.compile(package(store, "echo x >$BOSH_INSTALL_TARGET/x"), tmp_path / "target", store, told.append)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import copytree
 from tests.support.volumes import fill, fingerprint
 

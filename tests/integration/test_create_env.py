@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
 from agent_shim.host import process
-from agent_shim.paths import Paths
 from benchmarks.world import COMMAND
 from tests.support.create_env import Cli, mbus, pair
 from tests.support.jobs import sleeper

@@ -119,7 +119,8 @@ async def test_wrong_agent_json_ends_with_78(world: World) -> None:
 async def test_bosh_agent_takes_the_flags_that_cpis_pass(world: World) -> None:
     world.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
-        "-c 'import sys; from agent_shim.cli import bosh_agent; sys.exit(bosh_agent())' -P ubuntu -M monit -C={config}",
+        "-c 'import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())'"
+        " -P ubuntu -M monit -C={config}",
     )
 
     assert await world.start_agent() > 0

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.errors import ShimError
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcRemoteError, RpcTimeoutError, joined
-from agent_shim.errors import ShimError
 
 
 @asynccontextmanager

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.disks import copying
-from agent_shim.errors import ActionError
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
 from agent_shim.host import proc
 from agent_shim.host.copytree import Progress
-from agent_shim.paths import Paths
+from agent_shim.services.disks import copying
 from tests.support.volumes import fill, fingerprint
 
 
@@ -77,7 +77,7 @@ async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypat
     begun = asyncio.Event()
     copy = asyncio.ensure_future(copying.in_worker(paths)(source, target, lambda _: begun.set()))
     await begun.wait()
-    workers = [pid for pid in proc.table() if "agent_shim.worker" in proc.command_line(pid)]
+    workers = [pid for pid in proc.table() if "agent_shim.daemon.worker" in proc.command_line(pid)]
     mine = [pid for pid in workers if proc.command_line(pid).endswith(f" {os.getpid()}")]
     assert len(mine) == 1
 

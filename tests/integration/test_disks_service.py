@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.disks import identity
-from agent_shim.disks.identity import Marker
-from agent_shim.errors import ActionError, HostError
+from agent_shim.core.errors import ActionError, HostError
+from agent_shim.core.settings import DiskAssociation, UpdateSettings
 from agent_shim.host import copytree, files, volumes
-from agent_shim.settings import DiskAssociation, UpdateSettings
+from agent_shim.services.disks import markers
+from agent_shim.services.disks.markers import Marker
 from tests.support.volumes import MORE_THAN_ALL, Instance, fingerprint, holding, migrate_until
 
 
@@ -177,7 +177,7 @@ async def test_a_full_disk_is_mounted_without_a_marker(instance: Instance, monke
     def full(*_: object) -> None:
         raise HostError("cannot mark: No space left on device")
 
-    monkeypatch.setattr(identity, "write", full)
+    monkeypatch.setattr(markers, "write", full)
 
     await instance.disks.mount("a")
     assert await instance.disks.list() == ["a"]
@@ -197,7 +197,7 @@ async def test_a_full_disk_is_taken_down_by_removing_its_marker(
     def full(*_: object) -> None:
         raise HostError("cannot mark: No space left on device")
 
-    monkeypatch.setattr(identity, "write", full)
+    monkeypatch.setattr(markers, "write", full)
     await instance.disks.unmount("a")
 
     assert instance.marker("a") is None
@@ -215,9 +215,9 @@ async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
         assert path.is_relative_to(instance.volume("a"))
         raise HostError("cannot write: Read-only file system")
 
-    monkeypatch.setattr(identity, "write", read_only)
+    monkeypatch.setattr(markers, "write", read_only)
     monkeypatch.setattr(files, "sync_filesystem", read_only)
-    monkeypatch.setattr(identity, "remove", read_only)
+    monkeypatch.setattr(markers, "remove", read_only)
     assert "Unmounted" in await instance.disks.unmount("a")
     monkeypatch.undo()
 
@@ -445,7 +445,7 @@ async def test_the_instance_is_marked_when_it_is_known(instance: Instance) -> No
 async def test_a_disk_of_another_instance_waits_for_the_director(instance: Instance) -> None:
     instance.attach("a")
     instance.id = "i-1"
-    identity.write(instance.volume("a"), Marker("a", "store", instance="i-2"))
+    markers.write(instance.volume("a"), Marker("a", "store", instance="i-2"))
 
     await instance.disks.recover()
     assert await instance.disks.list() == []
@@ -458,7 +458,7 @@ async def test_a_disk_of_another_instance_waits_for_the_director(instance: Insta
 
 async def test_of_two_claims_the_director_decides(instance: Instance) -> None:
     for cid in "ab":
-        identity.write(instance.attach(cid), Marker(cid, "store"))
+        markers.write(instance.attach(cid), Marker(cid, "store"))
 
     await instance.disks.recover()
     assert await instance.disks.list() == []
@@ -608,7 +608,7 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
 
     with pytest.raises(ActionError, match="disk b holds files that are no copy of disk a"):
         await instance.disks.migrate("a", "b")
-    identity.write(instance.volume("b"), Marker("b", "target", "a"))
+    markers.write(instance.volume("b"), Marker("b", "target", "a"))
     with pytest.raises(ActionError, match="disk a is empty and disk b is not"):
         await instance.disks.migrate("a", "b")
     assert (instance.volume("b") / "data").read_text() == "precious"
@@ -649,14 +649,14 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = await resizing(instance)
-    write = identity.write
+    write = markers.write
 
     def broken(volume: Path, marker: Marker) -> None:
         if marker.cid == "b" and marker.role == "store":
             raise HostError("cannot mark: Input/output error")
         write(volume, marker)
 
-    monkeypatch.setattr(identity, "write", broken)
+    monkeypatch.setattr(markers, "write", broken)
     with pytest.raises(HostError, match="Input/output error"):
         await instance.disks.migrate("a", "b")
 
@@ -668,7 +668,7 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
 async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> None:
     """The resize failed; the Director took the new disk down and somebody attaches it elsewhere."""
     instance.attach("b")
-    identity.write(instance.volume("b"), Marker("b", "", source="a", generation=1))
+    markers.write(instance.volume("b"), Marker("b", "", source="a", generation=1))
 
     with pytest.raises(ActionError, match="disk b holds an unfinished copy of disk a"):
         await instance.disks.mount("b")
@@ -676,7 +676,7 @@ async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> N
 
 async def test_a_taken_down_copy_goes_on_where_it_was(instance: Instance) -> None:
     wanted = await resizing(instance)
-    identity.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
+    markers.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
     (instance.volume("b") / "tw").write_text("half")
     await instance.disks.unmount("b")
     assert instance.marker("b") == Marker("b", "", source="a", generation=1)

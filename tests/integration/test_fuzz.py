@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agent_shim.errors import ShimError
+from agent_shim.core.errors import ShimError
 from chaos import fuzz
 
 

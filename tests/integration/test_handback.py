@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim import mirror
-from agent_shim.disks import identity
-from agent_shim.disks.identity import Marker
-from agent_shim.handback import hand_back
+from agent_shim.core.paths import Paths
+from agent_shim.daemon.handback import hand_back
 from agent_shim.host import files, process
-from agent_shim.paths import Paths
+from agent_shim.services import state_backup
+from agent_shim.services.disks import markers
+from agent_shim.services.disks.markers import Marker
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 
@@ -143,7 +143,7 @@ def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
     for volume in (store, other):
         volume.mkdir()
         (volume / "data").write_text("x")
-    identity.write(store, Marker("disk-1", "store"))
+    markers.write(store, Marker("disk-1", "store"))
     paths.managed_disk.write_text("disk-1")
     paths.settings_cache.write_text(
         f'{{"agent_id": "a-1", "disks": {{"persistent": {{"disk-1": "{store}", "disk-2": {{"path": "{other}"}}}}}}}}'
@@ -162,8 +162,8 @@ def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
 def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
     """It may hold secrets, and nobody looks after it any more."""
     paths = Paths(tmp_path / "vcap")
-    (paths.mirror / mirror.SET_ASIDE / "a-0").mkdir(parents=True)
-    (paths.mirror / mirror.SET_ASIDE / "a-0/update_settings.json").write_text("secret")
+    (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
+    (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")
     paths.given_up.parent.mkdir()
     paths.given_up.write_text("a-1")
     paths.former_mbus.write_text("{}")

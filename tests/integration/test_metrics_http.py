@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from agent_shim import metrics, responder
-from agent_shim.metrics import Metrics, Readings, Routes, listening
+from agent_shim.edges import http_server, metrics
+from agent_shim.edges.metrics import Metrics, Readings, Routes, listening
 
 Where = tuple[str, int]
 
@@ -178,7 +178,7 @@ async def test_half_closed_client(where: Where) -> None:
 
 async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not end in time, though bytes trickle in, costs its connection and nobody else's."""
-    monkeypatch.setattr(responder, "HEADER_TIME", 0.2)
+    monkeypatch.setattr(http_server, "HEADER_TIME", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
     writer.write(b"GET / HTTP/1.1\r\nX: ")
@@ -205,7 +205,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
 
 async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps the connection after the answer loses it."""
-    monkeypatch.setattr(responder, "ANSWER_TIME", 0.2)
+    monkeypatch.setattr(http_server, "ANSWER_TIME", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
     assert (await reader.read()).endswith(b"ok\n")
@@ -227,8 +227,8 @@ async def test_endless_client_is_dropped(where: Where) -> None:
 
 async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every place taken by connections that say nothing, a probe is answered at once and the oldest goes."""
-    monkeypatch.setattr(responder, "HEADER_TIME", 600.0)
-    idle = [await asyncio.open_connection(*where) for _ in range(responder.MAX_CONNECTIONS + 10)]
+    monkeypatch.setattr(http_server, "HEADER_TIME", 600.0)
+    idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:
         assert (await get(where, "/healthz"))[0] == 200
         with suppress(ConnectionError):
@@ -241,7 +241,7 @@ async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: p
 
 async def test_many_at_once(where: Where) -> None:
     """As many scrapers as there are places are all answered."""
-    answers = await asyncio.gather(*(get(where, "/metrics") for _ in range(responder.MAX_CONNECTIONS)))
+    answers = await asyncio.gather(*(get(where, "/metrics") for _ in range(http_server.MAX_CONNECTIONS)))
 
     assert {status for status, _, _ in answers} == {200}
 
@@ -261,7 +261,7 @@ async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
 
     assert caplog.record_tuples == [
         (
-            "agent_shim.responder",
+            "agent_shim.edges.http_server",
             logging.ERROR,
             f"cannot listen on {address} for metrics and probes: Address already in use",
         )
@@ -306,16 +306,16 @@ async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_answer_that_does_not_come_ends_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responder, "ANSWER_TIME", 0.2)
+    monkeypatch.setattr(http_server, "ANSWER_TIME", 0.2)
 
-    async def late(_request: responder.Request) -> responder.Response:
+    async def late(_request: http_server.Request) -> http_server.Response:
         await asyncio.Event().wait()
         raise AssertionError
 
-    def answer(request: responder.Request) -> responder.Response | Awaitable[responder.Response]:
-        return late(request) if request.target == "/late" else responder.Response(200, b"here")
+    def answer(request: http_server.Request) -> http_server.Response | Awaitable[http_server.Response]:
+        return late(request) if request.target == "/late" else http_server.Response(200, b"here")
 
-    async with responder.listening("127.0.0.1:0", answer, "a test") as found:
+    async with http_server.listening("127.0.0.1:0", answer, "a test") as found:
         assert found is not None
         with suppress(ConnectionError):
             assert await ask(found, b"GET /late HTTP/1.1\r\n\r\n") == b""

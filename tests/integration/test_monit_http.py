@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from agent_shim import monit_http
-from agent_shim.supervisor import monit_answers
+from agent_shim.edges import monit_http
+from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from benchmarks.world import COMMAND
 from benchmarks.world import world as made
@@ -42,7 +42,7 @@ async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Superv
     async with world.supervising(*files) as supervisor:
 
         async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-            return await monit_answers.answer(supervisor, request, obstacle="") | {"uptime_secs": 61}
+            return await monit_api.answer(supervisor, request, obstacle="") | {"uptime_secs": 61}
 
         async with monit_http.listening("127.0.0.1:0", ask, world.paths.monit_user) as where:
             assert where is not None

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent_shim import control
+from agent_shim.edges import control_server
 from agent_shim.host import process
-from agent_shim.supervisor import monit_answers
+from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import eventually
 from tests.support.programs.jobs import World, info, until
@@ -29,7 +29,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     """A scratch tree with a ``monit`` in it, emptied of processes afterwards."""
     world = World(tmp_path / "w")
     monit = world.base / "monit.sh"
-    monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.monit_cli -b {world.base} "$@"\n')
+    monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.cli.monit -b {world.base} "$@"\n')
     monit.chmod(0o755)
     yield world
     world.end()
@@ -41,10 +41,10 @@ async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
     async with world.supervising(*files) as supervisor:
 
         async def answer(request: dict[str, Any], _: bytes) -> bytes:
-            found = await monit_answers.answer(supervisor, request, obstacle="")
+            found = await monit_api.answer(supervisor, request, obstacle="")
             return msgspec.json.encode(found | {"pid": 1, "uptime_secs": 61})
 
-        async with control.listening(world.paths.control_socket, answer):
+        async with control_server.listening(world.paths.control_socket, answer):
             running = asyncio.create_task(supervisor.run())
             yield supervisor
             running.cancel()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import ActionError
+from agent_shim.core.errors import ActionError
 from agent_shim.host import cgroups, proc, process
-from agent_shim.supervisor.identity import MARK
+from agent_shim.supervisor.process_record import MARK
 from tests.support.programs import argv, eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, info, program, until
 

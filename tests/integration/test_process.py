@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import proc, process, reaper
 from tests.support.programs import argv, end_marked, eventually, is_alive, marked, number_in
 

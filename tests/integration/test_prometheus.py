@@ -27,13 +27,13 @@ from typing import Any
 import pytest
 import yaml
 
+from agent_shim.core.paths import Paths
 from agent_shim.demo.pki import Authority
+from agent_shim.edges.metrics import Metrics
 from agent_shim.host import process
 from agent_shim.host.process import Process
-from agent_shim.metrics import Metrics
-from agent_shim.paths import Paths
 from tests.support import jobs
-from tests.unit.test_metrics import FULL
+from tests.unit.edges.test_metrics import FULL
 
 pytestmark = pytest.mark.slow
 

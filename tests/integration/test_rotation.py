@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim import rotation
-from agent_shim.errors import HostError
-from agent_shim.host import files, process, rotating
-from agent_shim.paths import Paths
-from agent_shim.rotation import Limits, Rotation
+from agent_shim.core.errors import HostError
+from agent_shim.core.paths import Paths
+from agent_shim.host import copytruncate, files, process
+from agent_shim.services.logs import rotation
+from agent_shim.services.logs.rotation import Limits, Rotation
 from tests.support.programs import eventually
 
 SMALL = Limits(size=100, keep=2, total=1 << 20)
@@ -35,11 +35,11 @@ def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
     return Rotation(Paths(logs.parents[2]), limits, lambda: told)
 
 
-def rotated(logs: Path, path: str, most: int) -> rotating.Moved:
+def rotated(logs: Path, path: str, most: int) -> copytruncate.Moved:
     """What was moved of one log."""
     root = os.open(logs, os.O_RDONLY)
     try:
-        return rotating.rotate(root, path, 7, most)
+        return copytruncate.rotate(root, path, 7, most)
     finally:
         os.close(root)
 
@@ -105,7 +105,7 @@ for number in range(4000):
     try:
         await eventually(log.exists)
         while writer.is_alive:
-            await asyncio.to_thread(rotating.rotate, root, "web/web.log", 10_000, MOST)
+            await asyncio.to_thread(copytruncate.rotate, root, "web/web.log", 10_000, MOST)
     finally:
         os.close(root)
     await writer.wait()
@@ -246,11 +246,11 @@ async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path)
     root = os.open(logs, os.O_RDONLY)
     try:
         with pytest.raises(HostError, match=r"cannot rotate web/link\.log.*it is a link"):
-            rotating.rotate(root, "web/link.log", 7, MOST)
+            copytruncate.rotate(root, "web/link.log", 7, MOST)
         with pytest.raises(HostError, match="cannot rotate web/dir/x.log.*it is a link"):
-            rotating.rotate(root, "web/dir/x.log", 7, MOST)
+            copytruncate.rotate(root, "web/dir/x.log", 7, MOST)
         for name in ("second", "pipe"):
-            assert rotating.rotate(root, f"web/{name}.log", 7, MOST) == (0, 0)
+            assert copytruncate.rotate(root, f"web/{name}.log", 7, MOST) == (0, 0)
     finally:
         os.close(root)
 

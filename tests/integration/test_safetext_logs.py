@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.support.terminals import on_terminal
 
 ORDERS = b"\x1b]0;owned\x07\xff\n"

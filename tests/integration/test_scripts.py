@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim import scripts
-from agent_shim.errors import ActionError
-from agent_shim.paths import Paths
-from agent_shim.scripts import DrainSpec, Errand, Scripts
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.services import scripts
+from agent_shim.services.scripts import DrainSpec, Errand, Scripts
 from tests.support.programs import end_marked, eventually, is_alive, number_in
 
 DISK = DrainSpec(True, "aaa", {}, 1024)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from agent_shim import standalone
-from agent_shim.errors import ActionError, ConfigError
+from agent_shim.core.errors import ActionError, ConfigError
+from agent_shim.core.paths import Paths
+from agent_shim.daemon import standalone
 from agent_shim.host import proc, process
 from agent_shim.host.process import Process
-from agent_shim.paths import Paths
 from tests.support import jobs
 
 pytestmark = pytest.mark.slow

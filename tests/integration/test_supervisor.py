@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import ActionError
-from agent_shim.host import cages, clock, proc, process
+from agent_shim.core.errors import ActionError
+from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.presence import Presence
+from agent_shim.supervisor.process_finder import Presence
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import World, info, program, until
@@ -475,7 +475,7 @@ async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
 ) -> None:
     """It swallows errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process.Process, "send", _lose)
-    monkeypatch.setattr(cages.Cage, "kill", lambda _: None)
+    monkeypatch.setattr(job_cgroups.Cage, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
     async with world.supervising(job, world.job("fine")) as supervisor:
         await until(supervisor, "web", "running")
@@ -495,7 +495,7 @@ def _lose(self: process.Process, sig: int) -> bool:
 async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the Go agent."""
     monkeypatch.setattr(process.Process, "send", _lose)
-    monkeypatch.setattr(cages.Cage, "kill", lambda _: None)
+    monkeypatch.setattr(job_cgroups.Cage, "kill", lambda _: None)
     monkeypatch.setattr(process, "KILL_PATIENCE", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:

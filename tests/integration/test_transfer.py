@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.blobstore import Timing
-from agent_shim.blobstore import transfer as transfers
-from agent_shim.blobstore.transfer import Transfer, proxy_for
+from agent_shim.core.digest import Hasher
+from agent_shim.core.errors import BlobError, NoRoomError
 from agent_shim.demo.pki import EXPIRED, Authority
-from agent_shim.digest import Hasher
-from agent_shim.errors import BlobError, NoRoomError
+from agent_shim.services.blobstore import Timing
+from agent_shim.services.blobstore import transfer as transfers
+from agent_shim.services.blobstore.transfer import Transfer, proxy_for
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 
@@ -294,7 +294,7 @@ async def test_proxies_of_the_environment_are_used(
     server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With their password, for plain requests and tunnels."""
-    monkeypatch.setattr("agent_shim.blobstore.transfer._is_excepted", lambda *_: False)
+    monkeypatch.setattr("agent_shim.services.blobstore.transfer._is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
         http_proxy() as proxy,

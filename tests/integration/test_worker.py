@@ -22,11 +22,22 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import ActionError
-from agent_shim.host import files, helper, process
-from agent_shim.host.helper import BlobRef, Done, Get, Install, Outcome, Pack, Put, Request, Target, Tree
-from agent_shim.paths import Paths
-from agent_shim.settings import Blobstore
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, process, worker_client
+from agent_shim.host.worker_client import (
+    BlobRef,
+    Done,
+    Get,
+    Install,
+    Outcome,
+    Pack,
+    Put,
+    Request,
+    Target,
+    Tree,
+)
 from tests.support import http
 from tests.support.http import Server, http_server
 from tests.support.programs import eventually, number_in
@@ -101,7 +112,7 @@ def left_half_made(paths: Paths) -> list[Path]:
 
 
 async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blobstore = DUMMY) -> list[Outcome]:
-    return (await helper.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
+    return (await worker_client.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
 
 
 # --- install --------------------------------------------------------------------------------------------------------
@@ -222,7 +233,7 @@ async def test_an_older_source_is_replaced(paths: Paths) -> None:
 async def test_a_blob_becomes_a_file(paths: Paths) -> None:
     """With the mode that was asked for."""
     target = paths.tmp / "records.json"
-    await helper.work(Get(str(paths.base), DUMMY, kept(paths, b"data"), str(target), mode=0o640))
+    await worker_client.work(Get(str(paths.base), DUMMY, kept(paths, b"data"), str(target), mode=0o640))
 
     assert target.read_bytes() == b"data"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
@@ -237,7 +248,7 @@ async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, s
     server.plan = [http.STALL, http.DRIBBLE]
     target = paths.tmp / "file"
     async with asyncio.timeout(110):
-        await helper.work(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
+        await worker_client.work(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
 
     assert target.read_bytes() == data
     assert len(server.requests) == 3
@@ -247,8 +258,10 @@ async def test_a_file_becomes_a_blob(paths: Paths, tmp_path: Path, server: Serve
     """In the blobstore under a new id, or where the signed URL leads."""
     (tmp_path / "file").write_bytes(b"data")
     store = Blobstore("local", {"blobstore_path": str(tmp_path / "store")})
-    stored = await helper.work(Put(str(paths.base), store, str(tmp_path / "file")))
-    signed = await helper.work(Put(str(paths.base), DUMMY, str(tmp_path / "file"), f"{server.url}/new", {"h": "v"}))
+    stored = await worker_client.work(Put(str(paths.base), store, str(tmp_path / "file")))
+    signed = await worker_client.work(
+        Put(str(paths.base), DUMMY, str(tmp_path / "file"), f"{server.url}/new", {"h": "v"})
+    )
 
     assert (tmp_path / "store" / stored.blob_id).read_bytes() == b"data"
     assert signed == Done()
@@ -262,7 +275,7 @@ async def test_a_tree_becomes_an_archive(tmp_path: Path) -> None:
     (tmp_path / "logs" / "b.txt").write_bytes(b"text\n")
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "logs.tgz"
-    done = await helper.work(Pack([Tree(str(tmp_path / "logs"), patterns=["*.log"])], str(path)))
+    done = await worker_client.work(Pack([Tree(str(tmp_path / "logs"), patterns=["*.log"])], str(path)))
 
     assert (done.sha1, done.sha512) == (sha1(path.read_bytes()), hashlib.sha512(path.read_bytes()).hexdigest())
     with tarfile.open(path) as tar:
@@ -284,7 +297,7 @@ async def test_a_tree_becomes_an_archive(tmp_path: Path) -> None:
 async def test_a_failure_is_told_and_leaves_nothing(paths: Paths, make: Callable[[str], Request]) -> None:
     """As an error of the action."""
     with pytest.raises(ActionError):
-        await helper.work(make(str(paths.base)))
+        await worker_client.work(make(str(paths.base)))
 
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
 
@@ -305,7 +318,7 @@ async def test_a_disk_that_takes_no_more_is_named_with_the_room_there_is(
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(ActionError, match=rf"^cannot write {path}: File too large, \d+ MiB are free$"):
-            await helper.work(request)
+            await worker_client.work(request)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -402,7 +415,7 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(1 << 40)
-    packing = asyncio.create_task(helper.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
+    packing = asyncio.create_task(worker_client.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
     await eventually(lambda: left_half_made(paths))
     workers[0].send(signal.SIGKILL)
     with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
@@ -414,13 +427,13 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
 async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, workers: list[process.Process]) -> None:
     """What the command has fetched so far is removed; what is another worker's stays."""
     paths.bosh_bin.mkdir(parents=True)
-    command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(helper.scratch(paths, 1))
+    command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(worker_client.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
     command.chmod(0o755)
     paths.bosh_etc.mkdir(parents=True)
     others.touch()
     get = Get(str(paths.base), Blobstore("x"), BlobRef("b", digest="00"), str(paths.tmp / "file"))
-    getting = asyncio.create_task(helper.work(get))
+    getting = asyncio.create_task(worker_client.work(get))
     pid = await eventually(lambda: next((n for path in paths.tmp.glob(".*/blob") if (n := number_in(path))), None))
     workers[0].send(signal.SIGKILL)
     try:
@@ -438,7 +451,7 @@ async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_p
     program = f"""
 import asyncio
 from agent_shim.host import helper, process
-from agent_shim.settings import Blobstore
+from agent_shim.core.settings import Blobstore
 spawn = process.spawn
 def spy(*arguments, **options):
     worker = spawn(*arguments, **options)
@@ -468,7 +481,7 @@ asyncio.run(helper.work(helper.Get("{paths.base}", Blobstore(), source, "{tmp_pa
 async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text() -> None:
     """The place and the kind of error, not the words: they may hold a secret."""
     with pytest.raises(ActionError) as caught:
-        await helper.run_worker(b'{"type": "Guess", "password": "' + CANARY.encode() + b'"}')
+        await worker_client.run_worker(b'{"type": "Guess", "password": "' + CANARY.encode() + b'"}')
 
     assert str(caught.value).startswith(
         'cannot finish the work: the worker ended with code 1: msgspec.ValidationError in File "'
@@ -504,7 +517,7 @@ async def test_a_failed_transfer_is_told_without_its_secrets(paths: Paths, serve
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"
     with pytest.raises(ActionError) as caught:
-        await helper.work(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
+        await worker_client.work(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
 
     assert str(caught.value) == f"Error executing PUT, response was 403 from {server.host}"
     assert CANARY not in repr(BlobRef(signed_url=url))

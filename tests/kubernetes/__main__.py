@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agent_shim.errors import ShimError
+from agent_shim.core.errors import ShimError
 from tests.image import pods
 from tests.kubernetes import build
 from tests.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS

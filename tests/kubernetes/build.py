@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent_shim.errors import ShimError
+from agent_shim.core.errors import ShimError
 
 SUITE: Final = "bookworm"
 PROGRAMS: Final = ("kubelet", "kube-apiserver", "kube-controller-manager", "kube-scheduler")

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.core.paths import Paths
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.pki import Authority
 from agent_shim.demo.release import archive
-from agent_shim.paths import Paths
 from tests.kubernetes.calls import Cpi, CpiError
 from tests.support import jobs
 from tests.support.http import Server, http_server

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.image.test_kubernetes import DOCTOR, TIERS, judged
 from tests.kubernetes.objects import Document, Namespace, Pod, end_on_request, overlay, pod_spec
 from tests.support import jobs

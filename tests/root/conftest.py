@@ -18,8 +18,8 @@ Inside = Callable[..., Any]
 _PRELUDE = """
 import asyncio, json, os, sys
 from pathlib import Path
-from agent_shim.errors import HostError, ShimError
-from agent_shim.paths import Paths
+from agent_shim.core.errors import HostError, ShimError
+from agent_shim.core.paths import Paths
 
 async def main():
 {body}

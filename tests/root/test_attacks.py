@@ -12,13 +12,13 @@ from typing import Final
 
 import pytest
 
-from agent_shim import joblogs
+from agent_shim.core.errors import HostError
+from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
-from agent_shim.errors import HostError
 from agent_shim.host import files, guarded
-from agent_shim.paths import Paths
-from agent_shim.supervisor import identity, inspection
-from agent_shim.supervisor.monit_values import ALERT, Match, Rule
+from agent_shim.services.logs import tail
+from agent_shim.supervisor import file_checks, process_record
+from agent_shim.supervisor.monit.ast import ALERT, Match, Rule
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
 from tests.support.pod import pod as made
@@ -137,7 +137,7 @@ async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_no
     await pod.until("failing")
     assert await pod.director.value(AGENT, "ping") == "pong"
     told = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
-    logs = pod.machine.run(f"{sys.executable} -m agent_shim.bpm_cli logs -a caged 2>&1 || true")
+    logs = pod.machine.run(f"{sys.executable} -m agent_shim.cli.bpm logs -a caged 2>&1 || true")
     assert "BEGIN" not in told + logs + pod.log
     assert CANARY not in told + logs + pod.log
     assert re.match(r"Error: cannot .*caged\.stderr\.log: it is (no regular file|a link)", logs)
@@ -205,8 +205,8 @@ def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, p
     with pytest.raises(OSError, match="on the way there is a link"):
         guarded.read(path, 10)
     with pytest.raises(OSError, match="on the way there is a link"):
-        inspection.inspect(path, [Rule(Match("secret"), ALERT)], inspection.Memory())
-    assert identity.read(path) is None
+        file_checks.inspect(path, [Rule(Match("secret"), ALERT)], file_checks.Memory())
+    assert process_record.read(path) is None
 
 
 def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="second name"):
         guarded.tail(tmp_path / "job/x.log", 10, tmp_path)
-    assert list(joblogs.Follower(tmp_path).last(5)) == []
+    assert list(tail.Follower(tmp_path).last(5)) == []
     os.chown(tmp_path / "secret", VCAP, VCAP)
     assert guarded.tail(tmp_path / "job/x.log", 10, tmp_path) == b"secret"
 

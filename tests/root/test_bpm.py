@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agent_shim.host import jailer
-from agent_shim.supervisor.bpm_run import HONOURED
+from agent_shim.host import sandbox
+from agent_shim.supervisor.bpm.runner import HONOURED
 from tests.root.conftest import Inside
 
 pytestmark = pytest.mark.root
@@ -676,7 +676,7 @@ return [codes, init]
 """
 
 
-@pytest.mark.parametrize("inits", [list(jailer.INITS), []])
+@pytest.mark.parametrize("inits", [list(sandbox.INITS), []])
 def test_first_process_of_a_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
     """It passes signals on, reaps orphans and ends as the program does; that of the container, or ours."""
     codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))

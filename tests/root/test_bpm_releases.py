@@ -20,7 +20,7 @@ pytestmark = pytest.mark.root
 AGENT = """
 import msgspec, socket, textwrap
 from agent_shim import control
-from agent_shim.bundles import put_bpm_in_front
+from agent_shim.services.bundles import put_bpm_in_front
 from agent_shim.supervisor import bpm_answers
 put_bpm_in_front(paths)
 paths.shim_run.mkdir(exist_ok=True)

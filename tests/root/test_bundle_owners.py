@@ -15,10 +15,10 @@ pytestmark = pytest.mark.root
 
 INSIDE = """
 import asyncio, gzip, hashlib, io, json, os, tarfile
-from agent_shim.bundles import Bundle, Bundles
-from agent_shim.host.helper import BlobRef
-from agent_shim.paths import Paths
-from agent_shim.settings import Blobstore
+from agent_shim.services.bundles import Bundle, Bundles
+from agent_shim.host.worker_client import BlobRef
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
 
 paths = Paths()
 for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs):

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from agent_shim.disks import identity
-from agent_shim.disks.identity import Marker
+from agent_shim.services.disks import markers
+from agent_shim.services.disks.markers import Marker
 from tests.support import cpi as cpis
 from tests.support.cpi import Cpi
 from tests.support.pod import Pod
@@ -194,7 +194,7 @@ async def test_a_whole_resize_with_the_container_made_anew_between_the_steps(
         await one.holds("disk-2")
 
         assert fingerprint(one.pod.volume("disk-1")) == one.content, "what was copied is whole until it is deleted"
-        assert identity.read(one.pod.volume("disk-1")) == Marker("disk-1", "")
+        assert markers.read(one.pod.volume("disk-1")) == Marker("disk-1", "")
 
 
 @EACH_WAY

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.support import jobs
 from tests.support.pod import Pod
 from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.root
 
-MONIT = f"{sys.executable} -m agent_shim.monit_cli"
+MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_shim.actions import disks  # noqa: F401 - importing registers the actions
-from agent_shim.dispatch import ACTIONS
+from agent_shim.actions.dispatch import ACTIONS
 from agent_shim.host import mounts
 from tests.support.corpus import CORPUS
 from tests.support.replay import Step, steps

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
-from agent_shim.paths import Paths
 from tests.support import jobs
 from tests.support.pod import Pod
 from tests.support.pod import pod as made

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import mounts, volumes
 from tests.support.volumes import alone, drop_capabilities, holding, mount_ext4, mount_overlay, mount_tmpfs
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import ConfigError
-from agent_shim.supervisor import monitrc
+from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor.monit import parser
 
 pytestmark = pytest.mark.root
 
@@ -153,7 +153,7 @@ def spelled(random: random.Random) -> str:
 def ours(text: str) -> str:
     """What we say of a file that is loaded alone; "" if nothing."""
     try:
-        return "\n".join(map(str, monitrc.problems([monitrc.parse(text, origin="ours")])))
+        return "\n".join(map(str, parser.problems([parser.parse(text, origin="ours")])))
     except ConfigError as exc:
         return str(exc)
 
@@ -202,5 +202,5 @@ def test_rendered_files_are_monit_files(theirs: Callable[[str], str]) -> None:
     numbers = random.Random(SEED)
     for text in (spelled(numbers) for _ in range(FILES // 3)):
         if not ours(text):
-            rendered = monitrc.render(monitrc.parse(text, origin="ours"))
+            rendered = parser.render(parser.parse(text, origin="ours"))
             assert not theirs(rendered), rendered

@@ -28,9 +28,9 @@ _AGENT = """
 from types import SimpleNamespace
 from agent_shim import boot
 from agent_shim.actions.access import SshParams, ssh
-from agent_shim.settings import Effective, Network, Settings, UpdateSettings
-from agent_shim.sshd import Sshd
-from agent_shim.users import Users
+from agent_shim.core.settings import Effective, Network, Settings, UpdateSettings
+from agent_shim.services.sshd import Sshd
+from agent_shim.services.users import Users
 paths = Paths()
 boot.make_tree(paths)
 users = Users(paths)
@@ -218,7 +218,7 @@ def test_an_archive_of_logs_is_fetched_as_the_cli_does_it(alone: Alone) -> None:
     alone.setup("bosh_cli")
     bundle = alone.agent(
         "from agent_shim.actions.logs import Bundle, bundle_logs\n"
-        "from agent_shim.logs import Logs\n"
+        "from agent_shim.services.logs.archives import Logs\n"
         "agent.logs = Logs(paths)\n"
         "(paths.log / 'a.log').write_text('line')\n"
         "return await bundle_logs(agent, Bundle('bosh_cli', 'job', []))"

@@ -12,7 +12,7 @@ from tests.support.machine import CODE, Machine
 pytestmark = pytest.mark.root
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAA jane"
-USERS = "from agent_shim.users import Users\nusers = Users(Paths())\n"
+USERS = "from agent_shim.services.users import Users\nusers = Users(Paths())\n"
 
 
 def setup(user: str, key: str = KEY) -> str:

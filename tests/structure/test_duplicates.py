@@ -85,14 +85,17 @@ def {name}({text}: str, limit: int = 3) -> list[str]:
 
 def test_copy_is_found() -> None:
     """Other names and another docstring do not hide a copy."""
-    here = Module("dns", COPY.format(name="long_lines", text="text", found="found", doc="One."))
-    there = Module("logs", COPY.format(name="pick", text="raw", found="kept", doc="Two."))
+    here = Module("services.dns", COPY.format(name="long_lines", text="text", found="found", doc="One."))
+    there = Module("services.logs.archives", COPY.format(name="pick", text="raw", found="kept", doc="Two."))
 
-    assert duplicates([here, there]) == [["dns.long_lines:2", "logs.pick:2"]]
+    assert duplicates([here, there]) == [["services.dns.long_lines:2", "services.logs.archives.pick:2"]]
 
 
 def test_another_constant_is_no_copy() -> None:
     """Two functions that differ in what they do are two functions."""
     here = COPY.format(name="long_lines", text="text", found="found", doc="One.")
 
-    assert duplicates([Module("dns", here), Module("logs", here.replace("lower", "upper"))]) == []
+    assert (
+        duplicates([Module("services.dns", here), Module("services.logs.archives", here.replace("lower", "upper"))])
+        == []
+    )

@@ -10,45 +10,50 @@ from tests.structure.source import ROOT, modules
 
 ELSEWHERE: Mapping[str, str] = {
     "actions.access": "contract/test_actions.py",
-    "actions.core": "contract/test_actions.py",
+    "actions.state": "contract/test_actions.py",
     "actions.jobs": "contract/test_actions.py",
-    "asking": "integration/test_control.py",
-    "boot": "image/test_image.py",
-    "cli": "image/test_image.py",
-    "compilation": "contract/test_compile.py",
-    "dispatch": "contract/test_envelope.py",
-    "disks.places": "integration/test_disks_service.py",
-    "doctor.finding": "unit/test_doctor.py",
-    "doctor.judgement": "unit/test_doctor.py",
-    "bpm_logs": "contract/test_bpm_cli.py",
-    "host.jailer": "root/test_bpm.py",
+    "edges.control_client": "integration/test_control_server.py",
+    "daemon.boot": "image/test_image.py",
+    "cli.main": "image/test_image.py",
+    "cli.__main__": "integration/test_daemon.py",
+    "cli.compile_release": "integration/test_compile_command.py",
+    "daemon.main": "integration/test_daemon.py",
+    "edges.bus": "integration/test_nats.py",
+    "services.logs.archives": "contract/test_logs.py",
+    "actions.compilation": "contract/test_compile.py",
+    "actions.dispatch": "contract/test_envelope.py",
+    "services.disks.mounting": "integration/test_disks_service.py",
+    "cli.doctor.finding": "unit/cli/test_doctor.py",
+    "cli.doctor.verdicts": "unit/cli/test_doctor.py",
+    "cli.bpm_logs": "contract/test_bpm_command.py",
+    "host.sandbox": "root/test_bpm.py",
     "host.pseudo_terminal": "root/test_bpm_attacks.py",
     "host.nftables": "root/test_firewall.py",
-    "host.trials": "root/test_doctor.py",
-    "host.rotating": "integration/test_rotation.py",
+    "host.privilege_probes": "root/test_doctor.py",
+    "host.copytruncate": "integration/test_rotation.py",
     "host.volumes": "root/test_disks_volumes.py",
-    "monit_text": "unit/test_monit_cli.py",
-    "running": "integration/test_daemon.py",
-    "observed": "integration/test_daemon.py",
-    "spec_store": "contract/test_state.py",
-    "supervisor.bpm": "contract/test_corpus_bpm.py",
-    "supervisor.bpm_answers": "contract/test_bpm_cli.py",
-    "supervisor.faults": "integration/test_supervisor_checks.py",
-    "supervisor.identity": "unit/supervisor/test_ownership.py",
-    "supervisor.monit_answers": "integration/test_monit_cli.py",
+    "edges.monit_text": "unit/cli/test_monit.py",
+    "daemon.runtime": "integration/test_daemon.py",
+    "daemon.status_report": "integration/test_daemon.py",
+    "services.spec_store": "contract/test_state.py",
+    "supervisor.bpm.config": "contract/test_corpus_bpm.py",
+    "supervisor.bpm.bpm_api": "contract/test_bpm_command.py",
+    "supervisor.event_kinds": "integration/test_rule_engine.py",
+    "supervisor.process_record": "unit/supervisor/test_ownership.py",
+    "supervisor.monit.monit_api": "integration/test_monit_command.py",
     "supervisor.posix_regex": "contract/test_corpus_monit.py",
-    "probe": "unit/test_commands.py",
-    "terminal": "unit/test_doctor.py",
+    "cli.probe": "unit/cli/test_commands.py",
+    "cli.ansi": "unit/cli/test_doctor.py",
 }
 """Modules that are tested through others, and the file that would fail."""
 
 UNTESTED: Mapping[str, str] = {
     "": "a version",
-    "agent": "a record",
+    "actions.agent": "a record",
     "demo.play": "is a test itself: ./dev demo",
     "demo.release": "is a test itself: ./dev demo",
-    "errors": "names only",
-    "paths": "names only",
+    "core.errors": "names only",
+    "core.paths": "names only",
 }
 """Modules without a test, and why."""
 
@@ -56,10 +61,12 @@ UNTESTED: Mapping[str, str] = {
 def unmapped(names: Collection[str], files: Collection[str]) -> Iterator[str]:
     """Modules that no test file (``files`` are stems) is named after.
 
-    ``host.files`` has a test in ``test_files``, ``test_host_files`` and what goes on with ``_`` after either.
+    ``services.disks.copying`` has a test in ``test_copying``, ``test_disks_copying`` and what goes on with ``_`` after
+    either.
     """
     for name in names:
-        stems = {f"test_{name.rpartition('.')[2]}", f"test_{name.replace('.', '_')}"}
+        parts = name.split(".")
+        stems = {"_".join(["test", *parts[start:]]) for start in range(len(parts))}
         if not any(file in stems or file.startswith(tuple(f"{stem}_" for stem in stems)) for file in files):
             yield name
 
@@ -87,9 +94,9 @@ def test_files_of_other_names_exist() -> None:
     [
         ("host.files", ["test_files"], True),
         ("host.files", ["test_host_files"], True),
-        ("metrics", ["test_metrics_http"], True),
+        ("edges.metrics", ["test_metrics_http"], True),
         ("host.files", ["test_host", "test_filesystem"], False),
-        ("bus.nats", [], False),
+        ("edges.bus.nats", [], False),
     ],
 )
 def test_a_name_finds_its_test(name: str, files: list[str], is_mapped: bool) -> None:

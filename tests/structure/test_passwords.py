@@ -8,7 +8,7 @@ import pytest
 
 from tests.structure.source import PACKAGE, ROOT
 
-DOORS = ("bus/https.py", "monit_http.py")
+DOORS = ("edges/bus/https.py", "edges/monit_http.py")
 """Where a caller shows one."""
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim import daemon  # noqa: F401 - importing registers the actions
-from agent_shim.dispatch import ACTIONS, Mode
+from agent_shim.actions.dispatch import ACTIONS, Mode
+from agent_shim.daemon import main  # noqa: F401 - importing registers the actions
 from tests.support import protocol
 from tests.support.protocol import Section
 

@@ -16,10 +16,10 @@ OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
 PLACES: Mapping[str, str] = {
     "host.proc": "it is the one",
     "host.capabilities": "reads its own status and namespaces below the root that tests give it",
-    "host.jail": "mounts it",
-    "host.machine": "reads what is of the machine below the root that tests give it",
+    "host.sandbox_exec": "mounts it",
+    "host.host_stats": "reads what is of the machine below the root that tests give it",
     "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",
-    "supervisor.bpm_run": "names it as a place of a jail",
+    "supervisor.bpm.runner": "names it as a place of a jail",
 }
 """Modules that may hold such a text, and why."""
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_shim.bus import Handle, tls
-from agent_shim.bus.nats import NatsBus, Timing
+from agent_shim.core.settings import Mbus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR, Authority, Pair
-from agent_shim.settings import Mbus
+from agent_shim.edges.bus import Handle, tls
+from agent_shim.edges.bus.nats import NatsBus, Timing
 from tests.support.serving import serving
 
 FAST = Timing(

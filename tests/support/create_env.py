@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agent_shim.bus import Handle
-from agent_shim.bus.https import Bounds, HttpsBus
+from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import Authority, Pair
-from agent_shim.settings import Mbus
+from agent_shim.edges.bus import Handle
+from agent_shim.edges.bus.https import Bounds, HttpsBus
 
 USER = "mbus"
 PASSWORD = "p/ss:w%rd"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.support.machine import Machine
 
 LOG_TREES: Final = {"job": "var/vcap/data/sys/log", "agent": "var/vcap/bosh/log", "system": "var/log"}

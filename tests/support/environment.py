@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.core.paths import Paths
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor, RpcTimeoutError
 from agent_shim.demo.pki import HEALTH_MONITOR, Authority
-from agent_shim.paths import Paths
 from tests.support import jobs
 from tests.support.proxy import Proxy
 

@@ -9,7 +9,7 @@ import json
 import subprocess
 from typing import Any, Final
 
-from agent_shim.paths import Paths
+from agent_shim.core.paths import Paths
 from tests.support import jobs
 from tests.support.machine import Machine
 from tests.support.pod import AGENT, NETWORKS

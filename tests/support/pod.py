@@ -225,7 +225,10 @@ class Pod:
         world = Path(f"/proc/{self.machine.pid}/ns/pid").readlink()
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if b"agent_shim.worker" in (path / "cmdline").read_bytes() and (path / "ns/pid").readlink() == world:
+                if (
+                    b"agent_shim.daemon.worker" in (path / "cmdline").read_bytes()
+                    and (path / "ns/pid").readlink() == world
+                ):
                     return int(path.name)
         return 0
 

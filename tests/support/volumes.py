@@ -23,14 +23,14 @@ from typing import Any
 
 import pytest
 
-from agent_shim import settings
-from agent_shim.disks import Disks, Patience, identity
-from agent_shim.disks.copying import Copy
-from agent_shim.disks.identity import OURS, Marker
+from agent_shim.core import settings
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Effective, UpdateSettings
 from agent_shim.host import copytree, files, mounts, volumes
 from agent_shim.host.copytree import Progress
-from agent_shim.paths import Paths
-from agent_shim.settings import Effective, UpdateSettings
+from agent_shim.services.disks import Disks, Patience, markers
+from agent_shim.services.disks.copying import Copy
+from agent_shim.services.disks.markers import OURS, Marker
 
 # --- mounts of our own ----------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Instance:
         del self.persistent[cid]
 
     def marker(self, cid: str) -> Marker | None:
-        return identity.read(self.volume(cid))
+        return markers.read(self.volume(cid))
 
     def write(self, name: str, text: str) -> None:
         """As a job does: into the store, whatever that is."""
@@ -257,7 +257,7 @@ class Killed(BaseException):
 
 
 STEPS = [
-    (identity, "write"),
+    (markers, "write"),
     (volumes, "show"),
     (volumes, "set_options"),
     (volumes, "take_away"),

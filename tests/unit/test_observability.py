@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent_shim import metrics
+from agent_shim.edges import metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORDS = frozenset({"instance", "job", "le"})

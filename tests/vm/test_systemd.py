@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
-from agent_shim.paths import Paths
 from tests.structure.source import ROOT
 from tests.support import jobs
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import reaper
-from agent_shim.paths import Paths
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs.jobs import FAST
 

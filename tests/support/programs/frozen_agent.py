@@ -11,19 +11,19 @@ import sys
 import time
 from pathlib import Path
 
-from agent_shim import cli
+from agent_shim.cli import main
 from agent_shim.host import watchdog
-from agent_shim.supervisor import identity
+from agent_shim.supervisor import process_record
 
 MODE = sys.argv.pop(1)
 END_AFTER_S = {"slow": 60.0, "patient": 3.0}.get(MODE, 1.4)
 watchdog.STEP_S = 0.2  # type: ignore[misc]
 watchdog.TELL_AFTER_S = 2.6 if MODE == "patient" else 0.8  # type: ignore[misc]
 watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
-careful = identity.read
+careful = process_record.read
 
 
-def naive(path: Path) -> identity.Pidfile | None:
+def naive(path: Path) -> process_record.Pidfile | None:
     if path.is_fifo():
         match MODE:
             case "blocked":
@@ -38,7 +38,7 @@ def naive(path: Path) -> identity.Pidfile | None:
     return careful(path)
 
 
-identity.read = naive
+process_record.read = naive
 
 if __name__ == "__main__":
-    sys.exit(cli.main())
+    sys.exit(main.main())

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import reaper
-from agent_shim.paths import Paths
-from agent_shim.supervisor.identity import MARK
+from agent_shim.supervisor.process_record import MARK
 from agent_shim.supervisor.supervisor import Event, JobFile, ServiceInfo, Supervisor, Timing
 from tests.support.programs import PATIENCE, argv, end_marked, eventually, is_alive, number_in
 

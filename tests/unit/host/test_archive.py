@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_shim.errors import ArchiveError
+from agent_shim.core.errors import ArchiveError
 from agent_shim.host import archive
 from tests.support.users import as_ordinary_user
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_shim.host import cgroups, machine, mounts
+from agent_shim.host import cgroups, host_stats, mounts
 
 MIB = 1024 * 1024
-HOST = machine.Memory(total=1000 * MIB, used=900 * MIB, swap_total=100 * MIB, swap_used=50 * MIB)
+HOST = host_stats.Memory(total=1000 * MIB, used=900 * MIB, swap_total=100 * MIB, swap_used=50 * MIB)
 NO_LIMIT = "9223372036854771712"
 
 
@@ -56,7 +56,7 @@ def test_memory_of_version_2(tmp_path: Path) -> None:
 
     found = cgroups.memory(version_2(tmp_path, "pod", "agent"), HOST)
 
-    assert found == machine.Memory(200 * MIB, 100 * MIB, 20 * MIB, 5 * MIB)
+    assert found == host_stats.Memory(200 * MIB, 100 * MIB, 20 * MIB, 5 * MIB)
     assert cgroups.memory_total(version_2(tmp_path, "pod", "agent"), HOST.total) == 200 * MIB
     assert cgroups.memory_total(version_2(tmp_path), 500 * MIB) == 500 * MIB
     assert cgroups.memory_total(cgroups.Cgroup(), 500 * MIB) == 500 * MIB
@@ -77,7 +77,7 @@ def test_memory_of_version_1(tmp_path: Path) -> None:
 
     found = cgroups.memory(version_1(tmp_path), HOST)
 
-    assert found == machine.Memory(200 * MIB, 100 * MIB, 30 * MIB, 10 * MIB)
+    assert found == host_stats.Memory(200 * MIB, 100 * MIB, 30 * MIB, 10 * MIB)
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
@@ -95,8 +95,8 @@ def test_swap_without_a_limit_is_that_of_the_machine(tmp_path: Path) -> None:
     write(tmp_path, {"memory.swap.max": "max", "memory.swap.current": 300 * MIB})
     unlimited = cgroups.memory(version_2(tmp_path), HOST)
 
-    assert without == machine.Memory(MIB, 5, 0, 0)
-    assert unlimited == machine.Memory(MIB, 5, 100 * MIB, 100 * MIB)
+    assert without == host_stats.Memory(MIB, 5, 0, 0)
+    assert unlimited == host_stats.Memory(MIB, 5, 100 * MIB, 100 * MIB)
 
 
 def test_processor_of_version_2(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_processor_of_version_2(tmp_path: Path) -> None:
     write(tmp_path, {"cpu.max": "max 100000", "cpu.stat": "usage_usec 9\nuser_usec 9\nsystem_usec 9"})
     write(tmp_path / "pod", {"cpu.max": "50000 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 500000"})
 
-    assert cgroups.cpu_times(version_2(tmp_path, "pod"), 20.0) == machine.CpuTimes(3.0, 0.5, 0.0, 10.0)
+    assert cgroups.cpu_times(version_2(tmp_path, "pod"), 20.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 10.0)
 
 
 def test_processor_of_version_1(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_processor_of_version_1(tmp_path: Path) -> None:
     write(tmp_path / "cpu", {"cpu.cfs_quota_us": 50000, "cpu.cfs_period_us": 100000})
     write(tmp_path / "cpuacct", {"cpuacct.usage_user": 3 * 10**9, "cpuacct.usage_sys": 5 * 10**8})
 
-    assert cgroups.cpu_times(version_1(tmp_path), 20.0) == machine.CpuTimes(3.0, 0.5, 0.0, 10.0)
+    assert cgroups.cpu_times(version_1(tmp_path), 20.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 10.0)
 
 
 def test_the_tightest_quota_counts(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_tightest_quota_counts(tmp_path: Path) -> None:
         for name in ("cpu", "cpuacct")
     )
 
-    assert cgroups.cpu_times(cgroups.Cgroup(None, cpu, cpuacct), 10.0) == machine.CpuTimes(5.0, 0.0, 0.0, 2.0)
+    assert cgroups.cpu_times(cgroups.Cgroup(None, cpu, cpuacct), 10.0) == host_stats.CpuTimes(5.0, 0.0, 0.0, 2.0)
 
 
 @pytest.mark.parametrize("quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5", "", "a b"])
@@ -191,7 +191,7 @@ def test_any_text_is_a_membership(text: str) -> None:
 
 def test_the_real_cgroup_can_be_read() -> None:
     """Whatever this machine has, the answer is one; what cannot be read is empty."""
-    host = machine.memory()
+    host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
 
     assert found is None or found.used >= 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import files
 from tests.support.users import as_ordinary_user
 

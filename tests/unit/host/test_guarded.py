@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import guarded
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.errors import HostError
+from agent_shim.core.errors import HostError
 from agent_shim.host import guarded, packing
-from agent_shim.host.helper import Tree
+from agent_shim.host.worker_client import Tree
 from tests.support.users import as_ordinary_user
 
 

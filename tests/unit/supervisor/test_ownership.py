@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.host import cages, clock, proc
+from agent_shim.host import clock, job_cgroups, proc
 from agent_shim.supervisor import posix_regex
-from agent_shim.supervisor.identity import MARK, MONIT_MARK, Identity, Pidfile, Session, Traces, mark, read
 from agent_shim.supervisor.ownership import Look, Ownership, Tie, Unproven, kinship
+from agent_shim.supervisor.process_record import (
+    MARK,
+    MONIT_MARK,
+    Identity,
+    Pidfile,
+    Session,
+    Traces,
+    mark,
+    read,
+)
 
 BASE = Path("/var/vcap")
 USER = 4711
@@ -31,7 +40,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mappin
     monkeypatch.setattr(proc, "stat", lambda pid: processes[pid][0] if pid in processes else None)
     monkeypatch.setattr(proc, "variable", lambda pid, name: processes[pid][1].get(name) if pid in processes else None)
     monkeypatch.setattr(proc, "command_line", lambda pid: processes[pid][2] if pid in processes else "")
-    monkeypatch.setattr(cages, "tracker", lambda: None)
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     monkeypatch.setattr(proc, "user", lambda _: USER)
     monkeypatch.setattr(proc, "command_lines", lambda pids: {pid: processes[pid][2] for pid in pids})
     monkeypatch.setattr(

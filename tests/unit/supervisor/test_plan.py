@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.supervisor.plan import JobFile, ProcessSpec, Program, Reaction, RestartLimit, plan
+from agent_shim.supervisor.plan import (
+    JobFile,
+    ProcessSpec,
+    Program,
+    Reaction,
+    RestartLimit,
+    plan,
+)
 
 WEB = """
 check process web

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from agent_shim.supervisor.ctl_programs import Bucket
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.presence import Timing
-from agent_shim.supervisor.programs import Bucket
+from agent_shim.supervisor.process_finder import Timing
 from agent_shim.supervisor.service import Service, Shared
 from agent_shim.supervisor.state import State
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.supervisor.state import MONITORED, MOVES, NEXT, State, Trigger, after, job_state, mermaid, reported
+from agent_shim.supervisor.state import (
+    MONITORED,
+    MOVES,
+    NEXT,
+    State,
+    Trigger,
+    after,
+    job_state,
+    mermaid,
+    reported,
+)
 
 # A column for each trigger in the order of the class: start, appeared, failed, died, retried, settled, stop, emptied,
 # stuck, unmonitor. A dot is a trigger that changes nothing.

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from agent_shim.errors import HostError
-from agent_shim.supervisor import programs as programs_module
+from agent_shim.core.errors import HostError
+from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import service as service_module
-from agent_shim.supervisor.identity import Traces
+from agent_shim.supervisor.ctl_programs import Bucket
 from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import ProcessSpec, Program
-from agent_shim.supervisor.presence import LateError, Timing
-from agent_shim.supervisor.programs import Bucket
+from agent_shim.supervisor.process_finder import LateError, Timing
+from agent_shim.supervisor.process_record import Traces
 from agent_shim.supervisor.service import Event, Record, Service, Shared
 from agent_shim.supervisor.state import State
 

@@ -1,0 +1,59 @@
+"""What an action may touch: the services of floor 2 and the tasks, as one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from agent_shim.actions.tasks import Tasks
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Mbus
+from agent_shim.services.bundles import Bundles
+from agent_shim.services.compiler import Compiler
+from agent_shim.services.disks import Disks
+from agent_shim.services.dns import Dns
+from agent_shim.services.logs.archives import Logs
+from agent_shim.services.scripts import Scripts
+from agent_shim.services.settings_store import SettingsStore
+from agent_shim.services.spec_store import SpecStore
+from agent_shim.services.sshd import Sshd
+from agent_shim.services.state_backup import Mirror
+from agent_shim.services.trusted_cas import Certificates
+from agent_shim.services.users import Users
+from agent_shim.services.vitals import Vitals
+from agent_shim.supervisor.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What an action may ask of the edges above it."""
+
+    announce_shutdown: Callable[[], Awaitable[None]]
+    """Tell the Health Monitor that this agent goes down on purpose."""
+    reconnect: Callable[[Mbus], Awaitable[None]]
+    """Go over to other addresses or credentials of the bus; raises ``ActionError`` when they cannot be used."""
+    shut_down: Callable[[], None]
+    """Stay idle from now on: the Director has given this instance up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The services."""
+
+    paths: Paths
+    settings: SettingsStore
+    spec: SpecStore
+    tasks: Tasks
+    supervisor: Supervisor
+    bundles: Bundles
+    compiler: Compiler
+    scripts: Scripts
+    logs: Logs
+    vitals: Vitals
+    dns: Dns
+    users: Users
+    sshd: Sshd
+    certificates: Certificates
+    disks: Disks
+    mirror: Mirror
+    edges: Edges

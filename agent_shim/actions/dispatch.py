@@ -1,0 +1,307 @@
+"""From a request to the action it names, and from what the action says to a reply.
+
+Texts, argument binding and the choice between an answer and a task id are the Go agent's (agent/action_dispatcher.go,
+agent/action/runner.go); the only broad handler of the program is here: nothing on the wire ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import logging
+import time
+import types
+import typing
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NewType
+
+import msgspec
+
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.tasks import Task, Tasks, Work
+from agent_shim.core import safetext, wire
+from agent_shim.core.errors import ActionError, BadArgumentsError, HostError, ShimError, UnknownActionError
+
+logger = logging.getLogger(__name__)
+audit = logging.getLogger("agent_shim.audit")
+"""A line for every request and one more for the end of every task: who asked for what, how it ended, how long it took.
+
+Arguments and values are not in it: some are secret.
+"""
+
+ProtocolVersion = NewType("ProtocolVersion", int)
+"""An action that declares a parameter of this type gets the ``protocol`` of the request there."""
+
+Done = Callable[[str, str, float], None]
+"""Called with method, outcome (``done`` or ``failed``) and seconds when an action has ended."""
+
+
+SAME_REQUEST: Final = 60.0
+"""Seconds in which a message that comes again, to the byte, is the same request."""
+MAX_RECENT: Final = 10_000
+"""Messages that are remembered for that."""
+
+
+class Mode(Enum):
+    """How an action is answered."""
+
+    NOW = "now"
+    TASK = "task"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing the Director may ask, with the types its arguments must have."""
+
+    method: str
+    mode: Mode
+    run: Callable[..., Awaitable[Any]]
+    parameters: tuple[tuple[str, Any], ...]
+    required: int
+    injected: dict[str, Any]
+    task_from_protocol: int
+    persistent: bool
+
+    def is_task(self, protocol: int) -> bool:
+        return self.mode is Mode.TASK and protocol >= self.task_from_protocol
+
+    @property
+    def is_cancellable(self) -> bool:
+        return asyncio.Event in self.injected.values()
+
+    def bind(self, arguments: Any) -> dict[str, Any]:
+        """Positional JSON arguments by name, as the types the action declares.
+
+        Surplus ones are ignored, as in Go; behind an optional parameter, which is a variadic one there, they must have
+        its type.
+        """
+        if arguments is None:
+            arguments = []
+        if not isinstance(arguments, list):
+            raise BadArgumentsError(
+                "Extracting json arguments: Unmarshalling payload arguments to interface{} types: "
+                f"cannot use {type(arguments).__name__} as list"
+            )
+        if len(arguments) < self.required:
+            raise BadArgumentsError(
+                "Extracting method arguments from payload: "
+                f"Not enough arguments, expected {self.required}, got {len(arguments)}"
+            )
+        try:
+            if len(self.parameters) > self.required:
+                for surplus in arguments[len(self.parameters) :]:
+                    wire.convert(surplus, self.parameters[-1][1])
+            return {
+                name: wire.convert(value, wanted)
+                for value, (name, wanted) in zip(arguments, self.parameters, strict=False)
+            }
+        except msgspec.ValidationError as exc:
+            raise BadArgumentsError(
+                f"Extracting method arguments from payload: Unmarshalling action argument: {exc}"
+            ) from exc
+
+
+ACTIONS: Final[dict[str, Action]] = {}
+
+_INJECTED: Final = (Agent, ProtocolVersion, asyncio.Event)
+
+
+def action(
+    method: str, mode: Mode, *, task_from_protocol: int = 0, persistent: bool = False
+) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
+    """Register a coroutine function as the action ``method``.
+
+    Its first parameter is the ``Agent``; those of type ``ProtocolVersion`` and ``asyncio.Event`` (set when the task is
+    cancelled) are filled in; all others are the arguments on the wire, in order.
+    """
+
+    def register(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters, required, injected = [], 0, {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if hints[name] in _INJECTED:
+                injected[name] = hints[name]
+                continue
+            parameters.append((name, _of_a_value(hints[name])))
+            required += parameter.default is inspect.Parameter.empty
+        ACTIONS[method] = Action(
+            method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
+        )
+        return function
+
+    return register
+
+
+def _of_a_value(hint: Any) -> Any:
+    """The type without the None that stands for an absent argument: a null is a zero value, also there."""
+    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+    return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
+
+
+class Dispatcher:
+    """Answers requests with the actions that are registered."""
+
+    def __init__(self, agent: Agent, tasks: Tasks, *, on_done: Done) -> None:
+        self._agent = agent
+        self._tasks = tasks
+        self._on_done = on_done
+        self._recent: dict[bytes, tuple[float, asyncio.Future[Task]]] = {}
+        self.rejected = 0
+        self.refusing = ""
+        """Why nothing that changes the machine is done any more; empty while it is."""
+
+    async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
+        """Answer the bytes of a request: the subject named in it and the reply, or None where it cannot be read."""
+        try:
+            request = wire.decode_request(data)
+        except wire.RequestError as exc:
+            self.rejected += 1
+            _audit("", "dropped", time.monotonic(), error=exc)
+            return None
+        return request.reply_to, await self.reply(request, data, limit=limit)
+
+    async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY) -> bytes:
+        """The reply to a request that could be read; ``data`` are its bytes, kept for a persistent task."""
+        begun_at = time.monotonic()
+        try:
+            value, task_id = await self._answer(request, data)
+            reply = wire.encode_value(value, limit=limit)
+        except asyncio.CancelledError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - nothing on the wire ends the process
+            _audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
+            return wire.encode_exception(self._failed(request.method, exc), limit=limit)
+        _audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
+        return reply
+
+    async def _answer(self, request: wire.Request, data: bytes) -> tuple[Any, str]:
+        """The value, and the id of the task if it is one."""
+        found = ACTIONS.get(request.method)
+        if found is None:
+            raise UnknownActionError(f"unknown message {request.method}")
+        if self.refusing and found.method not in HARMLESS:
+            raise ActionError(f"cannot run {found.method}: {self.refusing}")
+        if not found.is_task(request.protocol):
+            return await self._run(found, request, None), ""
+        begun = self._known(request, data)
+        if begun is None:
+            begun = asyncio.ensure_future(self._begin(found, request, data))
+            # Before anything is awaited: the same request may come by another link meanwhile.
+            message = _fingerprint(data)
+            self._recent.pop(message, None)  # the last one is the youngest
+            self._recent[message] = time.monotonic(), begun
+        task = await asyncio.shield(begun)
+        return {"agent_task_id": task.id, "state": "running"}, task.id
+
+    async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
+        cancelled = asyncio.Event() if found.is_cancellable else None
+        if not found.persistent:
+            return self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
+        task = await self._tasks.submit_persistent(found.method, self._work(found, request, None), data)
+        await self._agent.mirror.update()
+        return task
+
+    def _known(self, request: wire.Request, data: bytes) -> asyncio.Future[Task] | None:
+        """The task of this very message, delivered twice: on the bus each request has a ``reply_to`` of its own."""
+        old = time.monotonic() - SAME_REQUEST
+        while self._recent:
+            oldest = next(iter(self._recent))
+            if self._recent[oldest][0] > old and len(self._recent) < MAX_RECENT:
+                break
+            del self._recent[oldest]
+        known = self._recent.get(_fingerprint(data))
+        return known[1] if known is not None and _is_of_a_director(request.reply_to) else None
+
+    def _work(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Work:
+        async def work() -> Any:
+            begun_at = time.monotonic()
+            task_id = self._tasks.running.id if self._tasks.running else ""
+            try:
+                value = await self._run(found, request, cancelled)
+            except Exception as exc:
+                _audit(found.method, "failed", begun_at, caller=request.reply_to, task=task_id, error=exc)
+                raise
+            _audit(found.method, "done", begun_at, caller=request.reply_to, task=task_id)
+            return value
+
+        return work
+
+    def resumed(self) -> dict[str, Callable[[bytes], Work]]:
+        """How persistent tasks go on after a restart: from the bytes of their request, run once more."""
+        return {
+            method: lambda data, found=found: self._work(found, wire.decode_request(data), None)  # type: ignore[misc]
+            for method, found in ACTIONS.items()
+            if found.persistent
+        }
+
+    async def _run(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Any:
+        begun_at = time.monotonic()
+        outcome = "failed"
+        try:
+            arguments = found.bind(request.arguments)
+            given = {ProtocolVersion: request.protocol, asyncio.Event: cancelled, Agent: self._agent}
+            value = await found.run(**arguments, **{name: given[kind] for name, kind in found.injected.items()})
+            outcome = "done"
+            return value
+        finally:
+            self._on_done(found.method, outcome, time.monotonic() - begun_at)
+            if found.method not in HARMLESS:
+                await self._agent.mirror.update()
+
+    def failure(self, method: str, exc: BaseException) -> str:
+        """What the Director reads of an error: the reason of what was foreseen, a bare notice of what was not."""
+        if isinstance(exc, ShimError | HostError):
+            return safetext.lines(str(exc))
+        logger.error("internal error in %s", method, exc_info=exc)
+        return f"internal error in {method}: {type(exc).__name__} (the agent's log has the traceback)"
+
+    def _failed(self, method: str, exc: BaseException) -> str:
+        text = self.failure(method, exc)
+        return text if isinstance(exc, UnknownActionError) else f"Action Failed {method}: {text}"
+
+
+def _fingerprint(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _is_of_a_director(reply_to: str) -> bool:
+    """``director.<uuid>.<agent id>.<request id>`` (nats_rpc.rb of the Director)."""
+    return reply_to.startswith("director.") and len(reply_to.rpartition(".")[2]) == len(str(uuid.UUID(int=0)))
+
+
+def _audit(
+    method: str,
+    result: str,
+    begun_at: float,
+    *,
+    caller: str = "",
+    task: str = "",
+    error: Exception | None = None,
+) -> None:
+    """``result`` is done, failed, accepted (as a task) or dropped (what cannot be read).
+
+    Texts are cut: they come from anybody.
+    """
+    members: dict[str, Any] = {
+        "method": method[:100],
+        "result": result,
+        "seconds": round(time.monotonic() - begun_at, 6),
+    }
+    if caller:
+        members["reply_to"] = caller[:200]
+    if task:
+        members["task"] = task
+    if error is not None:
+        foreseen = isinstance(error, ShimError | HostError | wire.RequestError)
+        members["error"] = str(error)[:300] if foreseen else type(error).__name__
+    audit.info("request", extra={"members": members})
+
+
+HARMLESS: Final = frozenset(
+    {"ping", "info", "get_task", "cancel_task", "get_state", "list_disk", "fetch_logs", "fetch_logs_with_signed_url"}
+)
+"""What is still answered while the container ends."""

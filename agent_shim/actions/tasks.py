@@ -1,0 +1,281 @@
+"""Long actions with an id: one lane in which they run one after the other, and the memory of how they ended.
+
+Ids, states and texts are the Go agent's (agent/task, agent/action/get_task.go, cancel_task.go). What differs: the queue
+never blocks the bus, results are bounded by number and age and large ones lie on disk, ``get_task`` may be held until
+the task ends, and cancelling a task that waits ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agent_shim.core.errors import ActionError, HostError, TaskNotFoundError
+from agent_shim.core.keep_running import is_asked_to_end
+from agent_shim.host import files
+
+logger = logging.getLogger(__name__)
+
+HOLD: Final = 3.0
+"""Seconds a poll of a running task is held: the Director asks at once, then sleeps a second between polls."""
+
+LARGE: Final = 4096
+"""Bytes of JSON from which on an outcome waits on disk for whoever asks: a thousand of them are remembered."""
+
+Work = Callable[[], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class Task:
+    """One long action. ``state`` is running (queued too), done or failed; the wire shows only running.
+
+    What it was asked to do is not kept: the arguments of some actions are large, or secret.
+    """
+
+    id: str
+    method: str
+    cancelled: asyncio.Event | None
+    persistent: bool = False
+    state: str = "running"
+    progress: str = ""
+    """What it does at the moment, for operators."""
+    outcome: Any = None
+    """The value, the text of the failure, or the path of a file that holds either as JSON: see ``Tasks.outcome``."""
+    begun_at: float = 0.0
+    ended_at: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much is remembered of tasks that ended: a Director may ask again after a lost reply, the CLI eleven times."""
+
+    number: int = 1000
+    age: float = 24 * 3600.0
+
+
+class Tasks:
+    """All tasks of this agent; ``run`` is the lane and must be somebody's root task.
+
+    Persistent tasks stand in the file ``journal``, large outcomes in the directory ``outcomes``.
+    """
+
+    def __init__(self, journal: Path, outcomes: Path, *, bounds: Bounds = Bounds(), hold: float = HOLD) -> None:
+        self._journal = journal
+        self._outcomes = outcomes
+        self._bounds = bounds
+        self._hold = hold
+        self._tasks: dict[str, Task] = {}
+        self._queue: asyncio.Queue[tuple[Task, Work]] = asyncio.Queue()
+        self._stored: dict[str, dict[str, str]] = {}
+        self._released = asyncio.Event()
+        self.running: Task | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Tasks in the queue behind the one that runs."""
+        return self._queue.qsize()
+
+    def waiting_methods(self) -> set[str]:
+        """What they are."""
+        return {task.method for task in self._tasks.values() if task.state == "running" and task is not self.running}
+
+    def submit(
+        self,
+        method: str,
+        work: Work,
+        *,
+        cancelled: asyncio.Event | None = None,
+        task_id: str = "",
+        stored: bool = False,
+    ) -> Task:
+        """Queue ``work``; the id is there at once. ``cancelled`` makes the task one that can be cancelled."""
+        task = Task(task_id or str(uuid.uuid4()), method, cancelled, stored)
+        self._tasks[task.id] = task
+        self._queue.put_nowait((task, work))
+        return task
+
+    async def submit_persistent(self, method: str, work: Work, request: bytes) -> Task:
+        """As ``submit``, for a task whose id a caller may ask for after a restart of the agent (tasks.json)."""
+        task_id = str(uuid.uuid4())
+        self._stored[task_id] = {
+            "TaskID": task_id,
+            "Method": method,
+            "Payload": base64.b64encode(request).decode(),
+        }
+        await self._save()
+        return self.submit(method, work, task_id=task_id, stored=True)
+
+    async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
+        """Queue again, under their old ids, the persistent tasks that a former agent left; unknown ones are dropped.
+
+        Outcomes that it kept on disk are removed: nobody knows their tasks any more.
+        """
+        try:
+            await asyncio.to_thread(files.remove_tree, self._outcomes)
+        except HostError as exc:
+            logger.warning("%s", exc)
+        for task_id, method, request in await asyncio.to_thread(_read_journal, self._journal):
+            if method not in resumed:
+                logger.warning("a stored task of the unknown method %s is dropped", method)
+                continue
+            try:
+                work = resumed[method](request)
+            except ValueError as exc:
+                logger.warning("a stored task of %s is dropped: %s", method, exc)
+                continue
+            self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
+            self.submit(method, work, task_id=task_id, stored=True)
+            logger.info("task %s (%s) goes on after a restart", task_id, method)
+
+    async def poll(self, task_id: str) -> Task:
+        """The task, after waiting a little for its end if it still runs."""
+        task = self.find(task_id)
+        if task.state == "running" and not self._released.is_set():
+            ended = asyncio.ensure_future(task.ended.wait())
+            released = asyncio.ensure_future(self._released.wait())
+            try:
+                await asyncio.wait({ended, released}, timeout=self._hold, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
+                released.cancel()
+        return task
+
+    def release_polls(self) -> None:
+        """Answer all held polls now and hold no more: the agent is about to go."""
+        self._released.set()
+
+    def find(self, task_id: str) -> Task:
+        try:
+            return self._tasks[task_id]
+        except KeyError:
+            raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
+
+    async def outcome(self, task: Task) -> Any:
+        """The value of a task that is done, the text of one that has failed."""
+        if not isinstance(task.outcome, Path):
+            return task.outcome
+        try:
+            return msgspec.json.decode(await asyncio.to_thread(task.outcome.read_bytes))
+        except OSError as exc:
+            raise ActionError(str(files.failed(f"read the outcome of task {task.id}", exc))) from exc
+
+    def cancel(self, task_id: str) -> None:
+        """Ask a task to end early; one that only waits ends at once, one that has ended is left as it is."""
+        task = self.find(task_id)
+        if task.state != "running":
+            return
+        if task.cancelled is None:
+            raise ActionError("not supported")
+        task.cancelled.set()
+        if task is not self.running:
+            self._finish(task, "failed", "cancelled before it began")
+
+    def report(self, progress: str) -> None:
+        """Say what the running task does at the moment."""
+        if self.running is not None:
+            self.running.progress = progress
+
+    async def run(self, failure: Callable[[str, BaseException], str]) -> None:
+        """Run the tasks one at a time in the order they came, for ever; ``failure`` turns an exception into a text."""
+        try:
+            while True:
+                await self._run_next(failure)
+        except Exception:
+            if self.running is not None:  # whoever polls it must not wait for ever
+                self._finish(self.running, "failed", "an internal error of the agent (its log has the traceback)")
+                self.running = None
+            raise
+
+    async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
+        task, work = await self._queue.get()
+        if task.state != "running":  # cancelled while it waited
+            return
+        self.running = task
+        task.begun_at = time.monotonic()
+        try:
+            state, outcome = "done", await self._kept(task, await work())
+        except asyncio.CancelledError as exc:
+            if is_asked_to_end():
+                raise
+            state, outcome = "failed", await self._kept(task, failure(task.method, exc))
+        except Exception as exc:  # noqa: BLE001 - the lane outlives whatever a task raises
+            # A lone surrogate (undecodable output of a script) has no UTF-8 form.
+            text = failure(task.method, exc).encode("utf-8", "replace").decode()
+            state, outcome = "failed", await self._kept(task, text)
+        if self._stored.pop(task.id, None) is not None:
+            await self._save()
+        self._finish(task, state, outcome)
+        self.running = None
+        if left := self._forget_old():
+            await asyncio.to_thread(_remove, left)
+
+    def _finish(self, task: Task, state: str, outcome: Any) -> None:
+        task.state, task.outcome = state, outcome
+        task.ended_at = time.monotonic()
+        task.ended.set()
+
+    async def _kept(self, task: Task, outcome: Any) -> Any:
+        """The outcome itself, or where it was written because it is large."""
+        content = msgspec.json.encode(outcome)
+        if len(content) <= LARGE:
+            return outcome
+        path = self._outcomes / task.id
+        try:
+            await asyncio.to_thread(files.make_dir, self._outcomes, 0o700)
+            await files.save(path, content, mode=0o600)
+        except HostError as exc:
+            logger.warning("the outcome of task %s stays in memory: %s", task.id, exc)
+            return outcome
+        return path
+
+    def _forget_old(self) -> list[Path]:
+        """Forget what is beyond the bounds; returns the files it leaves."""
+        ended = [task for task in self._tasks.values() if task.state != "running"]
+        horizon = time.monotonic() - self._bounds.age
+        surplus = len(ended) - self._bounds.number
+        forgotten = [
+            task
+            for position, task in enumerate(sorted(ended, key=lambda task: task.ended_at))
+            if position < surplus or task.ended_at < horizon
+        ]
+        for task in forgotten:
+            del self._tasks[task.id]
+        return [task.outcome for task in forgotten if isinstance(task.outcome, Path)]
+
+    async def _save(self) -> None:
+        try:
+            if self._stored:
+                await files.save(self._journal, msgspec.json.encode(self._stored), mode=0o600)
+            else:
+                await asyncio.to_thread(self._journal.unlink, missing_ok=True)
+        except OSError as exc:
+            logger.error("cannot write %s: %s; a restart of the agent would forget its tasks", self._journal, exc)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _read_journal(journal: Path) -> list[tuple[str, str, bytes]]:
+    """The stored tasks; an unreadable file means there are none (agent/task/concrete_manager.go)."""
+    try:
+        document = msgspec.json.decode(journal.read_bytes(), type=dict[str, dict[str, str]])
+        return [(entry["TaskID"], entry["Method"], base64.b64decode(entry["Payload"])) for entry in document.values()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError) as exc:
+        logger.warning("cannot read %s: %s; stored tasks are forgotten", journal, exc)
+        return []

@@ -1,0 +1,421 @@
+"""The command ``bpm``: what release scripts and operators call, answered by the running agent.
+
+Verbs, flags, texts and exit codes are those of bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
+reads its command line with cobra. Drain scripts call it in loops: a call takes no more than two starts of an
+interpreter, so only a few modules are loaded here, and what one verb needs is imported there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from agent_shim import __version__
+from agent_shim.core import safetext
+
+TYPE_CHECKING = False  # without loading ``typing``
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from agent_shim.cli.bpm_logs import Log
+
+FAILED = 1
+ANSWER_TIMEOUT_S = 3600.0
+"""For the agent's answer; a start waits for its hook, a stop for its process."""
+POLL_S = 0.1
+"""Between looks at what ``run`` has to print."""
+SOCKET = "data/sys/run/agent_shim/control.sock"
+"""Below the base; ``paths`` would load too much."""
+
+NOT_ROOT = "bpm must be run as root. Please run 'sudo -i' to become the root user."
+NOT_RUNNING = "process is not running or could not be found"
+
+
+class BpmError(Exception):
+    """What bpm tells after ``Error:``, and its exit code."""
+
+    def __init__(self, text: str, code: int = FAILED) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class UsageError(BpmError):
+    """A command line that cannot be read: the usage is shown before the error."""
+
+
+class Flag:
+    """``--name`` or ``-short``; ``kind`` is "" for a switch, else what its value is called."""
+
+    def __init__(self, name: str, short: str, kind: str, about: str) -> None:
+        self.name = name
+        self.short = short
+        self.kind = kind
+        self.about = about
+
+
+class Verb:
+    """A command of bpm."""
+
+    def __init__(self, run: Callable[[Call], int], about: str, *flags: Flag, of_job: bool = True) -> None:
+        self.run = run
+        self.about = about
+        self.flags = [*flags, Flag("help", "h", "", "show this")]
+        self.of_job = of_job
+
+
+class Call:
+    """A command line, read: the base directory, the words, and the values of flags."""
+
+    def __init__(self, base: str, name: str) -> None:
+        self.base = base
+        self.name = name
+        self.words: list[str] = []
+        self.values: dict[str, list[str]] = {}
+
+    @property
+    def job(self) -> str:
+        return self.words[0]
+
+    @property
+    def process(self) -> str:
+        return self.value("process") or self.job
+
+    def value(self, name: str, default: str = "") -> str:
+        """The last one that was given."""
+        return self.values.get(name, [default])[-1]
+
+    def has(self, name: str) -> bool:
+        return self.value(name) == "true"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``bpm``: 0 done, 1 not done; ``run`` ends with the exit code of the process."""
+    from agent_shim.core.errors import NoAgentError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    base = os.environ.get("BPM_BOSH_ROOT") or "/var/vcap"
+    try:
+        return _main(base, arguments)
+    except UsageError as exc:
+        print(_usage(next((word for word in arguments if word in VERBS), "")), file=sys.stderr)
+        print(safetext.lines(f"Error: {exc}"), file=sys.stderr)
+        return exc.code
+    except (BpmError, NoAgentError, OSError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) and exc.filename is None and exc.strerror else exc
+        print(safetext.lines(f"Error: {why}"), file=sys.stderr)
+        return exc.code if isinstance(exc, BpmError) else FAILED
+
+
+def _main(base: str, arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        return _help(arguments[1] if len(arguments) > 1 else "")
+    call, verb = _read(base, arguments)
+    if call.has("help"):
+        return _help(call.name)
+    if call.has("version"):
+        print(__version__)
+        return 0
+    if verb is None:
+        raise BpmError(f'unknown command "{call.words[0]}" for "bpm"') if call.words else UsageError("Exit code 1")
+    if (verb.of_job or call.name == "list") and not _may_ask(base):
+        raise BpmError(NOT_ROOT)
+    if verb.of_job and not call.words:
+        raise UsageError("must specify a job")
+    return verb.run(call)
+
+
+def _may_ask(base: str) -> bool:
+    """Root may, and the user of an agent that is not root."""
+    try:
+        return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - slow to load
+    except OSError:
+        return False
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
+    """Flags and words in any order, as pflag reads them; raises ``UsageError``."""
+    name = next((word for word in arguments if not word.startswith("-")), "")
+    verb = VERBS.get(name)
+    flags = [*(verb.flags if verb else [Flag("help", "h", "", "show this")]), VERSION]
+    call = Call(base, name if verb else "")
+    rest = list(arguments)
+    if verb:
+        rest.remove(name)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            call.words += rest
+            break
+        if word.startswith("--"):
+            _read_long(call, flags, word, rest)
+        elif word.startswith("-") and word != "-":
+            _read_short(call, flags, word, rest)
+        else:
+            call.words.append(word)
+    return call, verb
+
+
+def _read_long(call: Call, flags: list[Flag], word: str, rest: list[str]) -> None:
+    name, equals, value = word[2:].partition("=")
+    flag = next((flag for flag in flags if flag.name == name), None)
+    if flag is None:
+        raise UsageError(f"unknown flag: --{name}")
+    if not equals:
+        if flag.kind and not rest:
+            raise UsageError(f"flag needs an argument: {word}")
+        value = rest.pop(0) if flag.kind else "true"
+    _keep(call, flag, value)
+
+
+def _read_short(call: Call, flags: list[Flag], word: str, rest: list[str]) -> None:
+    """Switches may stand together; what follows the letter of one with a value is its value."""
+    letters = word[1:]
+    while letters:
+        letter, letters = letters[0], letters[1:]
+        flag = next((flag for flag in flags if flag.short == letter), None)
+        if flag is None:
+            raise UsageError(f"unknown shorthand flag: '{letter}' in {word}")
+        if not flag.kind and not letters.startswith("="):
+            _keep(call, flag, "true")
+            continue
+        if not letters and not rest:
+            raise UsageError(f"flag needs an argument: '{letter}' in {word}")
+        _keep(call, flag, letters.removeprefix("=") if letters else rest.pop(0))
+        return
+
+
+def _keep(call: Call, flag: Flag, value: str) -> None:
+    is_good = value in ("true", "false") if not flag.kind else flag.kind != "int" or value.lstrip("+-").isdigit()
+    if not is_good:
+        shown = f"-{flag.short}, --{flag.name}" if flag.short else f"--{flag.name}"
+        raise UsageError(f'invalid argument "{value}" for "{shown}" flag')
+    call.values.setdefault(flag.name, []).append(value)
+
+
+def _help(name: str) -> int:
+    verb = VERBS.get(name)
+    print(f"{verb.about if verb else ABOUT}\n\n{_usage(name if verb else '')}")
+    return 0
+
+
+def _usage(name: str) -> str:
+    """As cobra writes it."""
+    if not name:
+        width = max(map(len, VERBS)) + 1
+        verbs = "\n".join(f"  {each:<{width}} {verb.about}" for each, verb in sorted(VERBS.items()))
+        flags = _flags([Flag("help", "h", "", "show this"), VERSION])
+        more = 'Use "bpm [command] --help" for more information about a command.'
+        return f"Usage:\n  bpm [flags]\n  bpm [command]\n\nAvailable Commands:\n{verbs}\n\nFlags:\n{flags}\n\n{more}\n"
+    verb = VERBS[name]
+    words = " <job-name>" if verb.of_job else ""
+    return f"Usage:\n  bpm {name}{words} [flags]\n\nFlags:\n{_flags(verb.flags)}\n"
+
+
+def _flags(flags: list[Flag]) -> str:
+    names = [(f"-{flag.short}, " if flag.short else "    ") + f"--{flag.name} {flag.kind}".rstrip() for flag in flags]
+    width = max(map(len, names))
+    return "\n".join(f"  {name:<{width}}   {flag.about}" for name, flag in zip(names, flags, strict=True))
+
+
+# --- verbs ----------------------------------------------------------------------------------------------------------
+
+
+def _ask(call: Call, verb: str = "", **more: Any) -> Any:
+    from agent_shim.edges import control_client
+
+    request = {"command": "bpm", "verb": verb or call.name, "job": call.job, "process": call.process}
+    reply = control_client.ask(f"{call.base}/{SOCKET}", request | more, timeout=ANSWER_TIMEOUT_S)
+    if "value" not in reply:
+        raise BpmError(reply.get("error") or reply["exception"]["message"])
+    return reply["value"]
+
+
+def _start(call: Call) -> int:
+    _ask(call)
+    return 0
+
+
+def _stop(call: Call) -> int:
+    _ask(call)
+    return 0
+
+
+def _pid(call: Call) -> int:
+    print(_running(call))
+    return 0
+
+
+def _running(call: Call) -> int:
+    found: int = _ask(call, "pid")
+    if not found:
+        raise BpmError(NOT_RUNNING)
+    return found
+
+
+def _list(call: Call) -> int:
+    from agent_shim.edges import control_client
+
+    reply = control_client.ask(f"{call.base}/{SOCKET}", {"command": "bpm", "verb": "list"})
+    if "value" not in reply:
+        raise BpmError(reply["exception"]["message"])
+    for complaint in reply["complaints"]:
+        print(safetext.lines(complaint), file=sys.stderr)
+    rows = [("Name", "Pid", "Status"), *((name, str(pid or "-"), status) for name, pid, status in reply["value"])]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, pid, status in rows:
+        print(safetext.line(f"{name:<{widths[0]}} {pid:<{widths[1]}} {status}"))
+    return 0
+
+
+def _version(call: Call) -> int:
+    if call.words:
+        print(_usage("version"), file=sys.stderr)
+        return FAILED
+    print(__version__)
+    return 0
+
+
+def _logs(call: Call) -> int:
+    from agent_shim.cli import bpm_logs
+
+    both = call.has("all")
+    streams = ["stdout"] * (both or not call.has("err")) + ["stderr"] * (both or call.has("err"))
+    wanted = [_log(call, stream) for stream in streams]
+    found = [log.open() for log in wanted]
+    if not all(found):
+        raise BpmError("logs not found")
+    is_named = len(wanted) > 1 and not call.has("quiet")
+    bpm_logs.show(wanted, abs(int(call.value("lines", "25"))), is_named=is_named, follows=call.has("follow"))
+    return 0
+
+
+def _log(call: Call, stream: str) -> Log:
+    from pathlib import Path
+
+    from agent_shim.cli.bpm_logs import Log
+
+    if any("/" in word or word.startswith(".") for word in (call.job, call.process)):
+        raise BpmError("logs not found")
+    root = Path(call.base, "sys/log")
+    return Log(root / call.job / f"{call.process}.{stream}.log", root)
+
+
+def _trace(call: Call) -> int:
+    """Of all that it has started, too: bpm shows its init. An interrupt is a good end."""
+    import signal
+
+    _load_libraries()
+    from agent_shim.host import command, proc
+
+    pid = _running(call)
+    tree = [pid, *(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
+    argv = ["strace", "-s", "100", "-f", "-y", "-yy", *(word for each in tree for word in ("-p", str(each)))]
+    try:
+        code = command.in_terminal(argv)
+    except OSError as exc:
+        raise BpmError(f"cannot run strace: {exc.strerror}") from exc
+    return 0 if code == -signal.SIGINT else FAILED if code else 0
+
+
+def _shell(call: Call) -> int:
+    _load_libraries()
+    from agent_shim.host import pseudo_terminal, sandbox
+
+    pid = _running(call)
+    order = _ask(call, "order")
+    order["argv"] = ["/bin/bash"]
+    order["env"]["TERM"] = os.environ.get("TERM", "")
+
+    def argv(terminal: int | None) -> tuple[list[str], int]:
+        order["terminal"] = terminal
+        descriptor = sandbox.write_order(order)
+        return sandbox.command(descriptor), descriptor
+
+    return pseudo_terminal.run(argv, pid)
+
+
+def _load_libraries() -> None:
+    """The launcher leaves the site module out, which takes a third of an interpreter's start."""
+    import site
+
+    site.main()
+
+
+def _run(call: Call) -> int:
+    """Print what the process writes into its logs until it ends; a signal ends it."""
+    import signal
+    import threading
+    import time
+
+    from agent_shim.cli import bpm_logs
+    from agent_shim.core.errors import NoAgentError
+
+    outputs = (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer))
+    logs = [(_log(call, name), stream) for name, stream in outputs]
+    for log, _ in logs:
+        log.open()
+    ended: list[int | Exception] = []
+
+    def wait() -> None:
+        try:
+            volumes, env = call.values.get("volume", []), call.values.get("env", [])
+            ended.append(_ask(call, volumes=volumes, env=env))
+        except (BpmError, NoAgentError) as exc:
+            ended.append(exc)
+
+    def end(*_: object) -> None:
+        threading.Thread(target=_ask, args=(call, "end run"), daemon=True).start()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    while waiting.is_alive():
+        time.sleep(POLL_S)
+        for log, stream in logs:
+            bpm_logs.copy(log, stream)
+    for log, stream in logs:
+        bpm_logs.copy(log, stream)
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+    if ended[0]:
+        raise BpmError(f"failed to run job-process: exit status {ended[0]} (exit status {ended[0]})", ended[0])
+    return 0
+
+
+ABOUT = "A bosh process manager for starting and stopping release jobs"
+VERSION = Flag("version", "", "", "print the version")
+_PROCESS = Flag("process", "p", "string", "the process, if it is not named as the job")
+VERBS = {
+    "start": Verb(_start, "start a process", _PROCESS),
+    "stop": Verb(_stop, "stop a process", _PROCESS),
+    "run": Verb(
+        _run,
+        "run a process to its end",
+        Flag("env", "e", "stringArray", "a further environment variable: KEY=VALUE"),
+        _PROCESS,
+        Flag("volume", "v", "stringArray", "a further volume: PATH[:OPTIONS]"),
+    ),
+    "pid": Verb(_pid, "print the process number", _PROCESS),
+    "list": Verb(_list, "show all processes", of_job=False),
+    "logs": Verb(
+        _logs,
+        "show the logs of a process",
+        Flag("all", "a", "", "both stdout and stderr"),
+        Flag("err", "e", "", "stderr"),
+        Flag("follow", "f", "", "go on with what is written"),
+        Flag("lines", "n", "int", "the last ones that are shown (25)"),
+        _PROCESS,
+        Flag("quiet", "q", "", "without names of files"),
+    ),
+    "shell": Verb(_shell, "start a shell that sees what the process sees", _PROCESS),
+    "trace": Verb(_trace, "show the system calls of a process", _PROCESS),
+    "version": Verb(_version, "print the version", of_job=False),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

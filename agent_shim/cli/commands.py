@@ -1,0 +1,414 @@
+"""The commands behind ``agent-shim`` and ``bosh-agent``; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim import __version__
+from agent_shim.core import safetext
+from agent_shim.core.errors import ConfigError, NoAgentError, ShimError
+from agent_shim.core.paths import VCAP, Paths
+
+USAGE: Final = 2
+NO: Final = 1
+
+UP: Final = frozenset({"running", "settling"})
+REACHED: Final = {
+    "start": UP,
+    "restart": UP,
+    "monitor": UP,
+    "stop": frozenset({"stopped"}),
+    "unmonitor": frozenset({"unmonitored", "stopped"}),
+}
+"""What a service has come to when it was done."""
+
+CHANGES: Final = {
+    "start": "start services, and what they depend on",
+    "stop": "stop services, and what depends on them",
+    "restart": "stop services and start them again",
+    "monitor": "watch services, which starts those that do not run",
+    "unmonitor": "leave services to themselves",
+}
+"""What may be done to services by name."""
+
+KINDS: Final = ("monit", "bpm", "agent", "settings")
+
+
+def main(argv: Sequence[str]) -> int:
+    """``agent-shim``: the exit code says who has to act (docs/operations.md lists them)."""
+    args = parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return command(args)
+    except ShimError as exc:
+        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
+        return exc.exit_code
+    except BrokenPipeError:
+        # Somebody closed the pipe we print into, as `head` does: no news for anybody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def bosh_agent(argv: Sequence[str]) -> int:
+    """``bosh-agent``: the same daemon with the flags CPIs and unit files pass, in the manner of Go's flag package.
+
+    ``bosh-agent compile`` compiles releases instead.
+    """
+    if list(argv[:1]) == ["compile"]:
+        from agent_shim.cli import compile_release
+
+        return compile_release.main(argv[1:])
+    spread = []
+    for word in argv:
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            spread += [f"-{name}", value] if equals else [f"-{name}"]
+        else:
+            spread.append(word)
+    parser = argparse.ArgumentParser(
+        prog="bosh-agent",
+        description="The BOSH agent of this container.",
+        epilog="bosh-agent compile --help tells of compiling releases without a Director.",
+    )
+    _daemon_options(parser)
+    parser.add_argument("-v", action="store_true", dest="version", help="print the version")
+    parser.add_argument("-r", "-no-alerts", action="store_true", dest="ignored", help=argparse.SUPPRESS)
+    args = parser.parse_args(spread)
+    if args.version:
+        print(f"[Version] {__version__}")
+        return 0
+    try:
+        return _run(args)
+    except ShimError as exc:
+        print(safetext.lines(f"bosh-agent: {exc}"), file=sys.stderr)
+        return exc.exit_code
+
+
+EXAMPLES: Final[dict[str, str]] = {
+    "run": """
+  agent-shim run -C /var/vcap/bosh/agent.json
+  agent-shim run -C agent.json -b /tmp/vcap --http 127.0.0.1:9190 --log-format text --log-level debug""",
+    "status": """
+  agent-shim status
+  agent-shim status --watch
+  agent-shim status --json | jq -r '.processes[] | select(.state != "running") | .name'""",
+    "start": """
+  agent-shim start web
+  agent-shim start all --wait""",
+    "stop": """
+  agent-shim stop web worker --wait""",
+    "restart": """
+  agent-shim restart web --wait && agent-shim logs web""",
+    "monitor": """
+  agent-shim monitor web""",
+    "unmonitor": """
+  agent-shim unmonitor web      # leave it alone while you look at it""",
+    "logs": """
+  agent-shim logs               # the last lines of every job
+  agent-shim logs web -f -n 100
+  agent-shim logs --agent -f    # what the agent itself has to say""",
+    "call": """
+  agent-shim call ping
+  agent-shim call get_state full
+  agent-shim call run_script pre-start '{}'""",
+    "check": """
+  agent-shim check jobs/web/monit jobs/web/config/bpm.yml
+  agent-shim check --as settings warden-cpi-agent-env""",
+    "probe": """
+  agent-shim probe live
+  agent-shim probe ready        # exit code 1, and why, when it is not""",
+    "drain": """
+  agent-shim drain
+  agent-shim drain --timeout 50 # in a preStop hook of a pod with 60 seconds""",
+    "doctor": """
+  agent-shim doctor
+  kubectl exec web-0 -- /opt/agent_shim/bin/agent-shim doctor
+  agent-shim doctor --json | jq '.findings[] | select(.verdict == "wrong")'""",
+    "handback": """
+  sv stop agent && agent-shim handback""",
+    "demo": """
+  agent-shim demo""",
+}
+"""What ``--help`` shows below the options of a command."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The grammar of ``agent-shim``; each command's function is ``run`` of what is parsed."""
+    top = argparse.ArgumentParser(
+        prog="agent-shim",
+        description="A BOSH agent and process supervisor for containers and pods.",
+        epilog="agent-shim COMMAND --help shows options and examples. Most commands ask the running agent.",
+    )
+    top.add_argument("--version", action="version", version=f"agent-shim {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"examples:{EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(run=run)
+        return added
+
+    _add_daemon(command)
+    _add_for_operators(command)
+    for action, text in CHANGES.items():
+        change = command(action, _change, text)
+        change.add_argument("names", nargs="+", metavar="NAME", help="of a service, or all")
+        change.add_argument("--wait", action="store_true", help="until it is done; 1 if it could not be")
+        _base_option(change)
+        change.set_defaults(action=action)
+    _add_for_tools(command)
+    command("demo", _demo, "a Director deploys a small release to an agent of its own")
+    return top
+
+
+Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+"""Adds one, by name, function and text."""
+
+
+def _add_daemon(command: Command) -> None:
+    run = command("run", _run, "the daemon, in the foreground")
+    _daemon_options(run)
+    run.add_argument("--http", metavar="ADDR:PORT|off", help="where metrics and probes are served")
+    run.add_argument("--log-format", choices=("json", "text"), default="", help="text on a terminal, else json")
+    run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="")
+    run.add_argument("--job-logs", action="store_true", help="pass on to stdout what jobs write into their log files")
+
+
+def _add_for_operators(command: Command) -> None:
+    status = command("status", _status, "bus, vitals and a table of processes")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between (default: 2)")
+    _base_option(status)
+
+    logs = command("logs", _logs, "what jobs write into their log files")
+    logs.add_argument("job", nargs="?", default="", metavar="JOB", help="one job alone")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is written next")
+    logs.add_argument("-n", "--lines", type=int, default=25, help="of the end of each file (default: 25)")
+    logs.add_argument("--agent", action="store_true", help="the agent's own log instead")
+    _base_option(logs)
+
+    doctor = command("doctor", _doctor, "what this container allows, what follows, and what to change in its manifest")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
+    _base_option(doctor)
+
+    drain = command(
+        "drain", _drain, "stop all jobs in order, as before the end of the container: pre-stop, drain, stop, post-stop"
+    )
+    drain.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for all of it (default: the grace)")
+    _base_option(drain)
+
+
+def _add_for_tools(command: Command) -> None:
+    call = command("call", _call, "ask the running agent what the Director would ask over the bus")
+    call.add_argument("method")
+    call.add_argument("arguments", nargs="*", metavar="ARG", help="JSON, or else a plain string")
+    _base_option(call)
+
+    check = command("check", _check, "look at files for mistakes")
+    check.add_argument("--as", dest="kind", choices=KINDS, help="what the files are, where their names do not say it")
+    check.add_argument("files", nargs="+", type=Path, metavar="FILE")
+
+    probe = command("probe", _probe, "the answer of /healthz or /readyz, for exec probes")
+    probe.add_argument("kind", choices=("live", "ready"))
+    _base_option(probe)
+
+    handback = command(
+        "handback",
+        _handback,
+        "leave state and jobs so that the BOSH agent and monit can take over (end this agent first)",
+    )
+    _base_option(handback)
+
+
+def _seconds(text: str) -> float:
+    """A positive number; more than a day is a mistake."""
+    value = float(text)
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
+    return value
+
+
+def _base_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="what stands for /var/vcap")
+
+
+def _daemon_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
+    _base_option(parser)
+    parser.add_argument("-P", dest="platform", metavar="NAME", help="accepted for compatibility")
+    parser.add_argument("-M", dest="supervisor", metavar="NAME", help="accepted for compatibility")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from agent_shim.daemon import main as daemon
+
+    return daemon.main(
+        daemon.Options(
+            config=args.config,
+            paths=Paths(args.base.absolute()),
+            http=getattr(args, "http", None),
+            log_format=getattr(args, "log_format", ""),
+            log_level=getattr(args, "log_level", ""),
+            job_logs=getattr(args, "job_logs", False),
+        )
+    )
+
+
+def _ask(args: argparse.Namespace, request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
+    from agent_shim.edges import control_client
+
+    return control_client.ask(Paths(args.base.absolute()).control_socket, request, timeout=timeout)
+
+
+def _call(args: argparse.Namespace) -> int:
+    reply = _ask(
+        args, {"method": args.method, "arguments": [_argument(text) for text in args.arguments], "protocol": 3}
+    )
+    print(safetext.lines(json.dumps(reply, indent=2, ensure_ascii=False)))
+    return NO if "exception" in reply else 0
+
+
+def _argument(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _drain(args: argparse.Namespace) -> int:
+    answer = _ask(args, {"command": "drain", "timeout": args.timeout}, timeout=None)
+    if "exception" in answer:
+        raise NoAgentError(answer["exception"]["message"])
+    print(safetext.lines(answer["summary"]))
+    return 0 if answer["clean"] else NO
+
+
+def _change(args: argparse.Namespace) -> int:
+    request = {"command": "services", "action": args.action, "names": args.names, "wait": args.wait}
+    answer = _ask(args, request, timeout=None if args.wait else 60.0)
+    if "exception" in answer:
+        print(safetext.lines(f"agent-shim: cannot {args.action}: {answer['exception']['message']}"), file=sys.stderr)
+        return NO
+    wanted = REACHED[args.action]
+    missed = [service for service in answer["services"] if args.wait and service["phase"] not in wanted]
+    for service in missed:
+        why = f": {service['reason']}" if service["reason"] else ""
+        text = f"agent-shim: cannot {args.action} {service['name']}: it is {service['phase']}{why}"
+        print(safetext.line(text), file=sys.stderr)
+    return NO if missed else 0
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from agent_shim.cli import probe
+
+    return probe.main((args.kind, str(args.base.absolute())))
+
+
+def _status(args: argparse.Namespace) -> int:
+    if not args.watch:
+        print(_status_page(args, _ask(args, {"command": "status"})))
+        return 0
+    from agent_shim.cli import ansi
+
+    # A terminal shows one page that changes, a pipe one after the other.
+    begin = ansi.CLEAR if ansi.is_for_people(sys.stdout) else ""
+    try:
+        while True:
+            try:
+                page = _status_page(args, _ask(args, {"command": "status"}))
+            except NoAgentError as exc:
+                page = str(exc)
+            print(f"{begin}{page}\n", flush=True)
+            time.sleep(args.every)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _status_page(args: argparse.Namespace, status: dict[str, Any]) -> str:
+    if args.json:
+        return safetext.lines(json.dumps(status, indent=None if args.watch else 2, ensure_ascii=False))
+    from agent_shim.cli import ansi, status_text
+
+    return status_text.render(safetext.value(status), ansi.paint_for(sys.stdout))
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from agent_shim.cli import ansi
+    from agent_shim.services.logs import tail
+
+    paths, paint, is_terminal = Paths(args.base.absolute()), ansi.paint_for(sys.stdout), sys.stdout.isatty()
+    if args.agent and args.job:
+        raise ConfigError("cannot show both: --agent is the agent's own log, not that of a job")
+    directory, job = (paths.agent_log.parent, "log") if args.agent else (paths.log, args.job)
+    if job and not (directory / job).is_dir():
+        known = sorted(path.name for path in directory.glob("*/")) if directory.is_dir() else []
+        raise ConfigError(f"cannot find logs of {job} in {directory}: there are {', '.join(known) or 'none'}")
+    names = tail.AGENT_FILES if args.agent else tail.JOB_FILES
+    follower = tail.Follower(directory, job, names=names)
+
+    def show(line: tail.Line) -> None:
+        prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
+        # A terminal would obey escape sequences in it; a pipe or file gets what the job has written.
+        text = safetext.lines(line.text).encode() if is_terminal else line.raw
+        sys.stdout.buffer.write(prefix.encode() + text + b"\n")
+        if args.follow:
+            sys.stdout.flush()
+
+    try:
+        for line in follower.last(args.lines):
+            show(line)
+        while args.follow:
+            time.sleep(tail.PERIOD)
+            for line in follower.poll():
+                show(line)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        follower.close()
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from agent_shim.cli import check
+
+    return check.main(args.files, args.kind)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from agent_shim.cli import ansi, doctor
+    from agent_shim.cli.doctor import finding
+
+    report = doctor.examine(Paths(args.base.absolute()), args.config)
+    if args.json:
+        found = [one._asdict() for one in report.findings]
+        print(json.dumps({"tier": report.tier, "clean": report.is_clean, "findings": found}, indent=2))
+    else:
+        print(finding.table(report, ansi.paint_for(sys.stdout)))
+    return 0 if report.is_clean else NO
+
+
+def _handback(args: argparse.Namespace) -> int:
+    from agent_shim.daemon import handback
+
+    print("\n".join(handback.hand_back(Paths(args.base.absolute()))))
+    return 0
+
+
+def _demo(_: argparse.Namespace) -> int:
+    from agent_shim.demo import play
+
+    return play.main()

@@ -1,0 +1,257 @@
+"""``bosh-agent compile``: compile releases without a Director, in a container of the stemcell that they are for.
+
+Flags, lines on standard error, exit code and the name of the result are the Go agent's (main/compile.go,
+releasetarball/compile.go, stemcellmetadata/slug_linux.go). What differs: ``-b``, packages of jobs stay in use, an agent
+that works here is not disturbed, and sources and single blobs are removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from agent_shim.actions.compilation import Compilation
+from agent_shim.actions.compile import packages_of_jobs
+from agent_shim.cli import release_tarball
+from agent_shim.cli.release_tarball import CompiledPackage, Manifest, SourcePackage
+from agent_shim.core import safetext
+from agent_shim.core.errors import ActionError, ConfigError, ShimError
+from agent_shim.core.paths import VCAP, Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.daemon import boot
+from agent_shim.host import files, process, reaper
+from agent_shim.host.worker_client import BlobRef
+from agent_shim.services.bundles import Bundle, Bundles
+from agent_shim.services.compiler import Compiler, Package
+from agent_shim.services.spec_store import SpecStore
+from agent_shim.services.volume_lease import only_one
+
+FAILED: Final = 1
+INTERRUPTED: Final = 128 + signal.SIGINT
+
+_LONG_FLAG: Final = re.compile(r"^-(?=[a-z]{2})")
+"""The one dash of a flag such as ``-output-directory``; Go's package flag takes one or two."""
+
+DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file there is made under a random name, then renamed
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when all releases are compiled, 1 at the first that cannot be, 2 for wrong flags, 130 after SIGINT or SIGTERM.
+
+    However it ends, nothing that a compilation has started or unpacked is left.
+    """
+    args = parser().parse_args([_LONG_FLAG.sub("--", word) for word in argv])
+    paths = Paths(args.base.absolute())
+    process.default_signals()
+    process.leave_no_core()
+    # What asyncio makes of SIGINT, a cancelled task and KeyboardInterrupt outside a loop, SIGTERM means too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    date = time.strftime("%Y/%m/%d %H:%M:%S ")  # of the first line alone, as from the Go agent
+    try:
+        args.output_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stemcell = stemcell_slug(paths)
+        _log(f"{date}Compiling with stemcell {stemcell}")
+        date = ""
+        _compile_all(args.tarballs, args.output_directory, stemcell, paths)
+    except (ShimError, OSError) as exc:
+        _log(f"{date}{exc}")
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The grammar of ``bosh-agent compile``, long flags with two dashes."""
+    parser = argparse.ArgumentParser(
+        prog="bosh-agent compile",
+        description="Compile the packages of BOSH releases for the stemcell of this container, without a Director.",
+        epilog="examples:\n"
+        "  bosh-agent compile nginx-1.2.tgz\n"
+        "  bosh-agent compile -output-directory=/out /in/nginx-1.2.tgz /in/bpm-1.4.tgz\n\n"
+        "The result is DIR/NAME-VERSION-OS-CODENAME-STEMCELL_VERSION.tgz, which bosh upload-release takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--output-directory",
+        type=Path,
+        default=DEFAULT_OUTPUT,
+        metavar="DIR",
+        help=f"directory for compiled releases, made with mode 0700 if need be (default: {DEFAULT_OUTPUT})",
+    )
+    parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="what stands for /var/vcap")
+    parser.add_argument("tarballs", nargs="*", type=Path, metavar="TARBALL", help="release with sources, .tgz or .tar")
+    return parser
+
+
+def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: Paths) -> None:
+    with only_one(paths, "compile"):
+        boot.make_tree(paths)
+        bundles = Bundles(paths)
+        compiler = Compiler(paths, process.environment_of_scripts(os.environ))
+        in_use = packages_of_jobs(asyncio.run(SpecStore(paths).load()), bundles)
+        store = Blobstore("local", {"blobstore_path": str(paths.blobs)})
+        compilation = Compilation(bundles, compiler, store, in_use)
+        for tarball in tarballs:
+            release = _Release(tarball, output, stemcell, paths, compilation)
+            try:
+                result = release.compile()
+            finally:
+                release.remove_blobs()
+            _log(f"Finished archiving compiled tarball {result}")
+
+
+@dataclass(slots=True)
+class _Release:
+    """One release on its way; ``_sources`` and ``_results`` are its files in ``data/blobs``, by package."""
+
+    tarball: Path
+    output: Path
+    stemcell: str
+    paths: Paths
+    compilation: Compilation
+    _sources: dict[str, Path] = field(default_factory=dict)
+    _compiled: dict[str, CompiledPackage] = field(default_factory=dict)
+    _results: dict[str, Path] = field(default_factory=dict)
+
+    def compile(self) -> Path:
+        """The path of the compiled release. Raises ``ActionError``."""
+        manifest = self._read()
+        self._extract(manifest)
+        _log("Starting packages compilation")
+        begun_at = time.monotonic()
+        asyncio.run(self._compile_packages(manifest.packages))
+        _log(f"Finished packages compilation after {duration(time.monotonic() - begun_at)}")
+        _log(f"Archiving compiled BOSH Release {manifest.name}/{manifest.version} with stemcell {self.stemcell}")
+        return self._write(manifest)
+
+    def remove_blobs(self) -> None:
+        """Remove what is in the compiled release by now, or of no use without it."""
+        for path in [*self._sources.values(), *self._results.values()]:
+            files.remove_tree(path)
+
+    def _read(self) -> Manifest:
+        _log(f"Reading BOSH Release Manifest from tarball {self.tarball}")
+        with _failing_to("parse release manifest"):
+            manifest = release_tarball.read_manifest(self.tarball)
+            release_tarball.in_order(manifest.packages)
+        _log(f"Release {manifest.name}/{manifest.version} has {len(manifest.packages)} packages")
+        return manifest
+
+    def _extract(self, manifest: Manifest) -> None:
+        _log("Extracting packages")
+        with _failing_to("extract packages from tarball"):
+            for name, path in release_tarball.extract_packages(self.tarball, manifest, self.paths.blobs):
+                self._sources[name] = path
+                _log(f"Copying package {name} to {path}")
+
+    async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
+        with reaper.reaping():  # as process 1 of a container nothing else does
+            try:
+                for package in release_tarball.in_order(packages):
+                    with _failing_to(f"compile package {package.name}/{package.version}"):
+                        await self._compile(package)
+            finally:
+                await self.compilation.clean()
+
+    async def _compile(self, package: SourcePackage) -> None:
+        _log(f"Compiling package {package.name}/{package.version}")
+        source = BlobRef(self._sources[package.name].name, digest=package.sha1)
+        needed = [self._bundle(name) for name in dict.fromkeys(package.dependencies)]
+        wanted = Package(package.name, package.version, source)
+        done = await self.compilation.compile(wanted, needed, report=lambda _: None)
+        self._results[package.name] = self.paths.blobs / done.blob_id
+        self._compiled[package.name] = CompiledPackage(
+            name=package.name,
+            version=package.version,
+            fingerprint=package.fingerprint,
+            sha1=done.sha1,
+            stemcell=self.stemcell,
+            dependencies=package.dependencies,
+        )
+        _log(f"Finished compiling release {package.name}/{package.version} BlobstoreID={done.blob_id}")
+
+    def _bundle(self, name: str) -> Bundle:
+        package = self._compiled[name]
+        source = BlobRef(self._results[name].name, digest=package.sha1)
+        return Bundle("package", name, package.version, source)
+
+    def _write(self, manifest: Manifest) -> Path:
+        name = f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-', 1)}.tgz"
+        path = self.output / name
+        changed = release_tarball.compiled_manifest(manifest, list(self._compiled.values()))
+        with _failing_to(f"write {path}"):
+            release_tarball.write_compiled(self.tarball, path, changed, self._results)
+        return path
+
+
+def stemcell_slug(paths: Paths) -> str:
+    """``OS-CODENAME/VERSION`` of the stemcell that this container is; raises ``ConfigError``."""
+    version_file, release_file = paths.bosh_etc / "stemcell_version", paths.etc / "os-release"
+    try:
+        version, release = version_file.read_text().strip(), release_file.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        name = getattr(exc, "filename", None) or release_file
+        why = getattr(exc, "strerror", None) or exc
+        raise ConfigError(
+            f"cannot tell the stemcell: {name}: {why} (compile in a container of the stemcell's image)"
+        ) from exc
+    members = {name: value for line in release.splitlines() for name, value in _assigned(line)}
+    for name in ("ID", "VERSION_CODENAME"):
+        if not members.get(name):
+            raise ConfigError(f"cannot tell the stemcell: {name} not found in {release_file}")
+    slug = f"{members['ID']}-{members['VERSION_CODENAME']}/{version}"
+    if not version or slug.count("/") != 1 or not slug.isprintable():
+        raise ConfigError(f"cannot tell the stemcell: {version_file} has no version without a slash")
+    return slug
+
+
+def _assigned(line: str) -> Iterator[tuple[str, str]]:
+    """The name and value of a line of os-release, quoted as for a shell."""
+    name, equals, value = line.strip().partition("=")
+    if equals and not name.startswith("#"):
+        try:
+            yield name, "".join(shlex.split(value))
+        except ValueError as exc:
+            raise ConfigError(f"cannot tell the stemcell: {line!r} of os-release: {exc}") from exc
+
+
+def duration(seconds: float) -> str:
+    """As Go writes one of more than a millisecond: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``."""
+    if seconds < 1:
+        return f"{_plain(seconds * 1000)}ms"
+    whole, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(whole), 60)
+    text = f"{_plain(rest)}s"
+    if hours or minutes:
+        text = f"{minutes}m{text}"
+    return f"{hours}h{text}" if hours else text
+
+
+def _plain(number: float) -> str:
+    return f"{number:.6f}".rstrip("0").rstrip(".")
+
+
+@contextmanager
+def _failing_to(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ShimError, OSError) as exc:
+        raise ActionError(f"failed to {what}: {exc}") from exc
+
+
+def _log(text: str) -> None:
+    print(safetext.lines(text), file=sys.stderr, flush=True)

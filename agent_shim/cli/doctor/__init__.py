@@ -1,0 +1,436 @@
+"""``agent-shim doctor``: what this container allows, found out by trying, what follows and what to change.
+
+Run inside the container, as the user the agent runs as. It changes nothing: each trial ends with the child process that
+made it. ``judgement`` says what facts mean, this module gathers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import pwd
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import SplitResult
+
+from agent_shim.cli.doctor import verdicts
+from agent_shim.cli.doctor.finding import LIMITED, Finding, Report, Runtime
+from agent_shim.core import x509
+from agent_shim.core.errors import ConfigError, HostError, NoAgentError, ShimError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import (
+    AgentConfig,
+    Effective,
+    UpdateSettings,
+    bus_address,
+    parse,
+    parse_config,
+    parse_update,
+)
+from agent_shim.edges import control_client
+from agent_shim.edges.bus import tls
+from agent_shim.host import (
+    capabilities,
+    cgroups,
+    clock,
+    host_stats,
+    job_cgroups,
+    mounts,
+    network,
+    nftables,
+    privilege_probes,
+    proc,
+    sandbox,
+    sandbox_exec,
+)
+from agent_shim.services import address_watch
+
+PATIENCE: Final = 3.0
+"""Seconds for an answer over the network."""
+MAX_GREETING_BYTES: Final = 65536
+"""Of a NATS server; the line has some 500."""
+INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
+LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/)")
+"""Where a kubelet has, on its node, what it mounts into each container: hosts file and termination log."""
+RESOLV_CONF: Final = Path("/etc/resolv.conf")
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is looked at: the tree, the configuration, and what the settings and a running agent say, if they do."""
+
+    paths: Paths
+    scratch: Path
+    config: AgentConfig
+    settings: Effective | None
+    status: Mapping[str, Any]
+
+    @property
+    def is_root(self) -> bool:
+        return os.geteuid() == 0
+
+
+def examine(paths: Paths, config: Path | None) -> Report:
+    """Look at everything; ``config`` is agent.json, by default the one of stemcells."""
+    with _scratch(paths) as scratch:
+        patient = Patient(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
+        findings: list[Finding] = []
+        for topic, check in CHECKS.items():
+            try:
+                findings += check(patient)
+            except (OSError, ValueError, LookupError) as exc:
+                findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
+        binds = not privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch))
+        told = [finding.told(runtime(patient.settings)) for finding in findings]
+        return Report(verdicts.tier(is_root=patient.is_root, mounts=binds), told)
+
+
+def runtime(settings: Effective | None) -> Runtime:
+    """What made the container: mounts of the kubelet tell a pod, settings with a bus tell a CPI."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in mounts.mounts()):
+        return "pod"
+    return "cpi" if settings is not None and settings.mbus.urls else "engine"
+
+
+def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
+    """A directory to try things in; a pod whose root file system is read-only may have no /tmp."""
+    for place in (None, paths.data, paths.base):
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
+    return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=verdicts.SHARED_MEMORY)
+
+
+def _config(paths: Paths, config: Path | None) -> AgentConfig:
+    path = config or paths.bosh / "agent.json"
+    try:
+        return parse_config(path.read_bytes(), origin=str(path))
+    except OSError as exc:
+        if config is None:
+            return AgentConfig()
+        raise ConfigError(f"cannot read the agent's configuration from {path}: {exc.strerror}") from exc
+
+
+def _settings(paths: Paths) -> Effective | None:
+    """What the agent has read last; None before there were any, or where they are not ours to read."""
+    try:
+        source = parse(paths.settings_cache.read_bytes(), origin=str(paths.settings_cache))
+    except (OSError, ConfigError):
+        return None
+    try:
+        return Effective(source, parse_update(paths.update_settings.read_bytes(), origin=str(paths.update_settings)))
+    except (OSError, ConfigError):
+        return Effective(source, UpdateSettings())
+
+
+def _status(paths: Paths) -> Mapping[str, Any]:
+    try:
+        found: dict[str, Any] = control_client.ask(paths.control_socket, {"command": "status"}, timeout=PATIENCE)
+    except NoAgentError:
+        return {}
+    return found
+
+
+# --- who we are -----------------------------------------------------------------------------------------------------
+
+
+def _user(patient: Patient) -> Iterator[Finding]:
+    vcap = _vcap()
+    uid, gid = (vcap.pw_uid, vcap.pw_gid) if vcap else (verdicts.VCAP_UID, verdicts.VCAP_UID)
+    yield verdicts.user(
+        os.geteuid(),
+        is_mapped=capabilities.is_user_namespace(),
+        becomes=privilege_probes.outcome(partial(privilege_probes.become, uid, gid)) if patient.is_root else 0,
+        gives=privilege_probes.outcome(partial(privilege_probes.give_away, patient.scratch, uid))
+        if patient.is_root
+        else 0,
+    )
+
+
+def _privileges(patient: Patient) -> Iterator[Finding]:
+    found = capabilities.privileges()
+    yield verdicts.capabilities(found, is_root=patient.is_root)
+    yield verdicts.privileges(found)
+
+
+def _mounts(patient: Patient) -> Iterator[Finding]:
+    yield verdicts.mounts(
+        privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch)),
+        privilege_probes.outcome(partial(privilege_probes.tmpfs, patient.scratch)),
+    )
+
+
+def _isolation(patient: Patient) -> Iterator[Finding]:
+    version = sandbox_exec.landlock_version()
+    namespaces = {
+        "mounts": privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch)),
+        "processes": privilege_probes.outcome(partial(privilege_probes.process_namespace, patient.scratch)),
+        "users": privilege_probes.outcome(partial(privilege_probes.user_namespace, patient.scratch)),
+    }
+    # A running agent has decided already; the other way round the same question is asked of the kernel.
+    level = patient.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
+    yield verdicts.isolation(level, version, namespaces)
+
+
+def _users(patient: Patient) -> Iterator[Finding]:
+    vcap = _vcap()
+    missing = [name for name in LOGIN_PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
+    yield verdicts.users(
+        vcap=vcap.pw_uid if vcap else None, programs=missing if patient.is_root else [], is_root=patient.is_root
+    )
+
+
+def _vcap() -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwnam("vcap")
+    except KeyError:
+        return None
+
+
+# --- what there is --------------------------------------------------------------------------------------------------
+
+
+def _cgroups(_: Patient) -> Iterator[Finding]:
+    found, host = cgroups.find(), host_stats.memory()
+    hierarchy = found.memory or found.cpu
+    limits = cgroups.memory(found, host)
+    quotas = [cgroups.cpu_quota(found.cpu.version, level) for level in found.cpu.levels] if found.cpu else []
+    yield from verdicts.cgroups(
+        hierarchy.version if hierarchy else 0,
+        delegates="memory" in job_cgroups.offered(),
+        memory=limits.total if limits else None,
+        cpus=min((quota for quota in quotas if quota is not None), default=None),
+    )
+
+
+def _job_limits(_: Patient) -> Iterator[Finding]:
+    hard = {name: resource.getrlimit(which)[1] for name, which in _LIMITS.items()}
+    yield verdicts.open_files(hard["files"], hard["tasks"])
+
+
+_LIMITS: Final = {"files": resource.RLIMIT_NOFILE, "tasks": resource.RLIMIT_NPROC}
+
+
+def _directories(patient: Patient) -> Iterator[Finding]:
+    paths, table = patient.paths, mounts.mounts()
+    for path, needs in (
+        (paths.data, "packages, jobs, logs and the state of the agent"),
+        (paths.store, "the files of jobs that have a persistent disk"),
+    ):
+        if not path.is_dir():
+            continue
+        mount = mounts.mount_of(path, table)
+        yield verdicts.directory(
+            str(path),
+            privilege_probes.outcome(partial(privilege_probes.write, path)),
+            mount.options if mount else (),
+            is_own_volume=mount is not None and mount.point != Path("/"),
+            needs=needs,
+        )
+    for path, follows in (
+        (paths.bosh, "the agent does not start"),
+        (paths.etc, "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh"),
+        (Path("/tmp"), "scripts that need it fail"),  # noqa: S108 - that very directory
+        (Path("/run"), "daemons that put their pid files there fail"),
+    ):
+        if path.is_dir():
+            yield verdicts.plain_directory(
+                str(path), privilege_probes.outcome(partial(privilege_probes.write, path)), follows
+            )
+
+
+def _space(patient: Patient) -> Iterator[Finding]:
+    seen = set()
+    for path in (patient.paths.data, patient.paths.store, Path("/")):
+        if path.is_dir() and (device := path.stat().st_dev) not in seen:
+            seen.add(device)
+            found = os.statvfs(path)
+            block = found.f_frsize
+            yield verdicts.space(
+                str(path), found.f_bavail * block, found.f_blocks * block, found.f_favail, found.f_files
+            )
+    memory = os.statvfs("/dev/shm")  # noqa: S108 - that very directory
+    yield verdicts.shared_memory(memory.f_blocks * memory.f_frsize)
+
+
+def _kernel(_: Patient) -> Iterator[Finding]:
+    lacking = {}
+    if privilege_probes.outcome(privilege_probes.know_processes):
+        lacking["pidfd"] = "ends of processes that were adopted are noticed by looking, up to a second late"
+    if not sandbox_exec.landlock_version():
+        lacking["Landlock"] = "processes of bpm.yml are not confined to their files"
+    if not Path("/proc/pressure/memory").exists():
+        lacking["pressure stall information"] = "nobody can see that memory is short before it runs out"
+    yield verdicts.kernel(os.uname().release, lacking)
+    yield verdicts.watches(
+        privilege_probes.outcome(privilege_probes.watch_files),
+        _sysctl("max_user_instances"),
+        _sysctl("max_user_watches"),
+    )
+    name = proc.name(1)
+    yield verdicts.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))
+
+
+def _sysctl(name: str) -> int:
+    return int(Path("/proc/sys/fs/inotify", name).read_text())
+
+
+# --- what is around us ----------------------------------------------------------------------------------------------
+
+
+def _clock(patient: Patient) -> Iterator[Finding]:
+    shown = float(Path("/proc/uptime").read_text().split()[0])
+    drift_of_uptime = shown - clock.boot_time()
+    yield verdicts.clock(year=time.gmtime().tm_year, drift=drift_of_uptime, kept=privilege_probes.is_clock_kept())
+    if patient.settings is not None and "BEGIN CERTIFICATE" in patient.settings.mbus.certificate:
+        begins, ends = x509.validity(patient.settings.mbus.certificate)
+        now = clock.wall_time_of(clock.boot_ticks())
+        is_door = patient.settings.mbus.scheme == "https"
+        yield verdicts.certificate(ends - now, begins - now, is_door=is_door)
+
+
+def _ports(patient: Patient) -> Iterator[Finding]:
+    host, colon, port = patient.config.shim.http.rpartition(":")
+    is_running = bool(patient.status)
+    if colon and port.isdigit():
+        yield verdicts.port(
+            "metrics and probes",
+            int(port),
+            privilege_probes.outcome(partial(privilege_probes.listen, host.strip("[]"), int(port))),
+            is_ours=is_running and not _refuses(host.strip("[]"), int(port)),
+        )
+    yield verdicts.low_ports(privilege_probes.outcome(privilege_probes.listen_low))
+
+
+def _refuses(host: str, port: int) -> str:
+    """Why no connection can be made; "" if it can."""
+    place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
+    try:
+        socket.create_connection((place, port), PATIENCE).close()
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
+
+
+def _without_bus(patient: Patient, place: SplitResult) -> str:
+    """Why the agent has no link, else why there would be none; "" if there is or would be one.
+
+    The handshake is brought to its end: what is dropped before that, the server logs as an error.
+    """
+    if held := patient.status.get("bus"):
+        return "" if held["connected"] else str(held["error"]) or "there is no link yet"
+    assert patient.settings is not None, "the place is out of the settings"
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 4222), PATIENCE) as one:
+            context = tls.client_context(patient.settings.mbus)
+            _read_line(one)
+            secured = context.wrap_socket(one, server_hostname=place.hostname)
+            with secured, contextlib.suppress(OSError):
+                secured.unwrap()
+    except (ShimError, OSError) as exc:
+        return getattr(exc, "verify_message", "") or getattr(exc, "strerror", None) or str(exc)
+    return ""
+
+
+def _read_line(one: socket.socket) -> None:
+    """Read the greeting of the server, byte for byte: what follows belongs to TLS."""
+    for _ in range(MAX_GREETING_BYTES):
+        if one.recv(1) in (b"", b"\n"):
+            return
+
+
+def _network(patient: Patient) -> Iterator[Finding]:
+    words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
+    servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
+    places = [bus_address(url) for url in patient.settings.mbus.urls] if patient.settings else []
+    places = [place for place in places if place.scheme == "nats" and place.hostname]
+    names = [place.hostname for place in places if place.hostname and not _is_address(place.hostname)]
+    resolved = {name: _unresolved(name) for name in names}
+    yield verdicts.name_servers(
+        servers,
+        privilege_probes.outcome(partial(privilege_probes.rewrite, RESOLV_CONF)) if patient.is_root else 0,
+        resolved,
+    )
+    expected = address_watch.expected(patient.settings, _applied(patient.paths)) if patient.settings else {}
+    found = network.default_address() or network.default_address(ipv6=True)
+    yield verdicts.addresses(
+        found.ip if found else "", {ip: where for ip, where in expected.items() if not network.has_address(ip)}
+    )
+    reached = {f"{place.hostname}:{place.port or 4222}": _without_bus(patient, place) for place in places}
+    if (finding := verdicts.bus(reached)) is not None:
+        yield finding
+        yield verdicts.firewall(_no_firewall(patient))
+
+
+def _names(_: Patient) -> Iterator[Finding]:
+    yield verdicts.own_names({name: _unresolved(name) for name in ("localhost", socket.gethostname())})
+
+
+def _no_firewall(patient: Patient) -> str:
+    """What a running agent says, else what the kernel would say to one."""
+    if held := patient.status.get("firewall"):
+        return str(held["why"])
+    if not patient.is_root:
+        return "only root may filter packets"
+    try:
+        asyncio.run(nftables.look())
+    except HostError as exc:
+        return str(exc)
+    return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _unresolved(name: str) -> str:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
+
+
+def _applied(paths: Paths) -> Mapping[str, Any]:
+    """The networks of the applied spec."""
+    import msgspec
+
+    try:
+        networks = msgspec.json.decode(paths.spec.read_bytes()).get("networks")
+    except (OSError, msgspec.DecodeError, AttributeError):
+        return {}
+    return networks if isinstance(networks, dict) else {}
+
+
+CHECKS: Final[Mapping[str, Callable[[Patient], Iterator[Finding]]]] = {
+    "user": _user,
+    "capabilities": _privileges,
+    "users": _users,
+    "mounts": _mounts,
+    "bpm isolation": _isolation,
+    "cgroups": _cgroups,
+    "job limits": _job_limits,
+    "directories": _directories,
+    "disk space": _space,
+    "kernel": _kernel,
+    "clock": _clock,
+    "ports": _ports,
+    "names": _names,
+    "network": _network,
+}

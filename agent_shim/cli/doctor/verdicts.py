@@ -1,0 +1,572 @@
+"""What follows from what a container allows. Pure: facts in, findings out.
+
+The advice has three forms where the places differ: for a pod, for a CPI outside of Kubernetes, whose
+``cloud_properties`` are those of the Docker CPI (keys of Docker's HostConfig), and for options of docker and podman.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Change, Finding
+from agent_shim.host.capabilities import Privileges
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+VCAP_UID: Final = 1000
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - that very directory
+
+NEEDED: Final = {
+    "CHOWN": "files cannot be given to vcap",
+    "DAC_OVERRIDE": "files of vcap cannot be written by the agent",
+    "FOWNER": "modes of files of vcap cannot be set",
+    "SETUID": "jobs cannot run as vcap",
+    "SETGID": "jobs cannot run as vcap",
+    "KILL": "processes of vcap cannot be stopped",
+}
+"""What it takes as root to run jobs as another user."""
+USEFUL: Final = {
+    "NET_BIND_SERVICE": "jobs (and sshd) cannot listen on ports below 1024",
+    "SYS_CHROOT": "sshd cannot confine itself: bosh ssh does not work",
+    "AUDIT_WRITE": "log-ins are refused where PAM asks for an audit: bosh ssh may not work",
+}
+STRONG: Final = {
+    "SYS_ADMIN": "no mounts: see mounts",
+    "SYS_PTRACE": "what a process of another user left behind is found by its parent alone, not by its environment",
+    "SYS_RESOURCE": "limits cannot be raised above those of the container",
+    "NET_ADMIN": "jobs cannot set up interfaces, routes and packet filters",
+    "NET_RAW": "jobs cannot ping",
+    "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",
+}
+"""What the containers of CPIs have and pods seldom."""
+
+PRIVILEGED: Final = "privileged"
+ROOT: Final = "root with few capabilities"
+RESTRICTED: Final = "restricted: no root"
+
+_SECURITY: Final = "securityContext"
+_CPI: Final = "cloud_properties of the VM"
+_PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all"
+"""The Docker and warden CPIs make every container privileged, whatever ``cloud_properties`` say."""
+
+
+def _capabilities(names: Collection[str], more: str = "") -> Change:
+    listed = f"[{', '.join(names)}]"
+    return Change(
+        f"{_SECURITY}.capabilities.add: {listed}{more}",
+        cpi=f"{_PRIVILEGED_BY_CPI}{more}",
+        engine=f"{' '.join(f'--cap-add={name}' for name in names)}{more}",
+    )
+
+
+_DNS: Final = "dns of the network in the cloud-config"
+
+
+def tier(*, is_root: bool, mounts: bool) -> str:
+    """The kind of container, by which docs/operations.md tells what can run in it."""
+    return RESTRICTED if not is_root else PRIVILEGED if mounts else ROOT
+
+
+def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
+    """``becomes`` and ``gives`` are what being vcap and giving it a file ended with (errno)."""
+    name = "root" if uid == 0 else f"user {uid}"
+    where = ", of a user namespace" if is_mapped else ""
+    if uid != 0:
+        return Finding(
+            "user",
+            LIMITED,
+            f"{name}{where}",
+            "agent and jobs are one user: a job can read what the agent knows; pre-start scripts that need root fail; "
+            "no bosh ssh",
+            Change(
+                f"{_SECURITY}.runAsUser: 0, where that is allowed",
+                cpi="an image without USER",
+                engine="--user=0",
+            ),
+        )
+    if becomes or gives:
+        return Finding(
+            "user",
+            WRONG,
+            f"{name}{where}, who cannot be or serve another user ({os.strerror(becomes or gives)})",
+            "no job that runs as vcap starts",
+            _capabilities(["CHOWN", "SETGID", "SETUID"]),
+        )
+    return Finding("user", GOOD, f"{name}{where}, who can run jobs as another user")
+
+
+def capabilities(found: Privileges, *, is_root: bool) -> Finding:
+    """Which are there; each that is missing takes something away."""
+    if not is_root:
+        return Finding(
+            "capabilities", LIMITED, "none, as for every user but root", USEFUL["NET_BIND_SERVICE"], "none without root"
+        )
+    missing = [name for name in (*NEEDED, *USEFUL) if name not in found.effective]
+    absent = [name for name in STRONG if name not in found.effective]
+    if missing:
+        return Finding(
+            "capabilities",
+            WRONG if any(name in NEEDED for name in missing) else LIMITED,
+            f"without {', '.join(missing)}",
+            "; ".join(dict.fromkeys({**NEEDED, **USEFUL}[name] for name in missing)),
+            _capabilities(missing),
+        )
+    if absent:
+        return Finding(
+            "capabilities",
+            LIMITED,
+            f"those the agent needs; without {', '.join(absent)}",
+            "; ".join(STRONG[name] for name in absent),
+            Change(
+                f"{_SECURITY}.capabilities.add, for jobs that need one of them",
+                cpi=f"{_PRIVILEGED_BY_CPI}, for jobs that need one of them",
+                engine="--cap-add=NAME, for jobs that need one of them",
+            ),
+        )
+    return Finding("capabilities", GOOD, f"{len(found.effective)} of them, all that jobs ask for")
+
+
+def privileges(found: Privileges) -> Finding:
+    """What is taken from every process here, whoever it is."""
+    marks = [
+        text for text, is_so in (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp)) if is_so
+    ]
+    if found.no_new_privs:
+        return Finding(
+            "confinement",
+            LIMITED,
+            ", ".join(marks),
+            "sudo, su and other setuid programs do nothing, for jobs and in bosh ssh",
+            Change(
+                f"{_SECURITY}.allowPrivilegeEscalation: true, where sudo is needed",
+                cpi=f"{_CPI}: SecurityOpt without no-new-privileges, where sudo is needed",
+                engine="no --security-opt=no-new-privileges, where sudo is needed",
+            ),
+        )
+    return Finding("confinement", GOOD, ", ".join(marks) or "none")
+
+
+def mounts(bind: int, tmpfs: int) -> Finding:
+    """What trying a bind mount and a tmpfs ended with (errno)."""
+    if not bind and not tmpfs:
+        return Finding("mounts", GOOD, "bind mounts and tmpfs work")
+    refused = [f"{what}: {os.strerror(code)}" for what, code in (("bind mount", bind), ("tmpfs", tmpfs)) if code]
+    return Finding(
+        "mounts",
+        LIMITED,
+        "; ".join(refused),
+        "a persistent disk is shown by a link (scripts that ask `mountpoint /var/vcap/store` see none); jobs that "
+        "mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk",
+        Change(
+            f"{_SECURITY}.privileged: true, or mount the volume on /var/vcap/store itself",
+            cpi=_PRIVILEGED_BY_CPI,
+            engine="--privileged, or --volume=NAME:/var/vcap/store",
+        ),
+    )
+
+
+def isolation(level: int, landlock: int, namespaces: Mapping[str, int]) -> Finding:
+    """``level`` is that of processes of bpm.yml, ``landlock`` the version of the kernel's, ``namespaces`` errnos."""
+    can = [name for name, code in namespaces.items() if not code]
+    found = f"level {level} (Landlock {landlock or 'missing'}; namespaces that can be made: {', '.join(can) or 'none'})"
+    if level <= 2:
+        return Finding("bpm isolation", GOOD, found)
+    return Finding(
+        "bpm isolation",
+        LIMITED,
+        found,
+        "a process of bpm.yml can read the files of other jobs that vcap can read",
+        "a node with Linux 5.13 or newer and Landlock, and a seccomp profile that allows it (RuntimeDefault does)",
+    )
+
+
+def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | None) -> list[Finding]:
+    """``memory`` (bytes) and ``cpus`` are the limits of the container, None without one."""
+    if version == 0:
+        return [
+            Finding(
+                "cgroups",
+                LIMITED,
+                "not visible",
+                "memory and processor in heartbeats are those of the machine; nobody says that memory ran out",
+                Change(
+                    "mount /sys/fs/cgroup (read-only is enough)",
+                    cpi="the property mount_cgroupfs of the CPI",
+                    engine="--volume=/sys/fs/cgroup:/sys/fs/cgroup:ro",
+                ),
+            )
+        ]
+    how = "can be made below ours" if delegates else "read-only"
+    follows = "limits.memory of bpm.yml is kept by a watchdog that looks once a second, limits.processes is not"
+    findings = [Finding("cgroups", GOOD, f"version {version}, {how}", "" if delegates else follows)]
+    texts = [f"memory {memory / MIB:.0f} MiB" if memory else "", f"{cpus:g} processors" if cpus else ""]
+    if memory:
+        findings.append(Finding("limits", GOOD, ", ".join(filter(None, texts))))
+    else:
+        findings.append(
+            Finding(
+                "limits",
+                LIMITED,
+                ", ".join(filter(None, texts)) or "none",
+                "one job can take the memory of the whole machine; heartbeats tell the machine's memory",
+                Change("resources.limits.memory", cpi=f"{_CPI}: Memory: BYTES", engine="--memory=SIZE"),
+            )
+        )
+    return findings
+
+
+def open_files(hard: int, processes: int) -> Finding:
+    """The highest limits that jobs can have; a negative number is none."""
+    shown = [f"{'no limit' if value < 0 else value} {what}" for value, what in ((hard, "files"), (processes, "tasks"))]
+    if 0 <= hard < 65536:
+        return Finding(
+            "job limits",
+            LIMITED,
+            ", ".join(shown),
+            "jobs that want more open files get these (bpm.yml limits.open_files is often 65536 or 100000)",
+            Change(
+                "the default ulimits of the container runtime on the node (LimitNOFILE)",
+                cpi=f"{_CPI}: Ulimits: [{{Name: nofile, Soft: 1048576, Hard: 1048576}}]",
+                engine="--ulimit=nofile=1048576:1048576",
+            ),
+        )
+    return Finding("job limits", GOOD, ", ".join(shown))
+
+
+def directory(path: str, refused: int, options: Collection[str], *, is_own_volume: bool, needs: str) -> Finding:
+    """``refused`` is what writing there ended with; ``needs`` names what lives there."""
+    if refused:
+        why = "read-only" if refused == errno.EROFS else os.strerror(refused)
+        return Finding(
+            path,
+            WRONG,
+            f"cannot be written: {why}",
+            f"{needs} cannot be kept there",
+            Change(
+                f"a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)",
+                cpi=f"{_CPI}: ReadonlyRootfs: false, Mounts without ReadOnly",
+                engine=f"--volume=NAME:{path}, writable by this user",
+            ),
+        )
+    if "noexec" in options:
+        return Finding(
+            path,
+            WRONG,
+            "mounted noexec",
+            "no program of a job or package runs there",
+            Change(
+                f"a volume on {path} that is mounted without noexec",
+                cpi=f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
+                engine=f"--volume=NAME:{path} without noexec",
+            ),
+        )
+    if not is_own_volume:
+        return Finding(
+            path,
+            LIMITED,
+            "in the root file system of the container",
+            f"{needs} are gone with the container",
+            Change(
+                f"a volume mounted on {path}",
+                cpi="a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data",
+                engine=f"--volume=NAME:{path}",
+            ),
+        )
+    return Finding(path, GOOD, "a volume of its own, writable")
+
+
+def plain_directory(path: str, refused: int, follows: str) -> Finding:
+    """A directory that has only to be writable."""
+    if not refused:
+        return Finding(path, GOOD, "writable")
+    is_own = path.count("/") == 1 and path != "/etc"
+    change = Change(
+        f"an emptyDir on {path}" if is_own else "readOnlyRootFilesystem: false",
+        cpi=f"{_CPI}: ReadonlyRootfs: false",
+        engine=f"--tmpfs={path}" if is_own else "no --read-only",
+    )
+    return Finding(path, LIMITED, f"cannot be written: {os.strerror(refused)}", follows, change)
+
+
+def space(path: str, free: int, total: int, inodes_free: int, inodes: int) -> Finding:
+    """Bytes and inodes of the file system ``path`` is on; where there are no inodes both numbers are 0."""
+    text = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    few = inodes > 0 and inodes_free / inodes < 0.05
+    text += f", {inodes_free} of {inodes} inodes" if few else ""
+    if free < 64 * MIB:
+        return Finding("disk space", WRONG, text, "state cannot be written: a deploy fails", "a larger volume, or room")
+    if free < total * 0.1 or few:
+        return Finding("disk space", LIMITED, text, "a package may not fit in any more", "a larger volume, or room")
+    return Finding("disk space", GOOD, text)
+
+
+def shared_memory(size: int) -> Finding:
+    """Bytes of /dev/shm."""
+    if size < 256 * MIB:
+        return Finding(
+            SHARED_MEMORY,
+            LIMITED,
+            f"{size / MIB:.0f} MiB",
+            "databases that share memory between processes (postgres) may fail when they need more",
+            Change(
+                f"an emptyDir with medium: Memory on {SHARED_MEMORY}",
+                cpi=f"{_CPI}: ShmSize: BYTES",
+                engine="--shm-size=SIZE",
+            ),
+        )
+    return Finding(SHARED_MEMORY, GOOD, f"{size / MIB:.0f} MiB")
+
+
+def users(*, vcap: int | None, programs: Sequence[str], is_root: bool) -> Finding:
+    """``vcap`` is the uid of that user; ``programs`` are those that bosh ssh takes and that are missing."""
+    if vcap is None and is_root:
+        return Finding(
+            "users",
+            WRONG,
+            "no user vcap",
+            "jobs cannot run as vcap",
+            "an image with the overlay of this project, or `useradd -u 1000 vcap`",
+        )
+    if programs:
+        return Finding(
+            "users",
+            LIMITED,
+            f"vcap; no {', '.join(programs)}",
+            "no bosh ssh",
+            "an image with passwd and openssh-server",
+        )
+    if vcap not in (None, VCAP_UID):
+        return Finding(
+            "users",
+            LIMITED,
+            f"vcap is user {vcap}",
+            "volumes that were written elsewhere belong to somebody else here",
+            "give vcap the number 1000",
+        )
+    return Finding("users", GOOD, "vcap, and what bosh ssh makes users with" if is_root else "not needed")
+
+
+def port(what: str, number: int, refused: int, *, is_ours: bool) -> Finding:
+    """A port that we want to listen on, and what trying that ended with."""
+    topic = f"port {number}"
+    if is_ours:
+        return Finding(topic, GOOD, f"{what}: the agent listens")
+    if refused == errno.EADDRINUSE:
+        return Finding(
+            topic,
+            WRONG,
+            f"{what}: somebody else listens there",
+            "the agent goes on without",
+            "another port in agent.json, or another for what uses it",
+        )
+    if refused:
+        return Finding(topic, LIMITED, f"{what}: {os.strerror(refused)}", "the agent goes on without", "another port")
+    return Finding(topic, GOOD, f"{what}: free")
+
+
+def low_ports(refused: int) -> Finding:
+    """What listening on a port below 1024 ended with."""
+    if refused:
+        return Finding(
+            "ports below 1024",
+            LIMITED,
+            os.strerror(refused).lower(),
+            "routers, DNS servers and sshd cannot listen on their usual ports",
+            _capabilities(["NET_BIND_SERVICE"], " or sysctl net.ipv4.ip_unprivileged_port_start=0"),
+        )
+    return Finding("ports below 1024", GOOD, "can be listened on")
+
+
+def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
+    """``drift`` is the age of the machine by /proc/uptime less that by the kernel's clock, in seconds."""
+    if year < 2024:
+        return Finding(
+            "clock", WRONG, f"it shows the year {year}", "certificates are not good yet: no bus", "the time of the node"
+        )
+    if abs(drift) > 5:
+        return Finding(
+            "clock",
+            GOOD,
+            f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs",
+            "nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised",
+        )
+    if kept is False:
+        return Finding(
+            "clock",
+            LIMITED,
+            "the kernel says that no time server is followed",
+            "it may drift until certificates and logs do not fit; a container cannot set it",
+            "a time server on the node",
+        )
+    return Finding("clock", GOOD, "follows a time server" if kept else "no complaint")
+
+
+def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> Finding:
+    """Of the bus, or of the HTTPS door; seconds until its end and its beginning."""
+    days, topic = ends_in / 86400, "bus certificate"
+    now, later = "no connection to the bus", "the Director does not reach this instance any more"
+    advice = "rotate the certificates of the Director's NATS and deploy"
+    late = "rotate it: a deploy with new certificates, or recreate the instance"
+    if is_door:
+        topic, now, later = "certificate of the HTTPS door", "the bosh CLI refuses it", "the bosh CLI refuses it"
+        advice = late = "make another (cloud_provider.cert in the manifest of create-env) and run create-env"
+    if begins_in > 0:
+        return Finding(topic, WRONG, "not good yet", now, "the time of the node is wrong")
+    if ends_in <= 0:
+        return Finding(topic, WRONG, f"expired {-days:.0f} days ago", now, late)
+    if days < 30:
+        return Finding(topic, LIMITED, f"good for {days:.0f} days more", f"afterwards {later}", advice)
+    return Finding(topic, GOOD, f"good for {days:.0f} days more")
+
+
+def own_names(resolved: Mapping[str, str]) -> Finding:
+    """``resolved`` maps ``localhost`` and the host name to an error, "" for those that have an address."""
+    failed = {name: why for name, why in resolved.items() if why}
+    if failed:
+        return Finding(
+            "names",
+            WRONG,
+            "; ".join(f"{name}: {why}" for name, why in failed.items()),
+            "jobs do not find themselves; sudo and bosh ssh wait for name servers",
+            "/etc/hosts writable for the agent, which completes it at the boot",
+        )
+    return Finding("names", GOOD, f"{' and '.join(resolved)} found")
+
+
+def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, str]) -> Finding:
+    """``resolved`` maps names we need to an error, "" for those that were found."""
+    failed = {name: why for name, why in resolved.items() if why}
+    if not servers:
+        return Finding(
+            "DNS",
+            WRONG,
+            "/etc/resolv.conf names no server",
+            "names are not found",
+            Change("dnsPolicy and dnsConfig of the pod", cpi=_DNS, engine="--dns=ADDRESS"),
+        )
+    if failed:
+        return Finding(
+            "DNS",
+            WRONG,
+            "; ".join(f"{name}: {why}" for name, why in failed.items()),
+            "the bus cannot be found",
+            Change(
+                "dnsPolicy: ClusterFirst, a NetworkPolicy that lets port 53 out, or an address in the settings",
+                cpi=f"{_DNS}, or an address of the bus instead of its name",
+                engine="--dns=ADDRESS, or an address in the settings",
+            ),
+        )
+    text = f"{', '.join(servers)}" + (f"; {', '.join(resolved)} found" if resolved else "")
+    if rewrite:
+        follows = "bosh-dns cannot put itself before them: /etc/resolv.conf cannot be written"
+        return Finding("DNS", LIMITED, text, follows, "/etc/resolv.conf writable, where bosh-dns is deployed")
+    return Finding("DNS", GOOD, text)
+
+
+def addresses(own: str, missing: Mapping[str, str]) -> Finding:
+    """``own`` is the address the default route leads out of; ``missing`` are those expected that no interface has."""
+    if missing:
+        return Finding(
+            "addresses",
+            WRONG,
+            "; ".join(f"no interface has {ip} ({where})" for ip, where in missing.items()),
+            "other instances look for this one at the wrong place",
+            Change(
+                "`bosh recreate` this instance, or give the pod its address again",
+                cpi="`bosh recreate` this instance",
+                engine="--ip=ADDRESS",
+            ),
+        )
+    if not own:
+        return Finding(
+            "addresses",
+            LIMITED,
+            "no default route",
+            "dynamic networks get no address",
+            Change(
+                "hostNetwork or a CNI network",
+                cpi="name of the network in cloud_properties of the subnet",
+                engine="--network=NAME",
+            ),
+        )
+    return Finding("addresses", GOOD, own)
+
+
+def bus(reached: Mapping[str, str]) -> Finding | None:
+    """Addresses of the bus, each with an error or ""."""
+    if not reached:
+        return None
+    failed = {place: why for place, why in reached.items() if why}
+    if len(failed) == len(reached):
+        return Finding(
+            "bus",
+            WRONG,
+            "; ".join(f"{place}: {why}" for place, why in failed.items()),
+            "the Director does not reach this instance",
+            Change(
+                "a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?",
+                cpi="a firewall that lets port 4222 out; is the Director's NATS up?",
+                engine="a firewall that lets port 4222 out; is the Director's NATS up?",
+            ),
+        )
+    return Finding("bus", GOOD, f"{', '.join(place for place in reached if place not in failed)} can be reached")
+
+
+def firewall(obstacle: str) -> Finding:
+    """``obstacle`` is why rules of the packet filter do not keep jobs from the bus, or could not."""
+    if not obstacle:
+        return Finding("firewall", GOOD, "keeps jobs from the bus")
+    return Finding(
+        "firewall",
+        LIMITED,
+        f"jobs can reach the bus: {obstacle}",
+        "a job that has got hold of a certificate of the bus can use it",
+        _capabilities(["NET_ADMIN"], ", an image with nftables, a network of its own"),
+    )
+
+
+def watches(refused: int, instances: int, each: int) -> Finding:
+    """inotify: what opening it ended with, and the node's limits for a user."""
+    limits = f"{instances} instances and {each} watches a user"
+    if refused:
+        return Finding(
+            "inotify",
+            LIMITED,
+            f"{os.strerror(refused)} ({limits})",
+            "the agent does not use it; jobs that watch files fail or poll",
+            "sysctl fs.inotify.max_user_instances=1024 on the node",
+        )
+    return Finding("inotify", GOOD, limits)
+
+
+def kernel(release: str, lacking: Mapping[str, str]) -> Finding:
+    """``lacking`` maps features to what is done without them."""
+    if lacking:
+        return Finding(
+            "kernel",
+            LIMITED,
+            f"Linux {release} without {', '.join(lacking)}",
+            "; ".join(lacking.values()),
+            "a newer kernel on the node, or a runtime class that hides less",
+        )
+    return Finding("kernel", GOOD, f"Linux {release}")
+
+
+def first_process(name: str, *, is_init: bool) -> Finding:
+    """Who is number 1 here."""
+    if is_init:
+        return Finding("process 1", GOOD, name)
+    return Finding(
+        "process 1",
+        LIMITED,
+        f"{name}, no init that we know",
+        "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order",
+        Change(
+            "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
+            cpi=f"{_CPI}: no Init, no PidMode",
+            engine="/sbin/init as the command; no --init, no --pid=host",
+        ),
+    )

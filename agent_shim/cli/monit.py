@@ -1,0 +1,191 @@
+"""The command ``monit``: what release scripts and operators call, answered by the running agent.
+
+Options, texts and exit codes are those of monit 5.2.5 (monitor.c, control.c, http/cervlet.c), which scripts grep.
+Quick to start: the standard library alone, and what only one action needs is imported there.
+"""
+
+from __future__ import annotations
+
+import getopt
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim import __version__
+from agent_shim.core import safetext
+from agent_shim.core.errors import ConfigError, NoAgentError
+from agent_shim.core.paths import VCAP, Paths
+from agent_shim.edges import control_client
+from agent_shim.edges.monit_text import VERSION, Machine, status, summary
+
+FAILED: Final = 1
+NOT_RUNNING: Final = "the monit daemon is not running"
+USAGE: Final = """\
+usage: monit [-g GROUP] [-b DIR] ACTION
+
+  summary                                     a line for each service
+  status                                      all that is known of each service
+  start|stop|restart|monitor|unmonitor NAME   a service, or "all", or with -g those of a group
+  reload, validate, quit                      as monit has them
+  -t [FILE...]                                check the syntax of monit files
+  -V                                          the version
+
+  -b DIR                                      what stands for /var/vcap"""
+
+CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
+
+
+class MonitError(Exception):
+    """What monit tells after its name; the exit code is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line, read."""
+
+    name: str
+    """What it was called as: its messages begin with it."""
+    paths: Paths
+    options: Mapping[str, str]
+    words: Sequence[str]
+
+    @property
+    def group(self) -> str:
+        return self.options.get("-g", "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``monit``: 0 done or no agent to ask for a status, 1 not done."""
+    name = Path(sys.argv[0]).name
+    try:
+        options, words = getopt.gnu_getopt(list(sys.argv[1:] if argv is None else argv), "b:c:d:g:l:p:s:iItvVh")
+        given = dict(options)
+        command = Command(name, Paths(Path(given.get("-b", VCAP)).absolute()), given, words)
+        return _run(command)
+    except (MonitError, getopt.GetoptError) as exc:
+        print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # Somebody closed the pipe we print into, as `grep -q` does: no news for anybody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _run(command: Command) -> int:
+    if "-h" in command.options:
+        print(USAGE)
+        return 0
+    if "-V" in command.options:
+        print(f"This is Monit version {VERSION}\nas agent-shim {__version__} has it")
+        return 0
+    if "-t" in command.options:
+        return _check(command)
+    action = command.words[0] if command.words else ""
+    if action in CHANGES:
+        return _change(command, action)
+    actions: Mapping[str, Callable[[Command], int]] = {
+        "summary": _show,
+        "status": _show,
+        "reload": _reload,
+        "validate": _validate,
+        "quit": _quit,
+    }
+    if action not in actions:
+        raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
+    return actions[action](command)
+
+
+def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """What the agent says; raises ``MonitError`` if it refuses, ``NoAgentError`` if there is none."""
+    request = {"command": "services", "action": action, "names": list(names), "group": command.group}
+    reply: dict[str, Any] = control_client.ask(command.paths.control_socket, request)
+    if "exception" in reply:
+        raise MonitError(f"action failed -- {reply['exception']['message']}")
+    return reply
+
+
+# --- what is asked to happen -----------------------------------------------------------------------------------------
+
+
+def _change(command: Command, action: str) -> int:
+    """Silent; returns when it is asked for, not when it is done."""
+    names = command.words[1:2]
+    if not names and not command.group:
+        raise MonitError(f"please specify a service name or 'all' after {action}")
+    _need(command, action, ["all"] if command.group else names)
+    return 0
+
+
+def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    try:
+        return _ask(command, action, names)
+    except NoAgentError as exc:
+        raise MonitError(_why_none(exc)) from exc
+
+
+def _why_none(exc: NoAgentError) -> str:
+    return str(exc) if isinstance(exc.__cause__, PermissionError) else NOT_RUNNING
+
+
+def _reload(command: Command) -> int:
+    """There is nothing to read again: the agent takes files from the Director as they come."""
+    _need(command, "show")
+    print("Reinitializing monit daemon", file=sys.stderr)
+    return 0
+
+
+def _quit(command: Command) -> int:
+    """What comes after the end of monit: jobs run on and nobody restarts them. The agent itself stays."""
+    pid = _need(command, "quit")["pid"]
+    print(f"monit daemon with pid [{pid}] killed")
+    return 0
+
+
+def _validate(command: Command) -> int:
+    """The agent always looks, so this only tells what it has found; 1 if that is anything.
+
+    5.2.5 has the exit codes the wrong way round (validate.c), and newer monits as here.
+    """
+    wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
+    for service in wrong:
+        text = f"'{service['name']}' {service['reason'] or 'process is not running'}"
+        print(safetext.line(text), file=sys.stderr)
+    return FAILED if wrong else 0
+
+
+def _check(command: Command) -> int:
+    """Judge the named files, else those of the deployed jobs."""
+    from agent_shim.supervisor.monit import parser
+
+    named = [*command.words, *filter(None, [command.options.get("-c")])]
+    paths = [Path(name) for name in named] or sorted(command.paths.monit_job.glob("*.monitrc"))
+    try:
+        files = [parser.parse(path.read_text(), origin=str(path)) for path in paths]
+    except (ConfigError, OSError, UnicodeDecodeError) as exc:
+        raise MonitError(str(exc)) from exc
+    if problems := parser.problems(files):
+        raise MonitError("\n".join(map(str, problems)))
+    print("Control file syntax OK", file=sys.stderr)
+    return 0
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _show(command: Command) -> int:
+    """``summary`` and ``status``: always of all services, names and groups are ignored. Without an agent still 0."""
+    try:
+        shown = _ask(command, "show")
+    except NoAgentError as exc:
+        print(f"{command.name}: no status available -- {_why_none(exc)}", file=sys.stderr)
+        return 0
+    here = Machine.now()
+    print(summary(shown, here) if command.words[0] == "summary" else status(shown, here))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Tarballs of BOSH releases: reading one with sources, writing it with compiled packages in their place.
+
+The members of release.MF, the order of packages and the layout of the result are the Go agent's
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). What differs: entries belong to root, ``./`` before
+a name and an entry for the directory ``packages`` are optional in the source, and a release that cannot be compiled is
+refused before anything is compiled. Only short-lived processes import this module.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final
+
+import msgspec
+import yaml
+
+from agent_shim.core.digest import MultipleDigest
+from agent_shim.core.errors import ArchiveError, ConfigError, DigestError
+from agent_shim.host import archive, files, packing
+from agent_shim.services.bundles import checked_name
+
+MANIFEST: Final = "release.MF"
+PACKAGES: Final = "packages"
+COMPILED: Final = "compiled_packages"
+
+FILE_MODE: Final = 0o644
+DIRECTORY_MODE: Final = 0o755
+MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A job in release.MF."""
+
+    name: str = ""
+    version: str = ""
+    fingerprint: str = ""
+    sha1: str = ""
+    packages: list[str] = []
+
+
+class SourcePackage(msgspec.Struct, frozen=True):
+    """A package in release.MF; ``sha1`` is a digest string of its tarball, ``dependencies`` are names."""
+
+    name: str = ""
+    version: str = ""
+    fingerprint: str = ""
+    sha1: str = ""
+    dependencies: list[str] = []
+
+
+class CompiledPackage(msgspec.Struct, frozen=True):
+    """A compiled package in release.MF; ``stemcell`` is ``OS-CODENAME/VERSION``."""
+
+    name: str = ""
+    version: str = ""
+    fingerprint: str = ""
+    sha1: str = ""
+    stemcell: str = ""
+    dependencies: list[str] = []
+
+
+class License(msgspec.Struct, frozen=True):
+    """The license in release.MF."""
+
+    version: str = ""
+    fingerprint: str = ""
+    sha1: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """release.MF, its members in the order in which they are written."""
+
+    name: str = ""
+    version: str = ""
+    commit_hash: str = ""
+    uncommitted_changes: bool = False
+    jobs: list[Job] = []
+    packages: list[SourcePackage] = []
+    compiled_packages: list[CompiledPackage] = []
+    license: License | None = None
+    no_compression: bool = False
+
+
+class _Loader(yaml.BaseLoader):
+    """Reads every scalar as the text that stands there (a version ``1.10`` is no number), but for null."""
+
+
+_NULL: Final = "tag:yaml.org,2002:null"
+_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_constructor(_NULL, lambda *_: None)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes also the texts that YAML 1.2 reads as numbers: a digest such as ``12e34``."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
+        super().increase_indent(flow, False)
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_,]*(?:\.[0-9_,]*)?(?:[eE][-+]?[0-9]+)?$"),
+    list("-+0123456789"),
+)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(tarball: Path) -> Manifest:
+    """The manifest of a release with sources; raises ``ArchiveError`` or ``ConfigError``."""
+    with _opened(tarball) as source:
+        for member, path, data in archive.entries(source):
+            if path == MANIFEST:
+                if member.size > MAX_MANIFEST_BYTES:
+                    raise ConfigError(f"cannot read {MANIFEST}: it has more than {MAX_MANIFEST_BYTES} bytes")
+                return _checked(parse_manifest(b"".join(data)))
+    raise ArchiveError(f"failed to find {MANIFEST} in tarball")
+
+
+def parse_manifest(raw: bytes) -> Manifest:
+    """Read release.MF; raises ``ConfigError``."""
+    try:
+        document = yaml.load(raw, Loader=_Loader)  # noqa: S506 - makes texts, lists and mappings alone
+        return msgspec.convert(_without_nulls({} if document is None else document), Manifest, strict=False)
+    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as exc:
+        raise ConfigError(f"cannot read {MANIFEST}: {exc}") from exc
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Its names make paths: refuse those that lead elsewhere; refuse a release without sources to compile."""
+    checked_name("release", manifest.name)
+    checked_name("release with the version", manifest.version)
+    for package in manifest.packages:
+        checked_name("package", package.name)
+    if manifest.compiled_packages:
+        stemcell = manifest.compiled_packages[0].stemcell
+        raise ConfigError(f"the release is compiled already, for {stemcell} (give the tarball with its sources)")
+    return manifest
+
+
+def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
+    """Each package after those it depends on, else by name; raises ``ConfigError`` for a cycle or an unknown name."""
+    by_name = {package.name: package for package in packages}
+    done: dict[str, SourcePackage] = {}
+
+    # Without recursion: a release may chain as many packages as it likes.
+    for name in sorted(by_name):
+        above: dict[str, Iterator[str]] = {}
+        waiting = [name]
+        while waiting:
+            here = waiting[-1]
+            if here not in above:
+                above[here] = iter(by_name[here].dependencies if here not in done else ())
+            below = next(above[here], None)
+            if below is None:
+                done.setdefault(here, by_name[here])
+                del above[waiting.pop()]
+            elif below not in by_name:
+                raise ConfigError(f"package {here} depends on {below}, which is not in {MANIFEST}")
+            elif below in above:
+                raise ConfigError(f"cycle detected: package {here} depends on {below}, which depends on it")
+            else:
+                waiting.append(below)
+    return list(done.values())
+
+
+def extract_packages(tarball: Path, manifest: Manifest, directory: Path) -> Iterator[tuple[str, Path]]:
+    """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``; yields its name and that path.
+
+    Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, is missing, or has another
+    digest; that one is not kept.
+    """
+    digests = {package.name: package.sha1 for package in manifest.packages}
+    seen: set[str] = set()
+    with _opened(tarball) as source:
+        for member, path, data in archive.entries(source):
+            name = path.removeprefix(f"{PACKAGES}/").removesuffix(".tgz")
+            if member.kind not in archive.REGULAR or path != f"{PACKAGES}/{name}.tgz" or "/" in name:
+                continue
+            if name not in digests:
+                raise ArchiveError(f"package not found in release manifest: {path}")
+            target = directory / f"{name}.tgz"
+            try:
+                _copy_checked(data, target, MultipleDigest.parse(digests[name]))
+            except DigestError as exc:
+                raise DigestError(f"{path}: {exc}") from exc
+            seen.add(name)
+            yield name, target
+    if missing := sorted(digests.keys() - seen):
+        raise ArchiveError(f"{PACKAGES}/{missing[0]}.tgz is not in the tarball")
+
+
+def _copy_checked(data: Iterator[bytes], target: Path, digest: MultipleDigest) -> None:
+    hasher = digest.hasher()
+    with files.replacing(target, mode=FILE_MODE) as out:
+        for piece in data:
+            out.write(piece)
+            hasher.update(piece)
+        digest.check(hasher)
+
+
+@contextmanager
+def _opened(tarball: Path) -> Iterator[BinaryIO]:
+    try:
+        file = tarball.open("rb")
+    except OSError as exc:
+        raise files.failed(f"open {tarball}", exc) from exc
+    with file:
+        yield file
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def compiled_manifest(source: Manifest, packages: list[CompiledPackage]) -> Manifest:
+    """``source`` with compiled packages in the place of its own."""
+    return msgspec.structs.replace(source, packages=[], compiled_packages=packages)
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """release.MF as YAML; lists of jobs and packages without elements, and no license, are left out."""
+    optional = ("jobs", "packages", "compiled_packages", "license")
+    document = {name: value for name, value in msgspec.to_builtins(manifest).items() if value or name not in optional}
+    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text.encode()
+
+
+def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapping[str, Path]) -> None:
+    """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
+
+    Entries keep their order; compiled packages come where the sources were. ``into`` is whole or absent.
+    """
+    with _opened(tarball) as source, files.replacing(into, mode=FILE_MODE) as out:
+        sink = packing.Sink(out, compressed=not manifest.no_compression, newest=None)
+        are_written = False
+        for member, path, data in archive.entries(source):
+            is_of_packages = path == PACKAGES or path.startswith(f"{PACKAGES}/")
+            if path == MANIFEST:
+                content = render_manifest(manifest)
+                sink.write_member(_header(path, size=len(content)), [content])
+            elif not is_of_packages and path:
+                sink.write_member(_header(path, member), data if member.size else [])
+            if is_of_packages and not are_written:
+                _write_packages(sink, packages)
+                are_written = True
+        sink.finish()
+
+
+def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
+    directory = _header(COMPILED)
+    directory.type, directory.mode = tarfile.DIRTYPE, DIRECTORY_MODE
+    sink.write_header(directory)
+    for name, path in packages.items():
+        with path.open("rb") as file:
+            header = _header(f"{COMPILED}/{name}.tgz", size=file.seek(0, 2))
+            file.seek(0)
+            sink.write_member(header, _pieces(file))
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(files.CHUNK):
+        yield piece
+
+
+def _header(path: str, member: archive.Member | None = None, *, size: int = 0) -> tarfile.TarInfo:
+    """An entry of root without a time: the same sources give the same bytes."""
+    header = tarfile.TarInfo(f"./{path}")
+    header.size, header.mode = size, FILE_MODE
+    header.uname = header.gname = "root"
+    if member is not None:
+        header.type, header.size = member.kind, member.size
+        if member.kind == tarfile.DIRTYPE:
+            header.mode = member.mode
+        elif member.kind == tarfile.SYMTYPE:
+            header.linkname = member.target
+        elif member.kind not in archive.REGULAR:
+            raise ArchiveError(f"{path}: it is neither file, directory nor symbolic link")
+    return header

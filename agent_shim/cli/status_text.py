@@ -1,0 +1,144 @@
+"""The status of a running agent as people read it. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from agent_shim.cli.ansi import Paint, plain
+
+_COLUMNS: Final = ("PROCESS", "STATE", "PID", "UPTIME", "MEMORY", "CPU", "RESTARTS", "LAST EXIT")
+_NUMBERS: Final = frozenset({"PID", "UPTIME", "MEMORY", "CPU", "RESTARTS"})
+_COLOURS: Final = {
+    "running": "good",
+    "starting": "limited",
+    "stopping": "limited",
+    "restarting": "limited",
+    "settling": "limited",
+    "failing": "wrong",
+    "broken": "wrong",
+    "down": "wrong",
+    "stopped": "faint",
+    "unmonitored": "faint",
+}
+"""Of states, those of the Director and ours; another one has none."""
+
+
+def render(status: dict[str, Any], paint: Paint = plain) -> str:
+    """Header lines and a table of processes from what the control socket answers to ``status``."""
+    lines = [
+        f"{paint(f'{label:<11}', 'faint')}{text}"
+        for label, text in (*_header(status, paint), *_machine(status.get("vitals", {}), paint))
+    ]
+    lines += [paint(f"{'warning':<11}{text}", "limited") for text in status["warnings"]]
+    return "\n".join([*lines, "", *_table(status["processes"], paint)])
+
+
+def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
+    bus, state = status["bus"], status["job_state"]
+    age = bus.get("heartbeat_secs")
+    beat = f", last heartbeat {duration(age)} ago" if age is not None else ""
+    connected = paint("connected", "good") + beat
+    broken = paint(f"not connected: {bus['error'] or 'connecting'}", "wrong")
+    rows = [
+        ("agent", f"{status['agent_id'] or '-'}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}"),
+        (
+            "bus",
+            (connected if bus["connected"] else broken) if bus.get("is_used", True) else "none: without a Director",
+        ),
+        ("deployment", f"{status['deployment'] or '-'} / {status['instance'] or '-'}"),
+        ("job state", paint(state, _COLOURS.get(state, ""))),
+        ("disk", status["disk"] or "-"),
+    ]
+    if "bpm" in status:
+        rows.append(("isolation", isolation(status["bpm"])))
+    if firewall := status.get("firewall"):
+        rows.append(("firewall", f"jobs can reach the bus: {firewall['why']}" if firewall["why"] else "keeps jobs off"))
+    if status["phase"] != "running":
+        rows.insert(1, ("phase", paint(status["phase"], "limited")))
+    if status["task"]:
+        doing = f", {status['task_progress']}" if status["task_progress"] else ""
+        since = duration(status["task_secs"])
+        rows.append(("task", f"{status['task']}{doing}, for {since} ({status['tasks_waiting']} waiting)"))
+    return rows
+
+
+def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
+    """Memory, processors and disks in two lines; what could not be measured is left out."""
+    parts = []
+    if memory := vitals.get("mem"):
+        parts.append(f"memory {_share(memory['percent'], paint)} ({size(int(memory['kb']))})")
+    if cpu := vitals.get("cpu"):
+        busy = float(cpu["user"]) + float(cpu["sys"])
+        parts.append(f"cpu {_share(f'{busy:.0f}', paint)}, waiting {float(cpu['wait']):.0f} %")
+    if load := vitals.get("load"):
+        parts.append(f"load {' '.join(load)}")
+    rows = [("machine", ", ".join(parts))] if parts else []
+    disks = [f"{name} {_share(disk['percent'], paint)}" for name, disk in vitals.get("disk", {}).items()]
+    return [*rows, ("space", ", ".join(disks))] if disks else rows
+
+
+def _share(percent: str, paint: Paint) -> str:
+    """Percent of what there is, louder the nearer to all of it."""
+    number = float(percent)
+    return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
+
+
+def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
+    rows = [_row(process) for process in processes]
+    widths = [max(len(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
+
+    def line(cells: tuple[str, ...], state: str) -> str:
+        shown = [
+            paint(text, state if name == "STATE" else "") if state else text
+            for name, text in zip(_COLUMNS, map(_aligned, _COLUMNS, cells, widths), strict=True)
+        ]
+        return "  ".join(shown).rstrip()
+
+    lines = [paint(line(_COLUMNS, ""), "strong")]
+    for process, cells in zip(processes, rows, strict=True):
+        lines.append(line(cells, _COLOURS.get(process["state"], "")))
+        if process["reason"]:
+            lines.append(paint(f"  {process['reason']}", "limited"))
+        if process["unheeded"]:
+            lines.append(paint(f"  not acted on: {', '.join(process['unheeded'])}", "faint"))
+    return lines if processes else [paint("no processes: nothing is deployed yet", "faint")]
+
+
+def _aligned(column: str, text: str, width: int) -> str:
+    return text.rjust(width) if column in _NUMBERS else text.ljust(width)
+
+
+def isolation(found: dict[str, Any]) -> str:
+    """What processes of bpm.yml can have here (``host.sandbox.Isolation``)."""
+    level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
+    memory = "cgroups" if found["memory"] else "a watchdog"
+    why = f" ({found['obstacle']})" if found["obstacle"] else ""
+    # Without a mount namespace there is no other /tmp to be had: TMPDIR alone is the job's own.
+    temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
+    return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}{temporary}"
+
+
+def _row(process: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        process["name"],
+        process["state"],
+        str(process["pid"] or "-"),
+        duration(process["uptime_secs"]) if process["pid"] else "-",
+        size(process["mem_kb"]),
+        f"{process['cpu_total']:.1f} %",
+        str(process["restarts"]),
+        process["last_exit"] or "-",
+    )
+
+
+def size(kib: int) -> str:
+    """``12.3 MiB`` or ``1.2 GiB``."""
+    return f"{kib / 1024:.1f} MiB" if kib < 1024 * 1024 else f"{kib / (1024 * 1024):.1f} GiB"
+
+
+def duration(seconds: int) -> str:
+    """``3d 4h``, ``4h 5m``, ``5m 6s`` or ``6s``."""
+    parts = [("d", seconds // 86400), ("h", seconds // 3600 % 24), ("m", seconds // 60 % 60), ("s", seconds % 60)]
+    while len(parts) > 1 and parts[0][1] == 0:
+        parts.pop(0)
+    return " ".join(f"{number}{unit}" for unit, number in parts[:2])

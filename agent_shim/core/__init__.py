@@ -1,0 +1,1 @@
+"""Values, errors and helpers that every floor uses."""

@@ -1,0 +1,106 @@
+"""Digest strings: several digests of one blob, of which the strongest decides. Pure.
+
+Grammar, choice and texts are those of bosh-utils (crypto/multiple_digest.go, crypto/digest.go): pieces joined by ``;``,
+each ``algorithm:hex`` or a bare hex, which means sha1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from agent_shim.core.errors import DigestError
+
+KNOWN: Final = ("sha512", "sha256", "sha1")
+"""What can be computed, strongest first."""
+
+# Go accepts every decimal digit of Unicode, as ``\d`` does.
+_WORD: Final = re.compile(r"[a-zA-Z\d]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """One algorithm and its value, in the spelling it came in."""
+
+    algorithm: str
+    value: str
+
+    def __str__(self) -> str:
+        return self.value if self.algorithm == "sha1" else f"{self.algorithm}:{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class MultipleDigest:
+    """At least one digest, no two of the same algorithm, in the order they came."""
+
+    digests: tuple[Digest, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> MultipleDigest:
+        """Read a digest string; raises ``DigestError`` with the text the Go agent has for it."""
+        parsed = cls(tuple(_parse_piece(piece) for piece in text.split(";") if piece))
+        if not parsed.digests:
+            raise DigestError("no digest algorithm found. Supported algorithms: sha1, sha256, sha512")
+        for name, count in Counter(digest.algorithm for digest in parsed.digests).items():
+            if count > 1:
+                raise DigestError(f"Multiple digests of the same algorithm '{name}' found in digests '{parsed}'")
+        return parsed
+
+    def __str__(self) -> str:
+        return ";".join(map(str, self.digests))
+
+    @property
+    def strongest(self) -> Digest:
+        """The one that is compared; the first when none is of a known algorithm."""
+        by_name = {digest.algorithm: digest for digest in self.digests}
+        return next((by_name[name] for name in KNOWN if name in by_name), self.digests[0])
+
+    def hasher(self) -> Hasher:
+        """What to feed a stream to before :meth:`check`."""
+        return Hasher(self.strongest.algorithm)
+
+    def check(self, hasher: Hasher) -> None:
+        """Compare with what came through ``hasher``, letter by letter; raises ``DigestError``."""
+        expected, actual = self.strongest, hasher.digest().strongest
+        if expected != actual:
+            raise DigestError(f"Expected stream to have digest '{expected}' but was '{actual}'")
+
+    def verify(self, data: bytes) -> None:
+        """Raise ``DigestError`` unless ``data`` has the strongest of these digests."""
+        hasher = self.hasher()
+        hasher.update(data)
+        self.check(hasher)
+
+
+class Hasher:
+    """Digests of one stream by several algorithms in one pass."""
+
+    def __init__(self, *algorithms: str) -> None:
+        for name in algorithms:
+            if name not in KNOWN:
+                raise DigestError(
+                    f"Computing digest from stream: Unable to create digest of unknown algorithm '{name}'"
+                )
+        self._hashes = {name: hashlib.new(name, usedforsecurity=False) for name in algorithms}
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes of the stream; other threads run meanwhile when they are many."""
+        for each in self._hashes.values():
+            each.update(data)
+
+    def digest(self) -> MultipleDigest:
+        """The digests of all bytes so far, in the order the algorithms were named."""
+        return MultipleDigest(tuple(Digest(name, each.hexdigest()) for name, each in self._hashes.items()))
+
+
+def _parse_piece(piece: str) -> Digest:
+    before, colon, after = piece.partition(":")
+    words = (before, after) if colon else ("sha1", before)
+    if not all(map(_WORD.fullmatch, words)):
+        raise DigestError(
+            "unable to parse digest string. Digest and algorithm key can only contain alpha-numeric characters"
+        )
+    return Digest(*words)

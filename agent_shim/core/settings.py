@@ -1,0 +1,419 @@
+"""agent.json and the settings a CPI writes: shapes, precedence, clear errors. Pure.
+
+Field names and precedence are those of the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
+Keys nobody uses here are ignored; nulls count as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from agent_shim.core import wire, x509
+from agent_shim.core.errors import ConfigError, SettingsError
+from agent_shim.core.wire import Internal, Lenient
+
+T = TypeVar("T")
+
+CPI_SETTINGS: Final = (
+    Path("/var/vcap/bosh/warden-cpi-agent-env.json"),
+    Path("/var/vcap/bosh/instance_settings.json"),
+    Path("/var/vcap/bosh/settings-source-file/config.json"),
+)
+"""Where container CPIs put the settings: all but those of Kubernetes into the first."""
+SIZE: Final = "^[0-9]{1,15}[kKmMgG]?$"
+
+
+# --- agent.json -----------------------------------------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, frozen=True, rename="pascal"):
+    """One element of ``Infrastructure.Settings.Sources``; only ``File`` means something in a container."""
+
+    type: str
+    settings_path: str = ""
+
+
+class Sources(msgspec.Struct, frozen=True, rename="pascal"):
+    sources: list[Source] = []
+
+
+class Infrastructure(msgspec.Struct, frozen=True, rename="pascal"):
+    settings: Sources = Sources()
+
+
+class SshOptions(msgspec.Struct, frozen=True):
+    """The ssh server that the agent starts where there is none."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 22
+
+
+class BpmOptions(msgspec.Struct, frozen=True):
+    """How processes of bpm.yml are run; ``strict`` starts none that asks for what the container cannot give."""
+
+    strict: bool = False
+
+
+class MonitOptions(msgspec.Struct, frozen=True):
+    """Ports on which monit, and the Go agent for monit, are looked for; a value is ``ADDR:PORT`` or ``off``.
+
+    Empty is the port of monit on the real tree, and off below another base directory.
+    """
+
+    http: str = ""
+    mail: str = ""
+    password: str = ""
+    """Instead of a random one, for releases that count on the Go agent's (``random-password``)."""
+
+
+class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
+    """Rotation of the logs of jobs; sizes as logrotate spells them (``50M``). ``rotate`` false leaves it to others."""
+
+    rotate: bool = True
+    size: Annotated[str, msgspec.Meta(pattern=SIZE)] = "50M"
+    """Of a file; what the Director says in ``properties.logging.max_log_file_size`` goes first."""
+    keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 7
+    total: Annotated[str, msgspec.Meta(pattern=SIZE)] = "1G"
+    """Of all archives together."""
+    period: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """Seconds between two looks."""
+
+
+class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
+    """Our own options, under the key ``AgentShim``, which the Go agent ignores."""
+
+    http: str = "0.0.0.0:9190"
+    """``ADDR:PORT`` of metrics and probes, or ``off``."""
+    log_format: str = ""
+    log_level: str = "info"
+    grace: float = 30.0
+    """Seconds that the orderly stop of all jobs may take: the pod's terminationGracePeriodSeconds."""
+    spec: str = ""
+    """A directory with rendered jobs and packages to be deployed without a Director."""
+    firewall: bool = True
+    """Keep jobs from the bus by rules of the packet filter, where the agent may set them."""
+    job_logs: bool = False
+    """Pass on what jobs write into their log files to standard output."""
+    bpm: BpmOptions = BpmOptions()
+    logs: LogOptions = LogOptions()
+    monit: MonitOptions = MonitOptions()
+    ssh: SshOptions = SshOptions()
+
+
+class AgentConfig(msgspec.Struct, frozen=True):
+    """agent.json: the ``Platform`` part configures disks and networks of machines and is not for containers."""
+
+    infrastructure: Infrastructure = msgspec.field(default=Infrastructure(), name="Infrastructure")
+    shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
+
+    @property
+    def settings_files(self) -> list[Path]:
+        """The files that may hold the settings, in order.
+
+        Those of all container CPIs if none is named (a volume may hide agent.json), or one of theirs (an official
+        stemcell names the first alone).
+        """
+        named = [
+            Path(source.settings_path)
+            for source in self.infrastructure.settings.sources
+            if source.type == "File" and source.settings_path
+        ]
+        if named and not set(named) & set(CPI_SETTINGS):
+            return named
+        return list(dict.fromkeys([*named, *CPI_SETTINGS]))
+
+
+def parse_config(raw: bytes, *, origin: str) -> AgentConfig:
+    """Read agent.json; ``origin`` names it in errors."""
+    try:
+        return wire.convert(wire.decode_json(raw), AgentConfig)
+    except ValueError as exc:
+        raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+class Cert(msgspec.Struct, frozen=True):
+    """A client certificate with its key and the CA of the bus, all PEM."""
+
+    ca: str = ""
+    certificate: str = ""
+    private_key: str = ""
+
+
+class MbusSettings(msgspec.Struct, frozen=True):
+    cert: Cert = Cert()
+    urls: list[str] = []
+
+
+class Blobstore(msgspec.Struct, frozen=True):
+    """Which blobstore, and its options as the Director's blobstore clients know them."""
+
+    provider: str = "dummy"
+    options: dict[str, Any] = {}
+    proxies: Internal[dict[str, str]] = {}
+    """``http_proxy`` and its like, on the way to it; they stand elsewhere in the settings (``Env``)."""
+
+
+class TmpfsDir(msgspec.Struct, frozen=True):
+    tmpfs: bool = False
+    tmpfs_size: str = ""
+
+    def size(self, default: str) -> str:
+        """As mount(8) takes it; what is no size is not passed on."""
+        return self.tmpfs_size if re.fullmatch(r"[0-9]+[kmgKMG%]?", self.tmpfs_size) else default
+
+
+class RunDir(TmpfsDir, frozen=True):
+    """The Go agent has a tmpfs there in any case, and reads its size alone."""
+
+    tmpfs: Lenient[bool] = False
+
+
+class AgentSettings(msgspec.Struct, frozen=True):
+    """``env.bosh.agent.settings``; ``settling_time`` is ours."""
+
+    tmpfs: bool = False
+    settling_time: Lenient[Annotated[float, msgspec.Meta(ge=0, le=3600)]] = 0.0
+    """Seconds after ``start`` before the instance is ``running``, for scripts that count on monit's first cycle."""
+
+
+class AgentEnv(msgspec.Struct, frozen=True):
+    settings: AgentSettings = AgentSettings()
+
+
+class Ipv6(msgspec.Struct, frozen=True):
+    enable: bool = False
+
+
+class BoshEnv(msgspec.Struct, frozen=True):
+    """``env.bosh``: what the Director and the manifest say to the agent."""
+
+    agent: AgentEnv = AgentEnv()
+    mbus: MbusSettings = MbusSettings()
+    blobstores: list[Blobstore] = []
+    ntp: list[str] | None = None
+    ipv6: Ipv6 = Ipv6()
+    remove_dev_tools: bool = False
+    remove_static_libraries: bool = False
+    swap_size: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """MB."""
+    password: str = ""
+    keep_root_password: bool = False
+    authorized_keys: list[str] = []
+    parallel: int = 5
+    job_dir: TmpfsDir = TmpfsDir()
+    run_dir: RunDir = RunDir()
+
+
+class Env(msgspec.Struct, frozen=True):
+    """``env``: the three proxies mean what the variables of these names mean, and win over them."""
+
+    bosh: BoshEnv = BoshEnv()
+    http_proxy: Lenient[str] = ""
+    https_proxy: Lenient[str] = ""
+    no_proxy: Lenient[str] = ""
+    persistent_disk_fs: str = ""
+    persistent_disk_mount_options: list[str] = []
+    persistent_disk_partitioner: str = ""
+
+
+class Network(msgspec.Struct, frozen=True):
+    """One network of the settings (settings/settings.go)."""
+
+    type: str = ""
+    ip: str = ""
+    netmask: str = ""
+    gateway: str = ""
+    prefix: str = ""
+    default: list[str] = []
+    dns: list[str] = []
+    use_dhcp: bool = False
+    resolved: bool = False
+    preconfigured: bool = False
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True when the address comes from the machine and not from the settings."""
+        if self.type == "vip":
+            return False
+        return self.type == "dynamic" or self.use_dhcp or self.resolved or not (self.ip and self.netmask)
+
+
+class Disks(msgspec.Struct, frozen=True):
+    system: Any = None
+    ephemeral: Any = None
+    persistent: dict[str, Any] = {}
+
+
+class Vm(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The settings document of a CPI."""
+
+    agent_id: str = ""
+    vm: Vm = Vm()
+    mbus: str = ""
+    blobstore: Blobstore = Blobstore()
+    ntp: list[str] = []
+    networks: dict[str, Network] = {}
+    disks: Disks = Disks()
+    env: Env = Env()
+
+
+class DiskAssociation(msgspec.Struct, frozen=True):
+    name: str = ""
+    cid: str = ""
+
+
+class UpdateSettings(msgspec.Struct, frozen=True):
+    """What ``update_settings`` brought (settings/update_settings.go); all members stand in the stored file."""
+
+    blobstores: list[Blobstore] | None = None
+    disk_associations: list[DiskAssociation] = []
+    mbus: MbusSettings = MbusSettings()
+    trusted_certs: str = ""
+
+    def merged(self, news: UpdateSettings) -> UpdateSettings:
+        """Certificates and associations are always replaced; bus and blobstores only when given."""
+        return UpdateSettings(
+            blobstores=self.blobstores if news.blobstores is None else news.blobstores,
+            disk_associations=news.disk_associations,
+            mbus=self.mbus if news.mbus == MbusSettings() else news.mbus,
+            trusted_certs=news.trusted_certs,
+        )
+
+
+def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
+    """Read and check a settings document; ``origin`` names it in errors, which name the JSON path.
+
+    ``ignored`` gets a line for each member of a wrong type that the Go agent does not read.
+    """
+    settings = _decoded(raw, Settings, origin, ignored)
+    if not settings.agent_id:
+        raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is empty")
+    if any(each in ".*>/" or each.isspace() or not each.isprintable() for each in settings.agent_id):
+        raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is no single word of a bus subject")
+    return settings
+
+
+def parse_update(raw: bytes, *, origin: str) -> UpdateSettings:
+    """Read update_settings.json."""
+    return _decoded(raw, UpdateSettings, origin)
+
+
+def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None = None) -> T:
+    if not raw.strip():
+        raise SettingsError(f"cannot read settings from {origin}: the file is empty")
+    try:
+        return wire.convert(wire.decode_json(raw), wanted, ignored)
+    except ValueError as exc:
+        raise SettingsError(f"cannot read settings from {origin}: {exc}") from exc
+
+
+# --- what follows from both -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mbus:
+    """Addresses and credentials of the message bus."""
+
+    urls: tuple[str, ...]
+    ca: str
+    certificate: str
+    private_key: str
+
+    @property
+    def scheme(self) -> str:
+        """``nats``, ``https`` or "" when there is no bus: chosen by the first address (mbus/handler_provider.go)."""
+        return self.urls[0].partition("://")[0] if self.urls else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The settings of the CPI with ``update_settings`` on top: what the rest of the program asks."""
+
+    source: Settings
+    update: UpdateSettings
+
+    @property
+    def agent_id(self) -> str:
+        return self.source.agent_id
+
+    @property
+    def mbus(self) -> Mbus:
+        """URLs: update_settings, then ``env.bosh.mbus.urls``, then ``mbus``.
+
+        Credentials: those of ``update_settings`` if they have a CA, unless the certificate of ``env.bosh.mbus`` begins
+        later: then the document was given new ones (a Secret that somebody rotates) after the Director gave its own.
+        """
+        theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
+        return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
+
+    @property
+    def asked_mbus(self) -> Mbus:
+        """What the last ``update_settings`` asks for, whenever its certificate begins."""
+        return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
+
+    @property
+    def known_mbus(self) -> list[Mbus]:
+        """All that may lead to the bus, the present ones first."""
+        theirs, of_cpi = self.update.mbus.cert, Effective(self.source, UpdateSettings()).mbus
+        return list(dict.fromkeys([self.mbus, of_cpi, *([self._mbus(theirs)] if theirs.ca else [])]))
+
+    def _mbus(self, cert: Cert) -> Mbus:
+        urls = self.update.mbus.urls or self.source.env.bosh.mbus.urls or [self.source.mbus]
+        return Mbus(tuple(filter(None, urls)), cert.ca, cert.certificate, cert.private_key)
+
+    @property
+    def blobstore(self) -> Blobstore:
+        """Only the first of a list counts, as in the Go agent."""
+        env = self.source.env
+        stores = self.update.blobstores or env.bosh.blobstores or [self.source.blobstore]
+        named = {"http_proxy": env.http_proxy, "https_proxy": env.https_proxy, "no_proxy": env.no_proxy}
+        return msgspec.structs.replace(stores[0], proxies={name: value for name, value in named.items() if value})
+
+    @property
+    def ntp(self) -> list[str]:
+        listed = self.source.env.bosh.ntp
+        return self.source.ntp if listed is None else listed
+
+    @property
+    def name_servers(self) -> list[str]:
+        """Those of the network that is the default for DNS, else of the only one (settings/settings.go)."""
+        networks = [network for network in self.source.networks.values() if network.type != "vip"]
+        if len(networks) > 1:
+            networks = [network for network in networks if "dns" in network.default]
+        return [server for network in networks for server in network.dns]
+
+    @property
+    def networks(self) -> Mapping[str, Network]:
+        return self.source.networks
+
+
+def bus_address(url: str) -> SplitResult:
+    """The parts of an address of the bus; of one that cannot be read, all are empty and the port is None.
+
+    A password with a character that ends it early makes a host and a port of its parts: such an address cannot be read.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.port != 0 and "@" not in f"{parts.path}{parts.query}{parts.fragment}":
+            return parts
+    except ValueError:
+        pass
+    return urlsplit("")
+
+
+def _begins(cert: Cert) -> float:
+    """When a certificate begins to be valid, in seconds since 1970; one that cannot be read began long ago."""
+    return next((validity.begins for validity in x509.validities(cert.certificate)), float("-inf"))

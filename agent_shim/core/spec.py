@@ -1,0 +1,129 @@
+"""The apply spec: what the Director wants on this instance, and the form in which it is stored and told back. Pure.
+
+Only the members that the Go agent knows survive storing (agent/applier/applyspec/v1_apply_spec.go): the Director reads
+the stored form in ``get_state``. ``networks`` and ``resource_pool`` are kept exactly as they came.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from agent_shim.core import wire
+from agent_shim.core.digest import MultipleDigest
+from agent_shim.core.errors import ActionError, DigestError
+from agent_shim.core.wire import INT64, DigestText
+
+
+class Template(msgspec.Struct, frozen=True):
+    """A job of a release, rendered for this instance."""
+
+    name: str = ""
+    version: str = ""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """The instance group; ``templates`` are its jobs, the first of which names ``template`` and ``version``."""
+
+    name: str | None = None
+    release: str = ""
+    template: str = ""
+    version: str = ""
+    templates: list[Template] | None = None
+
+
+class Package(msgspec.Struct, frozen=True):
+    name: str = ""
+    version: str = ""
+    sha1: DigestText = ""
+    blobstore_id: str = ""
+    signed_url: str = ""
+    blobstore_headers: dict[str, str] | None = None
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """The rendered templates of all jobs, one tarball.
+
+    An empty digest goes only with an empty id, and is null then (applyspec/rendered_templates_archive_spec.go).
+    """
+
+    sha1: str | None = None
+    blobstore_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.sha1 or self.blobstore_id:
+            try:
+                MultipleDigest.parse(self.sha1 or "")
+            except DigestError as exc:
+                raise ValueError(str(exc)) from exc
+        elif self.sha1 is not None:
+            msgspec.structs.force_setattr(self, "sha1", None)
+
+
+class Logging(msgspec.Struct, frozen=True):
+    max_log_file_size: str = ""
+
+
+class Properties(msgspec.Struct, frozen=True):
+    logging: Logging = Logging()
+
+
+class ApplySpec(msgspec.Struct, frozen=True):
+    """The stored form; its members, in this order, open the value of ``get_state``."""
+
+    properties: Properties = Properties()
+    job: Job = Job()
+    packages: dict[str, Package] = {}
+    configuration_hash: str = ""
+    networks: dict[str, dict[str, Any] | None] = {}
+    resource_pool: Any = {}
+    deployment: str = ""
+    name: str = ""
+    index: Annotated[int, INT64] | None = None
+    id: str = ""
+    az: str = ""
+    persistent_disk: Annotated[int, INT64] = 0
+    rendered_templates_archive: Archive | None = None
+
+    @property
+    def jobs(self) -> list[Template]:
+        """The jobs whose templates are rendered: none before the first full spec (v1_apply_spec.go, Jobs)."""
+        if self.rendered_templates_archive is None:
+            return []
+        return self.job.templates or []
+
+    @property
+    def job_names(self) -> list[str]:
+        return [template.name for template in self.jobs]
+
+    def with_networks(self, networks: dict[str, Any]) -> ApplySpec:
+        return msgspec.structs.replace(self, networks=networks)
+
+    def members(self) -> dict[str, Any]:
+        """The stored form as a JSON object."""
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        built["networks"] = self.networks
+        built["resource_pool"] = self.resource_pool
+        return built
+
+
+def parse(value: Any) -> ApplySpec:
+    """A spec from the wire or from disk; raises ``ActionError`` naming the JSON path of what is wrong."""
+    try:
+        return wire.convert(value, ApplySpec)
+    except msgspec.ValidationError as exc:
+        raise ActionError(f"cannot read the apply spec: {exc}") from exc
+
+
+def decode(raw: bytes) -> ApplySpec:
+    """The stored spec of ``spec.json``."""
+    try:
+        document = wire.decode_json(raw)
+    except ValueError as exc:
+        raise ActionError(f"cannot read the apply spec: {exc}") from exc
+    packages = document.get("packages") if isinstance(document, dict) else None
+    for package in packages.values() if isinstance(packages, dict) else ():
+        if isinstance(package, dict) and not package.get("sha1"):  # stored without one
+            package.pop("sha1", None)
+    return parse(document)

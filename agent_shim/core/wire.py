@@ -1,0 +1,270 @@
+"""The envelope: bytes of a request to values, values to bytes of a reply. Pure.
+
+Shapes and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go); the leniency towards
+nulls and the case of member names is that of Go's encoding/json, on which callers may rely.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import types
+import typing
+from functools import cache
+from typing import Annotated, Any, Final, NoReturn, TypeVar
+
+import msgspec
+
+from agent_shim.core.digest import MultipleDigest
+from agent_shim.core.errors import DigestError
+
+T = TypeVar("T")
+
+Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
+"""A member that the Go agent does not know: a value of a wrong type is ignored, as Go ignores the member."""
+Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
+"""A member that no document sets."""
+DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
+"""A digest string; one that cannot be parsed is of a wrong type. As in the Go agent null means the digest ``null``."""
+INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
+UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
+"""Numbers as Go has them; msgspec itself compares with none beyond 64 bits with a sign."""
+
+MAX_REPLY: Final = 1024 * 1024
+"""Bytes of a reply over NATS; a longer one is cut or replaced (mbus/nats_handler.go)."""
+
+TRUNCATED: Final = "\n...[truncated]...\n"
+TOO_LONG: Final = "Response exceeded maximum allowed length"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a caller asks. ``arguments`` is whatever JSON stood there: binding judges it, not decoding."""
+
+    method: str = ""
+    arguments: Any = None
+    reply_to: str = ""
+    protocol: Annotated[int, INT64] = 0
+
+
+class RequestError(ValueError):
+    """The bytes are not a request: over NATS it is dropped, over HTTPS answered with status 500."""
+
+
+def decode_request(data: bytes) -> Request:
+    """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
+    try:
+        document = decode_json(data)
+        return convert({} if document is None else document, Request)
+    except ValueError as exc:
+        raise RequestError(f"cannot read the request: {exc}") from exc
+
+
+# --- JSON as Go reads it ----------------------------------------------------------------------------------------------
+
+MAX_DEPTH: Final = 10_000
+"""Containers inside containers that encoding/json reads."""
+KEPT_DEPTH: Final = 400
+"""Levels of a deeper document that are kept: no member that is read here lies further down."""
+
+_ESCAPE: Final = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL
+)
+"""One escape of a string; one surrogate alone is as long as ``\\ud800``."""
+_TOKEN: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+"""A string that does not end is a token as well: searching for its end from each quote in it took minutes."""
+_LONGEST_INTEGER: Final = 100
+"""Digits; Python refuses to read very long ones, and no number here has so many."""
+
+
+def decode_json(data: bytes) -> Any:
+    """Read a document that encoding/json of Go reads; raises ``ValueError``.
+
+    As there, each byte that is no UTF-8 and each lone surrogate becomes U+FFFD, and numbers of any size are read. What
+    lies deeper than ``KEPT_DEPTH`` becomes null.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        text = _ESCAPE.sub(_without_lone_surrogate, data.decode("utf-8", "replace-each-byte"))
+        try:
+            return json.loads(_pruned(text), parse_constant=_refuse, parse_int=_number)
+        except json.JSONDecodeError:
+            raise ValueError(str(exc)) from exc
+
+
+def _without_lone_surrogate(escape: re.Match[str]) -> str:
+    return "\\ufffd" if len(escape[0]) == len("\\ud800") else escape[0]
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("replace-each-byte", _replace_each_byte)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _number(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
+
+
+def _pruned(text: str) -> str:
+    """``text`` with null in the place of what is nested too deep; raises ``ValueError`` beyond ``MAX_DEPTH``."""
+    depth, cut_from, kept, done = 0, 0, [], 0
+    for token in _TOKEN.finditer(text):
+        if token[0] in ("[", "{"):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+            if depth == KEPT_DEPTH:
+                cut_from = token.start()
+        elif token[0] in ("]", "}"):
+            if depth == KEPT_DEPTH:
+                kept += [text[done:cut_from], "null"]
+                done = token.end()
+            depth -= 1
+    if depth >= KEPT_DEPTH:
+        raise ValueError(f"it ends within {depth} open arrays and objects")
+    return "".join([*kept, text[done:]])
+
+
+def encode_value(value: Any, *, limit: int | None = None) -> bytes:
+    """``{"value": …}``; if that is longer than ``limit`` bytes, the exception the Go agent sends instead."""
+    reply = b'{"value":' + msgspec.json.encode(value) + b"}"
+    if limit is not None and len(reply) > limit:
+        return _exception(TOO_LONG)
+    return reply
+
+
+def encode_exception(message: str, *, limit: int | None = None) -> bytes:
+    """``{"exception": {"message": …}}``; a message too long for ``limit`` bytes keeps its head and its tail."""
+    reply = _exception(message)
+    if limit is None or len(reply) <= limit:
+        return reply
+    keep = len(message)
+    while len(reply) > limit:
+        # Escapes make the JSON longer than the text: shrink by what was measured, and always by something.
+        keep = min(keep - 1, int(keep * limit / len(reply)))
+        head = keep // 2
+        reply = _exception(message[:head] + TRUNCATED + message[len(message) - (keep - head) :])
+    return reply
+
+
+def _exception(message: str) -> bytes:
+    # A lone surrogate (undecodable output of a script) has no UTF-8 form.
+    clean = message.encode("utf-8", "replace").decode()
+    return msgspec.json.encode({"exception": {"message": clean} if clean else {}})
+
+
+def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None) -> T:
+    """JSON value to a typed one, as lenient as Go: nulls are absent, names match in any case, unknown ones are ignored.
+
+    ``ignored`` gets a line for each ``Lenient`` member of a wrong type. Raises ``msgspec.ValidationError``, whose text
+    names the JSON path.
+    """
+    converted: T = msgspec.convert(_lenient(value, wanted, [] if ignored is None else ignored), wanted)
+    return converted
+
+
+def _lenient(value: Any, wanted: Any, ignored: list[str]) -> Any:
+    if _is_marked(wanted, "digest"):
+        return _digest_text(value)
+    if value is None:
+        return _zero(wanted)
+    if isinstance(value, int) and value > _extra(wanted).get("most", value):
+        raise msgspec.ValidationError(f"{value} does not fit into 64 bits")
+    origin = typing.get_origin(wanted)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arm for arm in typing.get_args(wanted) if arm is not type(None)]
+        return _lenient(value, inner[0], ignored) if len(inner) == 1 else value
+    if isinstance(value, dict):
+        if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
+            return _members(value, wanted, ignored)
+        if origin is dict:
+            arm = typing.get_args(wanted)[1]
+            return {name: _lenient(member, arm, ignored) for name, member in value.items()}
+    if isinstance(value, list):
+        if origin in (list, frozenset, set):
+            arm = typing.get_args(wanted)[0]
+            return [_lenient(member, arm, ignored) for member in value]
+        if origin is tuple:
+            arms = typing.get_args(wanted)
+            if len(arms) == 2 and arms[1] is ...:
+                return [_lenient(member, arms[0], ignored) for member in value]
+            return [_lenient(member, arm, ignored) for member, arm in zip(value, arms, strict=False)] + value[
+                len(arms) :
+            ]
+    return value
+
+
+def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
+    """The members of ``value`` under the names that ``wanted`` has for them; of two spellings the last one counts."""
+    fields = _fields(wanted)
+    members = {}
+    for name, member in value.items():
+        encoded, arm = fields.get(name.lower(), (None, None))
+        if encoded is None or (member is None and not _is_marked(arm, "digest")):
+            continue
+        taken = _lenient(member, arm, ignored)
+        if _is_marked(arm, "lenient"):
+            try:
+                msgspec.convert(taken, arm)
+            except msgspec.ValidationError as exc:
+                ignored.append(f"{name}: {exc}")
+                continue
+        members[encoded] = taken
+    return members
+
+
+@cache
+def _fields(wanted: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+    return {
+        field.encode_name.lower(): (field.encode_name, field.type)
+        for field in msgspec.structs.fields(wanted)
+        if not _is_marked(field.type, "internal")
+    }
+
+
+def _is_marked(wanted: Any, mark: str) -> bool:
+    return mark in _extra(wanted)
+
+
+def _extra(wanted: Any) -> dict[str, Any]:
+    """What ``Lenient``, ``Internal`` and the like note of a type."""
+    noted: dict[str, Any] = {}
+    for meta in getattr(wanted, "__metadata__", ()):
+        noted |= getattr(meta, "extra", None) or {}
+    return noted
+
+
+def _digest_text(value: Any) -> str:
+    """The text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON without the quotes, of whatever type it is."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    try:
+        MultipleDigest.parse(text)
+    except DigestError as exc:
+        raise msgspec.ValidationError(str(exc)) from exc
+    return text
+
+
+def _zero(wanted: Any) -> Any:
+    """Go's zero value for a JSON ``null`` in the place of ``wanted``."""
+    if typing.get_origin(wanted) is typing.Annotated:
+        return _zero(typing.get_args(wanted)[0])
+    origin = typing.get_origin(wanted) or wanted
+    if origin in (types.UnionType, typing.Union, Any):
+        return None
+    if isinstance(origin, type):
+        if issubclass(origin, msgspec.Struct):
+            return {}
+        if origin in (list, tuple, set, frozenset):
+            return []
+        if origin in (str, int, float, bool, dict):
+            return origin()
+    return None

@@ -1,0 +1,1 @@
+"""The daemon: boot, the wiring of services and edges, recovery of jobs, shutdown, the worker process."""

@@ -1,0 +1,349 @@
+"""The boot: named steps, each of which may run again at any time, is timed, and says so in a line where it is skipped.
+
+Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go); what configures machines
+(interfaces, partitions, mounts over system directories) is not done in a container at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.jobs import bundles_of
+from agent_shim.core.errors import ActionError, BootError, HostError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import BoshEnv
+from agent_shim.daemon.job_recovery import Comeback
+from agent_shim.host import files, mounts
+from agent_shim.services import bosh_env, resolver
+from agent_shim.services.bundles import put_bpm_in_front
+from agent_shim.services.users import NO_PASSWORD
+
+logger = logging.getLogger(__name__)
+
+LEFT_TO_THE_CONTAINER: Final = (
+    "network interfaces",
+    "system disk",
+    "ephemeral disk",
+    "shared memory",
+    "log, opt and home directories",
+)
+"""What the Go agent sets up on a machine and a container runtime has set up already."""
+
+GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - no secret of anybody
+"""What the Go agent writes into monit.user, to the letter."""
+
+NOT_ROOT: Final = "not root of a container with the real /var/vcap"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One idempotent action. ``run`` returns why it was skipped, or None; only a ``vital`` one may stop the boot.
+
+    What is ``late`` is needed neither by the bus nor by a request: it runs beside the connection.
+    """
+
+    name: str
+    run: Callable[[], Awaitable[str | None]]
+    vital: bool = False
+    late: bool = False
+
+
+async def boot(steps: list[Step]) -> None:
+    """Run the steps in order and say how each went; raises ``BootError`` when a vital one fails."""
+    for step in steps:
+        begun_at = time.monotonic()
+        try:
+            skipped = await step.run()
+        except (OSError, ActionError) as exc:
+            if step.vital:
+                raise BootError(f"cannot boot: step {step.name}: {exc}") from exc
+            skipped = str(exc)
+        milliseconds = (time.monotonic() - begun_at) * 1000
+        outcome = f"skipped: {skipped}" if skipped else "done"
+        logger.info("boot step %s: %s (%.1f ms)", step.name, outcome, milliseconds)
+
+
+def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
+    """The tree with modes and owners as after the Go agent's bootstrap."""
+    own = "root:root" if paths.is_system else None
+    shared = paths.shared_owner
+    return [
+        (paths.bosh, 0o700, own),
+        (paths.bosh_etc, 0o755, own),
+        (paths.agent_log, 0o750, own),
+        (paths.data, 0o755, None),
+        (paths.mirror, 0o700, own),
+        (paths.data_sys, 0o750, shared),
+        (paths.log, 0o750, shared),
+        (paths.run, 0o1777, shared),
+        (paths.shim_run, 0o700, own),
+        (paths.data_jobs, 0o750, shared),
+        (paths.data_packages, 0o755, shared),
+        (paths.sensitive_blobs, 0o700, shared),
+        (paths.sensitive_blobs / "tmp", 0o750, shared),
+        (paths.blobs, 0o700, shared),
+        (paths.blobs / "tmp", 0o750, shared),
+        (paths.dynamic_disks, 0o700, shared),
+        (paths.tmp, 0o755, own),
+        (paths.jobs, 0o750, shared),
+        (paths.packages, 0o755, shared),
+        (paths.instance, 0o755, own),
+        (paths.monit, 0o755, own),
+        (paths.monit_job, 0o755, own),
+    ]
+
+
+def make_tree(paths: Paths) -> None:
+    """Make the directories and the link ``sys``; a volume of the kubelet keeps the mode it came with."""
+    for path, mode, owner in directories(paths):
+        if path == paths.data and path.is_dir():
+            continue
+        files.make_dir(path, mode, owner)
+    if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
+        files.swap_link(paths.data_sys, paths.sys)
+
+
+def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list[Step]:
+    """What follows once there are settings."""
+    paths = agent.paths
+
+    async def temporary_files() -> str | None:
+        if not owns_system(paths):
+            return NOT_ROOT
+        for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
+            files.make_dir(path, 0o1777, paths.shared_owner)
+        return None
+
+    async def leftovers() -> str | None:
+        await agent.bundles.sweep()
+        await agent.compiler.clean()
+        await agent.logs.tidy()
+        return None
+
+    async def bpm_command() -> str | None:
+        """Scripts and people may call it before anything is applied."""
+        await asyncio.to_thread(put_bpm_in_front, paths)
+        return None
+
+    async def monit_user() -> str | None:
+        """A password stays once it is made: releases read it when they start."""
+        found = await asyncio.to_thread(_text, paths.monit_user)
+        known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
+        if known and not monit_password:
+            return "there is one"
+        password = monit_password or secrets.token_hex(16)
+        await files.save(paths.monit_user, f"vcap:{password}\n".encode(), mode=0o600)
+        return None
+
+    async def left() -> str:
+        return "it belongs to the container runtime"
+
+    return [
+        *(Step(name, left) for name in LEFT_TO_THE_CONTAINER),
+        Step("own names", lambda: agent.dns.name_self(agent.settings.current.agent_id)),
+        *_access_steps(agent),
+        *_wishes(agent),
+        _memory_step(agent),
+        *_server_steps(agent),
+        Step("temporary files", temporary_files),
+        *_trust_steps(agent),
+        Step("leftovers of interrupted work", leftovers),
+        Step("command bpm", bpm_command),
+        Step("monit user", monit_user),
+        *_instance_steps(agent),
+        _disk_step(agent),
+        Step("jobs that ran before", comeback.begin, vital=True),
+    ]
+
+
+def _wishes(agent: Agent) -> list[Step]:
+    """What ``env.bosh`` asks of the machine itself."""
+    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
+
+    def step(name: str, run: Callable[[Paths, BoshEnv], Awaitable[str | None]]) -> Step:
+        async def wish() -> str | None:
+            return await run(paths, bosh) if owns_system(paths) else NOT_ROOT
+
+        return Step(name, wish)
+
+    async def refused() -> str | None:
+        return bosh_env.refused(bosh)
+
+    return [
+        Step("wishes that no container can follow", refused),
+        step("settings in memory", bosh_env.settings_in_memory),
+        step("development tools", bosh_env.remove_dev_tools),
+        step("static libraries", bosh_env.remove_static_libraries),
+    ]
+
+
+def _memory_step(agent: Agent) -> Step:
+    """What ``env.bosh`` wants to have on no disk: rendered jobs, blobs with secrets, run files."""
+    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
+
+    async def memory() -> str | None:
+        wanted = {
+            path: bosh.job_dir.size("100m") for path in (paths.data_jobs, paths.sensitive_blobs) if bosh.job_dir.tmpfs
+        }
+        if bosh.run_dir.tmpfs or bosh.run_dir.tmpfs_size:
+            wanted[paths.run] = bosh.run_dir.size("16m")
+        if wanted and not owns_system(paths):
+            return NOT_ROOT
+        for path, size in wanted.items():
+            await asyncio.to_thread(_put_in_memory, path, size, paths.shim_run)
+        await asyncio.to_thread(make_tree, paths)
+        return None if wanted else "none are asked for"
+
+    return Step("directories in memory", memory)
+
+
+def _put_in_memory(path: Path, size: str, shim_run: Path) -> None:
+    """Mount a tmpfs on a directory, unless the container came with a mount there; our own run files stay visible."""
+    if mounts.is_mount_point(path):
+        return
+    held = os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mounts.mount_tmpfs(path, f"size={size},mode=0750")
+        if shim_run.is_relative_to(path):
+            files.make_dir(shim_run, 0o700)
+            mounts.bind(Path(f"/proc/self/fd/{held}"), shim_run)
+    finally:
+        os.close(held)
+
+
+def _server_steps(agent: Agent) -> list[Step]:
+    paths, settings = agent.paths, agent.settings.current
+
+    async def name_servers() -> str | None:
+        return await resolver.settle(settings.name_servers) if owns_system(paths) else NOT_ROOT
+
+    async def time_servers() -> str | None:
+        if not settings.ntp:
+            return "no servers in the settings"
+        await files.save(paths.bosh_etc / "ntpserver", " ".join(settings.ntp).encode())
+        return None
+
+    return [Step("name servers", name_servers), Step("time servers", time_servers)]
+
+
+def _instance_steps(agent: Agent) -> list[Step]:
+    """What a root file system has that belongs to the spec: a new one gets it again."""
+
+    async def instance() -> str | None:
+        spec = await agent.spec.load()
+        if not agent.mirror.root_is_new:
+            return "the root file system is the old one"
+        jobs, packages = bundles_of(spec)
+        gone = agent.bundles.missing([*jobs, *packages])
+        await agent.bundles.link(
+            [job for job in jobs if job not in gone], [package for package in packages if package not in gone]
+        )
+        await agent.spec.write_instance_files()
+        await agent.dns.restore(agent.settings.current.agent_id)
+        return None
+
+    async def job_directories() -> str | None:
+        spec = agent.spec.current
+        if not spec.jobs:
+            return "nothing is deployed yet"
+        await agent.bundles.make_job_dirs(spec.job_names)
+        return None
+
+    return [
+        Step("links and files of the instance", instance, vital=True),
+        Step("job directories", job_directories, vital=True),
+    ]
+
+
+def _disk_step(agent: Agent) -> Step:
+    async def disks() -> str | None:
+        await agent.disks.recover()
+        return await agent.disks.problem() or None
+
+    return Step("persistent disk", disks)
+
+
+def _access_steps(agent: Agent) -> list[Step]:
+    settings = agent.settings.current
+
+    async def ssh_keys() -> str | None:
+        keys = settings.source.env.bosh.authorized_keys
+        if not keys:
+            return "no keys in the settings"
+        if not owns_system(agent.paths):
+            return NOT_ROOT
+        await agent.users.authorize_vcap(keys)
+        return None
+
+    async def passwords() -> str | None:
+        bosh = settings.source.env.bosh
+        if not owns_system(agent.paths):
+            return NOT_ROOT
+        await agent.users.set_passwords(bosh.password or NO_PASSWORD, keep_root=bosh.keep_root_password)
+        return None
+
+    async def ssh_server() -> str | None:
+        if not owns_system(agent.paths):
+            return NOT_ROOT
+        await agent.sshd.settle()
+        return None
+
+    return [
+        Step("authorized keys", ssh_keys, late=True),
+        Step("passwords", passwords, late=True),
+        Step("ssh server", ssh_server, late=True),
+    ]
+
+
+def _trust_steps(agent: Agent) -> list[Step]:
+    """What ``update_settings`` and ``sync_dns`` have brought outside the tree: a new container has lost it."""
+    settings = agent.settings.current
+
+    async def certificates() -> str | None:
+        return await agent.certificates.install(settings.update.trusted_certs, tries=1)
+
+    async def names() -> str | None:
+        return None if await agent.dns.restore(settings.agent_id) else "no records yet"
+
+    return [Step("trusted certificates", certificates, late=True), Step("names of other instances", names)]
+
+
+def owns_system(paths: Paths) -> bool:
+    """True for root of a container with the real tree: users and /tmp are the agent's business only then."""
+    return paths.is_system and os.geteuid() == 0
+
+
+def tree_step(paths: Paths) -> Step:
+    """The step that comes before there are settings."""
+
+    async def tree() -> str | None:
+        try:
+            await asyncio.to_thread(make_tree, paths)
+            # Before anything writes there: an agent that is killed while it writes leaves what it had not renamed.
+            await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
+        except HostError as exc:
+            raise BootError(f"cannot boot: {exc}") from exc
+        free = shutil.disk_usage(paths.data).free
+        if free < 1 << 20:
+            logger.warning("%s has %d bytes free", paths.data, free)
+        return None
+
+    return Step("directories", tree, vital=True)
+
+
+def _text(path: Path) -> str:
+    """A small file; nothing where it is missing or no text."""
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""

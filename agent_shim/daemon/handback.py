@@ -1,0 +1,97 @@
+"""The way back: state and jobs are left so that the Go agent and monit can take over, with every process going on.
+
+The files below ``bosh`` have the Go agent's names and shapes anyway. What it would misunderstand is removed: our marks
+on disks (it moves data between disks without them), the copy of the state (it does not keep it up to date), and the
+monit files of jobs that are stopped (monit would start them: its own memory of them is older than ours). The logs of
+jobs are logrotate's again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from agent_shim.core import settings
+from agent_shim.core.errors import HostError, SettingsError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, nftables, proc, watchdog
+from agent_shim.services import state_backup
+from agent_shim.services.disks import hints, markers
+from agent_shim.services.logs import rotation
+from agent_shim.services.volume_lease import only_one
+from agent_shim.supervisor.plan import ProcessSpec, plan
+from agent_shim.supervisor.process_record import read as read_pidfile
+from agent_shim.supervisor.supervisor import Saved, read_saved, write_monit_files
+
+
+def hand_back(paths: Paths) -> list[str]:
+    """Do it, and say what a person should know; doing it twice is harmless.
+
+    Raises ``AlreadyRunningError`` while an agent runs and ``HostError`` when something cannot be removed.
+    """
+    with only_one(paths, "hand back"):
+        saved = read_saved(paths.supervisor_state)
+        said = [*_jobs(paths, saved), *_disks(paths), *_firewall(paths)]
+        rotation.put_into_force(paths.logrotate_rule)
+        files.remove_tree(paths.given_up)
+        files.remove_tree(paths.former_mbus)
+        files.remove_tree(paths.shim_run)
+        watchdog.forget(paths.mirror)
+        state_backup.forget(paths)
+    return [*said, "the BOSH agent and monit may be started now"]
+
+
+def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
+    if saved is None:
+        yield "no jobs were supervised"
+        return
+    files.remove_tree(paths.monit_job)
+    files.make_dir(paths.monit_job, 0o755)
+    if not saved.is_wanted:
+        yield "the jobs are stopped; monit learns of them when the Director starts them"
+        return
+    write_monit_files(paths.monit_job, saved.files)
+    for spec in plan(saved.files):
+        record = saved.services.get(spec.name.lower())
+        yield _job(spec, record.traces.known if record else None)
+
+
+def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
+    """What monit will make of a process."""
+    found = proc.stat(known[0]) if known else None
+    if known is None or found is None or found.identity != known or not found.is_alive:
+        return f"{spec.name} does not run: monit will start it"
+    pidfile = read_pidfile(spec.pidfile) if spec.pidfile else None
+    if spec.pidfile is not None and (pidfile is None or pidfile.pid != found.pid):
+        return f"{spec.name} runs as {found.pid}, which {spec.pidfile} does not say: monit will start it a second time"
+    if spec.start is not None and spec.start.bpm is not None:
+        return f"{spec.name} runs as {found.pid}, without runc: the bpm of the release cannot stop it, end it by hand"
+    return f"{spec.name} runs on as {found.pid}"
+
+
+def _disks(paths: Paths) -> Iterator[str]:
+    try:
+        source = settings.parse(paths.settings_cache.read_bytes(), origin=str(paths.settings_cache))
+    except (OSError, SettingsError) as exc:
+        yield f"cannot look for disks: {exc}"
+        return
+    known = hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints))
+    for cid, disk in known.items():
+        place = disk.place or paths.store
+        if (marker := markers.read(place)) is not None:
+            files.remove_tree(place / markers.DIRECTORY)
+            is_store = marker.cid == cid and marker.role == "store"
+            yield f"disk {cid}: our mark is removed" + (
+                f"; {paths.managed_disk} says it is the store" if is_store else ""
+            )
+    if paths.store.is_symlink():
+        yield f"{paths.store} is a link to the disk, since this container may not mount: the BOSH agent cannot use that"
+
+
+def _firewall(paths: Paths) -> Iterator[str]:
+    """The Go agent has a table of its own; ours would keep jobs from a bus that may have moved since."""
+    if paths.is_system and nftables.is_installed():
+        try:
+            asyncio.run(nftables.remove())
+        except HostError as exc:
+            yield f"the rules of the packet filter stay, if there are any: {exc}"

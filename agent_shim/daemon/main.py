@@ -1,0 +1,254 @@
+"""The daemon: the process with its sockets and signals, from its start to the settings that say who it is.
+
+From then on the work is that of ``running``; here it is told what operators and observers ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agent_shim.actions.dispatch import ACTIONS
+from agent_shim.core import log, settings, wire
+from agent_shim.core.errors import ConfigError
+from agent_shim.core.paths import Paths
+from agent_shim.daemon import boot, job_recovery, status_report
+from agent_shim.daemon.runtime import GIVEN_UP, Running, or_stop
+from agent_shim.edges import control_server, metrics
+from agent_shim.host import (
+    daemon_thread,
+    loop_guard,
+    process,
+    reaper,
+    sd_notify,
+    watchdog,
+)
+from agent_shim.services.logs import tail
+from agent_shim.services.settings_store import SettingsStore
+from agent_shim.services.state_backup import Mirror
+from agent_shim.services.volume_lease import Fence, only_one
+from agent_shim.supervisor.bpm import bpm_api
+
+logger = logging.getLogger(__name__)
+
+THREADS: Final = 6
+"""For what blocks, on however many processors."""
+BUG: Final = 70
+"""The exit code of an agent under ``AGENT_SHIM_DEBUG`` whose event loop was held."""
+DEBUG: Final = "AGENT_SHIM_DEBUG"
+"""With this variable the event loop is guarded (``host.loop_guard``); a directory in it gets the reports as files."""
+RIVAL_LOOK: Final = 1.0
+"""Seconds between looks whether an agent that uses our volumes has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of ``agent-shim run``; what is None or empty comes from agent.json."""
+
+    config: Path | None
+    paths: Paths
+    http: str | None = None
+    log_format: str = ""
+    log_level: str = ""
+    job_logs: bool = False
+
+
+def main(options: Options) -> int:
+    """Run until told to stop; returns the exit code."""
+    config = _read_config(options.config)
+    form = options.log_format or config.shim.log_format
+    log.setup(
+        level=options.log_level or config.shim.log_level,
+        form=form,
+        file=options.paths.agent_log / "current",
+    )
+    if options.job_logs or config.shim.job_logs:
+        tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
+    if debug := os.environ.pop(DEBUG, ""):
+        loop_guard.install(Path(debug) if Path(debug).is_dir() else None)
+    return asyncio.run(Daemon(options, config).serve())
+
+
+def _read_config(path: Path | None) -> settings.AgentConfig:
+    if path is None:
+        return settings.AgentConfig()
+    try:
+        return settings.parse_config(path.read_bytes(), origin=str(path))
+    except OSError as exc:
+        raise ConfigError(f"cannot read the agent's configuration from {path}: {exc.strerror}") from exc
+
+
+class Daemon:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, options: Options, config: settings.AgentConfig) -> None:
+        self._options = options
+        self._config = config
+        self._paths = options.paths
+        self._begun_at = time.monotonic()
+        self._systemd = sd_notify.from_environment()
+        self._watchdog = watchdog.Watchdog(self._systemd.beat, step=self._systemd.period or watchdog.STEP_S)
+        self._stop = asyncio.Event()
+        self._stage = "starting"
+        self._live: Running | None = None
+        self._mirror = Mirror(self._paths)
+        self._fence = Fence()
+        self._metrics = metrics.Metrics(self._readings, ACTIONS)
+
+    @property
+    def _phase(self) -> str:
+        """How far the agent is, for people; ``running`` when it answers."""
+        return self._stage if self._live is None else self._live.phase
+
+    async def serve(self) -> int:
+        """Boot, answer, and on SIGTERM or SIGINT go, leaving the jobs as they are.
+
+        As process 1 of a container the same signals are its end: then the jobs are stopped in order first.
+        """
+        process.default_signals()
+        process.leave_no_core()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(daemon_thread.pool(THREADS))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
+            loop.add_signal_handler(number, log.turn, steps)
+        with only_one(self._paths, "start"):
+            self._watchdog.start()
+            async with self._http():
+                if await or_stop(self._without_rival(self._rival_on_data), self._stop):
+                    await self._serve_alone()
+        logger.info("the agent stops")
+        self._watchdog.stop()
+        if loop_guard.violations:
+            return BUG
+        stop = self._live.orderly if self._live is not None else None
+        return 1 if stop is not None and stop.reasons else 0
+
+    async def _serve_alone(self) -> None:
+        await asyncio.to_thread(self._mirror.begin)
+        await boot.boot([boot.tree_step(self._paths)])
+        await asyncio.to_thread(self._watchdog.remember, self._paths.mirror)
+        with reaper.reaping():
+            async with control_server.listening(self._paths.control_socket, self._answer_operator):
+                self._systemd.ready()
+                await self._until_stopped()
+        if self._live is None or not any(service.pid for service in self._live.agent.supervisor.services()):
+            await asyncio.to_thread(self._fence.let_all_go)
+
+    async def _without_rival(self, find: Callable[[], str]) -> None:
+        """Wait until no other agent uses our volumes; nothing is touched, and nobody answered, until then."""
+        said = ""
+        while rival := await asyncio.to_thread(find):
+            self._stage = f"waiting until another agent ends: {rival}"
+            if rival != said:
+                logger.error("%s", self._phase)
+                said = rival
+            await asyncio.sleep(RIVAL_LOOK)
+
+    def _rival_on_data(self) -> str:
+        rival = self._fence.hold(self._paths.mirror)
+        return rival and f"{self._paths.data} is in use by {rival}"
+
+    def _signalled(self) -> None:
+        live = self._live
+        if os.getpid() != 1 or live is None or live.dispatcher is None:
+            self._systemd.stopping()
+            self._stop.set()
+        elif live.orderly is not None:
+            live.orderly.hurry.set()
+        else:
+            # The container is killed when the grace is over: a second of it is for our own end.
+            live.begin_orderly_stop(max(1.0, self._config.shim.grace - 1)).add_done_callback(lambda _: self._stop.set())
+
+    @asynccontextmanager
+    async def _http(self) -> AsyncIterator[None]:
+        address = self._options.http or self._config.shim.http
+        async with metrics.listening(address, metrics.Routes(self._metrics.render, self._ready)):
+            yield
+
+    async def _until_stopped(self) -> None:
+        store = await asyncio.to_thread(self._settings_store)
+        self._stage = "waiting for settings"
+        if not await or_stop(store.wait(), self._stop):
+            return
+        await asyncio.to_thread(self._fence.introduce, store.current.agent_id)
+        await self._mirror.recover(store.current.agent_id)
+        find_twin = partial(job_recovery.twin, self._fence, self._paths, store.current.source)
+        if not await or_stop(self._without_rival(find_twin), self._stop) or not await or_stop(store.wait(), self._stop):
+            return
+        if await asyncio.to_thread(_was_given_up, self._paths, store.current.agent_id):
+            self._stage = GIVEN_UP
+            logger.warning("the Director has shut this agent down: it stays idle until it gets another agent_id")
+            await self._stop.wait()
+            return
+        self._live = Running(
+            self._paths,
+            self._config.shim,
+            store,
+            mirror=self._mirror,
+            fence=self._fence,
+            metrics=self._metrics,
+            disown=self._watchdog.disown,
+            stop=self._stop,
+        )
+        await self._live.serve()
+
+    def _settings_store(self) -> SettingsStore:
+        if not self._config.shim.spec:
+            return SettingsStore(self._paths, self._config.settings_files)
+        from agent_shim.daemon import standalone  # late: most agents have a Director
+
+        source = standalone.write_settings(self._paths, Path(self._config.shim.spec))
+        return SettingsStore(self._paths, [source], needs_bus=False)
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    def _readings(self) -> metrics.Readings:
+        return metrics.Readings() if self._live is None else status_report.readings(self._live)
+
+    def _ready(self, level: str) -> tuple[bool, str]:
+        return (False, self._phase) if self._live is None else status_report.readiness(self._live, level)
+
+    async def _answer_operator(self, request: dict[str, Any], line: bytes) -> bytes:
+        live = self._live
+        match request:
+            case {"command": "status"}:
+                uptime = int(time.monotonic() - self._begun_at)
+                return msgspec.json.encode(await status_report.status(live, self._phase, uptime))
+            case {"command": "probe", "kind": kind}:
+                ok, reason = (True, "alive") if kind == "live" else self._ready("")
+                return msgspec.json.encode({"ok": ok, "reason": reason})
+            case {"command": "drain"} if live is None:
+                return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})
+            case {"command": "drain", "timeout": grace} if live is not None and live.dispatcher is not None:
+                await live.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
+                assert live.orderly is not None
+                return msgspec.json.encode({"clean": not live.orderly.reasons, "summary": live.orderly.summary})
+            case {"command": "bpm"} if live is not None:
+                return msgspec.json.encode(await bpm_api.answer(live.agent.supervisor.bpm, request))
+            case {"command": "services"} if live is not None:
+                return msgspec.json.encode(await live.answer_monit(request))
+            case {"method": _} if live is not None and live.dispatcher is not None:
+                return await live.dispatcher.reply(wire.decode_request(line), line, limit=None)
+        return wire.encode_exception(f"cannot answer: the agent is {self._phase}")
+
+
+def _was_given_up(paths: Paths, agent_id: str) -> bool:
+    """Whether the Director has sent ``shutdown`` to this very agent before."""
+    try:
+        return paths.given_up.read_text() == agent_id
+    except OSError:
+        return False

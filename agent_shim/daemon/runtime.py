@@ -1,0 +1,481 @@
+"""The agent once it knows who it is: services and edges wired, named root tasks, and how it goes away.
+
+Everything that can go wrong outside is handled inside root tasks, so the end of one is a bug. It is begun again, and
+the others go on; when the bus, the lane of tasks or the heartbeat keeps failing, or the supervisor loses a service, the
+daemon ends with a traceback, and the init of the container starts the agent anew. Jobs go on in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from agent_shim.actions import (  # noqa: F401 - importing registers them
+    access,
+    blobs,
+    compile,  # noqa: A004
+    disks,
+    dns,
+    jobs,
+    logs,
+    scripts,
+    state,
+)
+from agent_shim.actions.agent import Agent, Edges
+from agent_shim.actions.dispatch import Dispatcher
+from agent_shim.actions.tasks import Tasks
+from agent_shim.core import settings, wire
+from agent_shim.core.errors import ActionError, BusError, HostError
+from agent_shim.core.keep_running import for_ever
+from agent_shim.core.paths import Paths
+from agent_shim.daemon import boot, job_recovery, shutdown
+from agent_shim.edges import alerts, heartbeat, monit_http
+from agent_shim.edges.bus import Bus
+from agent_shim.edges.bus.nats import NatsBus
+from agent_shim.edges.metrics import Metrics
+from agent_shim.host import files, network, proc, process
+from agent_shim.services import certificate_watch
+from agent_shim.services.address_watch import Drift, expected
+from agent_shim.services.bundles import Bundles
+from agent_shim.services.certificate_watch import Expiry
+from agent_shim.services.compiler import Compiler
+from agent_shim.services.disks import Disks
+from agent_shim.services.dns import Dns
+from agent_shim.services.firewall import Firewall
+from agent_shim.services.logs import rotation
+from agent_shim.services.logs.archives import Logs
+from agent_shim.services.logs.rotation import Limits, Rotation
+from agent_shim.services.scripts import Scripts
+from agent_shim.services.settings_store import SettingsStore
+from agent_shim.services.spec_store import SpecStore
+from agent_shim.services.sshd import Sshd
+from agent_shim.services.state_backup import Mirror
+from agent_shim.services.trusted_cas import Certificates
+from agent_shim.services.users import Users
+from agent_shim.services.vitals import Vitals
+from agent_shim.services.volume_lease import Fence
+from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor.supervisor import Event, Supervisor
+
+if TYPE_CHECKING:
+    from agent_shim.daemon.standalone import Standalone
+
+logger = logging.getLogger(__name__)
+
+GIVEN_UP: Final = "shut down by the Director"
+STOPPING: Final = "the container ends and all jobs are being stopped"
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+"""What Kubernetes shows of a container that has ended (kubectl describe pod)."""
+FENCED_GRACE: Final = 10.0
+"""Seconds for jobs whose volume another agent has taken."""
+MONIT_HTTP: Final = "127.0.0.1:2822"
+MONIT_MAIL: Final = "127.0.0.1:2825"
+VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
+"""Root tasks without which the agent is none: a fresh process is tried when one of them keeps failing."""
+LAST_WORDS: Final = 1.0
+"""Seconds in which the replies to held polls may leave before the bus is left."""
+
+
+class Running:
+    """One agent_id with everything it uses; ``serve`` is its life.
+
+    ``phase`` says for people how far it is, ``running`` when it answers; ``vitals`` are those of the last heartbeat.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        shim: settings.ShimOptions,
+        store: SettingsStore,
+        *,
+        mirror: Mirror,
+        fence: Fence,
+        metrics: Metrics,
+        disown: Callable[[], None],
+        stop: asyncio.Event,
+    ) -> None:
+        """Once ``stop`` is set it ends, and leaves the jobs as they are.
+
+        ``disown`` is called when another agent has taken a volume: nothing of the process writes there then.
+        """
+        self.phase = "booting"
+        self._begun_at = time.monotonic()
+        self.vitals: dict[str, Any] = {}
+        self.dispatcher: Dispatcher | None = None
+        self.orderly: shutdown.OrderlyStop | None = None
+        self.standalone: Standalone | None = None
+        self.drift = Drift(self._expected_addresses, self._address_missing)
+        self.expiry = Expiry(lambda: certificates(self.bus.mbus))
+        self._shim = shim
+        self._fence = fence
+        self._metrics = metrics
+        self._disown = disown
+        self._stop = stop
+        self._ending: asyncio.Task[None] | None = None
+        self._given_up = asyncio.Event()
+        self.bus = self._make_bus(paths, store)
+        self.agent = assemble(
+            paths,
+            store,
+            Supervisor(
+                paths,
+                on_event=self._process_event,
+                is_strict=shim.bpm.strict,
+                settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
+            ),
+            Edges(self._announce_shutdown, self._reconnect, self._shut_down),
+            mirror=mirror,
+            fence=fence,
+            ssh_port=shim.ssh.port,
+        )
+        self.comeback = job_recovery.Comeback(self.agent, self._process_event)
+        if shim.spec:
+            from agent_shim.daemon import standalone
+
+            self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
+        self.firewall = Firewall(
+            lambda: self.bus.mbus,
+            lambda: self.bus.is_connected,
+            self._is_bus_heard,
+            _no_firewall(paths, is_wanted=shim.firewall),
+        )
+        self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
+        self._alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
+
+    def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
+        """The first address chooses: the bosh CLI calls over HTTPS, a Director over NATS (mbus/handler_provider.go)."""
+        if self._shim.spec:
+            from agent_shim.daemon.standalone import NoBus
+
+            return NoBus()
+        if is_https(store.current.mbus):
+            from agent_shim.edges.bus.https import HttpsBus  # late: aiohttp is 9 MB that an agent on NATS does not need
+
+            return HttpsBus(
+                store.current.mbus,
+                partial(self._handle, limit=None),
+                paths.blobs,
+                on_connected=self._connected,
+            )
+        return NatsBus(
+            store.current.agent_id,
+            store.current.mbus,
+            self._handle,
+            on_connected=self._connected,
+            reread=store.other_mbus,
+        )
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Boot, then answer until told to stop."""
+        agent = self.agent
+        steps = boot.steps(agent, self.comeback, monit_password=self._shim.monit.password)
+        async with agent.supervisor:
+            if not await or_stop(boot.boot([step for step in steps if not step.late]), self._stop):
+                return
+            self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
+            await agent.tasks.resume(self.dispatcher.resumed())
+            gc.freeze()  # what boot has made stays: no later collection looks at it again
+            self.phase = "running"
+            async with self._ports():
+                await self._run(self.dispatcher, [step for step in steps if step.late])
+
+    def _rotation(self) -> Rotation:
+        wanted, spec = self._shim.logs, self.agent.spec
+        limits = Limits(rotation.size(wanted.size), wanted.keep, rotation.size(wanted.total), wanted.period)
+        return Rotation(self.agent.paths, limits, lambda: spec.current.properties.logging.max_log_file_size)
+
+    @asynccontextmanager
+    async def _ports(self) -> AsyncIterator[None]:
+        """Be where monit, and the Go agent for monit, would be."""
+        paths, monit = self.agent.paths, self._shim.monit
+        http = monit.http or (MONIT_HTTP if paths.is_system else "off")
+        mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
+        async with (
+            monit_http.listening(http, self.answer_monit, paths.monit_user),
+            monit_http.refusing_mail(mail),
+        ):
+            yield
+
+    async def _run(self, dispatcher: Dispatcher, late: list[boot.Step]) -> None:
+        agent = self.agent
+        booted = asyncio.Event()
+
+        async def boot_late() -> None:
+            await boot.boot(late)
+            booted.set()
+
+        async def come_back() -> None:
+            await booted.wait()  # jobs may ask for the authorities of this machine as soon as they are started
+            await self.comeback.run()
+
+        roots: dict[str, Callable[[], Awaitable[None]]] = {
+            "bus": self.bus.run,
+            "heartbeat": self.heartbeat.run,
+            "alerts": self._alerts.run,
+            "tasks": lambda: agent.tasks.run(dispatcher.failure),
+            "settings": lambda: agent.settings.watch(self._settings_changed),
+            "coming back": come_back,
+            "copy of the state": agent.mirror.watch,
+            "leases": lambda: self._fence.keep(self._fenced_off),
+            "addresses": self.drift.watch,
+            "firewall": self.firewall.watch,
+            "certificates": self.expiry.watch,
+            "loop lag": self._metrics.watch_lag,
+        }
+        if self._shim.logs.rotate:
+            roots["logs of jobs"] = self._rotation().run
+        else:
+            await asyncio.to_thread(rotation.leave_to_logrotate, agent.paths.logrotate_rule)
+        if self.standalone is not None:
+            roots["standalone"] = self.standalone.run
+        try:
+            async with asyncio.TaskGroup() as group:
+                running: list[asyncio.Task[Any]] = [group.create_task(agent.supervisor.run(), name="supervisor")]
+                running.append(group.create_task(boot_late(), name="boot beside the connection"))
+                running += [
+                    group.create_task(for_ever(name, run, is_vital=name in VITAL), name=name)
+                    for name, run in roots.items()
+                ]
+                await or_stop(self._given_up.wait(), self._stop)
+                agent.tasks.release_polls()
+                await self.bus.settle(LAST_WORDS)
+                for task in running:
+                    task.cancel()
+                await self._stop.wait()
+        except BaseExceptionGroup as broken:
+            raise broken.exceptions[0] from None
+
+    # --- how it goes away -------------------------------------------------------------------------------------------
+
+    def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
+        """Stop all jobs in order, once; from now on nothing that changes the machine is done."""
+        if self.orderly is None or self._ending is None:
+            assert self.dispatcher is not None
+            self.phase = STOPPING
+            self.dispatcher.refusing = STOPPING
+            self.orderly = shutdown.OrderlyStop(grace)
+            self._ending = asyncio.create_task(self._stop_in_order(self.orderly), name="orderly stop")
+        return self._ending
+
+    async def _stop_in_order(self, stop: shutdown.OrderlyStop) -> None:
+        await stop.run(self.agent)
+        if self.agent.paths.is_system:
+            await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
+
+    def _shut_down(self) -> None:
+        # Not awaited: the Director does not wait for the answer either, and deletes the container next.
+        self._ending = asyncio.create_task(self._give_up(), name="shutdown")
+
+    async def _give_up(self) -> None:
+        """Stop all jobs, leave the bus, and stay idle, after a restart too."""
+        agent = self.agent
+        self.phase = GIVEN_UP
+        try:
+            await files.save(agent.paths.given_up, agent.settings.current.agent_id.encode(), mode=0o600)
+            await agent.mirror.update()
+        except HostError as exc:
+            logger.error("the agent would come back after a restart: %s", exc)
+        try:
+            await agent.supervisor.stop(wait=True)
+        except (HostError, ActionError) as exc:
+            logger.error("cannot stop all jobs: %s", exc)
+        finally:
+            self._given_up.set()
+
+    def _fenced_off(self, why: str) -> None:
+        """Another agent has taken a volume: it took us for dead. Whatever goes on here does harm."""
+        if self._ending is None:
+            logger.critical("%s; the jobs are ended, and nothing more is done here", why)
+            self.phase = f"fenced off: {why}"
+            # At once: a Director that asks would get two answers, and all roots write to the volume.
+            if self.dispatcher is not None:
+                self.dispatcher.refusing = self.phase
+            self._given_up.set()
+            self._disown()
+            self.agent.supervisor.disown()
+            self._ending = asyncio.create_task(self._step_aside(), name="step aside")
+
+    async def _step_aside(self) -> None:
+        try:
+            await self.agent.supervisor.stop(wait=True, timeout=FENCED_GRACE)
+        except (HostError, ActionError) as exc:
+            logger.error("cannot stop all jobs: %s", exc)
+
+    # --- what the edges ask -----------------------------------------------------------------------------------------
+
+    async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
+        assert self.dispatcher is not None
+        return await self.dispatcher.handle(data, limit=limit)
+
+    async def _is_bus_heard(self, patience: float) -> bool:
+        return isinstance(self.bus, NatsBus) and await self.bus.is_heard(patience)
+
+    def _connected(self) -> None:
+        self.heartbeat.beat_now()
+        self.firewall.look_again()
+        self._alerts.flush()
+
+    async def _measure(self) -> dict[str, Any]:
+        await state.record_health(self.agent)
+        self.vitals = await self.agent.vitals.sample()
+        return self.vitals
+
+    def _compose(self, vitals: dict[str, Any] | None) -> bytes:
+        spec = self.agent.spec.current
+        return heartbeat.build(
+            deployment=spec.deployment,
+            job=spec.job.name,
+            index=spec.index,
+            job_state=self.agent.supervisor.job_state(),
+            vitals=vitals or {},
+            node_id=spec.id,
+            number_of_processes=self.agent.supervisor.count(),
+        )
+
+    async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What the command ``monit`` and clients of its API ask, as ``supervisor.monit.monit_api`` has it."""
+        obstacle = "" if self.phase == "running" else self.phase
+        found = await monit_api.answer(self.agent.supervisor, request, obstacle=obstacle)
+        return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
+
+    async def _send_heartbeat(self, message: bytes) -> None:
+        await self._tell("heartbeat", message)
+
+    async def _tell(self, kind: str, message: bytes) -> None:
+        await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
+
+    async def _announce_shutdown(self) -> None:
+        """Best effort, as the notice only silences the Health Monitor (notification/concrete_notifier.go)."""
+        try:
+            await self._tell("shutdown", b"null")
+        except BusError as exc:
+            logger.warning("cannot tell the Health Monitor of the shutdown: %s", exc)
+
+    async def _reconnect(self, wanted: settings.Mbus) -> None:
+        if is_https(wanted) != is_https(self.bus.mbus):
+            raise ActionError(f"cannot go over to a bus of the kind {wanted.scheme}: that takes a restart of the agent")
+        await self.agent.settings.keep_former(self.bus.mbus)
+        await self.bus.rotate(wanted)
+
+    async def _settings_changed(self, found: settings.Effective) -> None:
+        """New settings of the CPI; credentials that cannot be used are no reason to lose the link there is."""
+        if found.mbus == self.bus.mbus:
+            return
+        try:
+            await self._reconnect(found.mbus)
+        except ActionError as exc:
+            logger.error("the settings have changed, and %s", exc)
+
+    def _expected_addresses(self) -> dict[str, str]:
+        return expected(self.agent.settings.current, self.agent.spec.current.networks)
+
+    def _address_missing(self, network: str, text: str) -> None:
+        self._process_event(Event(network, "Connection changed", "alert", text))
+
+    def _process_event(self, event: Event) -> None:
+        agent = self.agent
+        ips = {network.ip for network in agent.settings.current.networks.values() if network.ip}
+        # What apply filled in for dynamic networks, of which the settings know no address.
+        stored = [network for network in agent.spec.current.networks.values() if isinstance(network, dict)]
+        ips |= {str(network["ip"]) for network in stored if network.get("ip")}
+        self._alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
+
+
+def assemble(
+    paths: Paths,
+    store: SettingsStore,
+    supervisor: Supervisor,
+    edges: Edges,
+    *,
+    mirror: Mirror,
+    fence: Fence,
+    ssh_port: int = 22,
+) -> Agent:
+    """The services of an agent, wired."""
+    spec = SpecStore(paths)
+    of_jobs = partial(_processes_of_jobs, supervisor)
+    environ = {**process.environment_of_scripts(os.environ), "TMPDIR": str(paths.tmp)}
+    users = Users(paths)
+    persistent = Disks(
+        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, let_go=fence.let_go
+    )
+    return Agent(
+        paths=paths,
+        settings=store,
+        spec=spec,
+        tasks=Tasks(paths.tasks, paths.outcomes),
+        supervisor=supervisor,
+        bundles=Bundles(paths),
+        compiler=Compiler(paths, environ),
+        scripts=Scripts(paths, environ),
+        logs=Logs(paths),
+        vitals=Vitals(paths, persistent.is_mounted),
+        dns=Dns(paths),
+        users=users,
+        sshd=Sshd(paths, ssh_port, lambda: bool(users.ephemeral() or store.current.source.env.bosh.authorized_keys)),
+        certificates=Certificates(paths),
+        disks=persistent,
+        mirror=mirror,
+        edges=edges,
+    )
+
+
+def certificates(mbus: settings.Mbus) -> dict[str, str]:
+    """What the agent shows, and what it trusts, as PEM texts by their names in metrics and warnings."""
+    if is_https(mbus):
+        return {certificate_watch.DOOR: mbus.certificate}
+    return {"client": mbus.certificate, "CA": mbus.ca}
+
+
+def is_https(mbus: settings.Mbus) -> bool:
+    """Whether the bosh CLI calls, instead of a Director over NATS."""
+    return mbus.scheme == "https"
+
+
+def _no_firewall(paths: Paths, *, is_wanted: bool) -> str:
+    """Why rules of the packet filter are none of our business here, "" where they are."""
+    if not is_wanted:
+        return "it is switched off in agent.json"
+    if not boot.owns_system(paths):
+        return boot.NOT_ROOT
+    return "the network is that of the machine, with others on it" if network.is_of_machine() else ""
+
+
+async def or_stop(work: Awaitable[Any], stop: asyncio.Event) -> bool:
+    """Wait for ``work`` or ``stop``; False for the latter."""
+    working = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        working.cancel()
+        stopping.cancel()
+
+
+def _processes_of_jobs(supervisor: Supervisor) -> set[int]:
+    """The processes of all jobs with all that they have started."""
+    leaders = [service.pid for service in supervisor.services() if service.pid]
+    return proc.descent(proc.children(proc.table()), leaders)
+
+
+def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
+    """Tell Kubernetes how it ended, where there is one; the file is its mount and is never made."""
+    try:
+        with path.open("r+") as opened:
+            opened.write(text)
+            opened.truncate()
+    except OSError as exc:
+        logger.debug("no termination log: %s", exc)

@@ -1,0 +1,90 @@
+"""The orderly stop of all jobs when their container ends: what a preStop hook, SIGTERM to process 1 and ``drain`` run.
+
+All of it fits the grace: pre-stop and drain scripts of all jobs (every process stays up until the last drain has
+ended), stop, post-stop. The last seconds belong to KILL. Nothing here is what the Director wants: no marker is left,
+and the jobs come back with the container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Final
+
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.scripts import drain_spec
+from agent_shim.core.errors import ActionError
+from agent_shim.services.scripts import drain_arguments
+
+logger = logging.getLogger(__name__)
+
+KILL_RESERVE: Final = 3.0
+"""Seconds before the end of the grace in which scripts are waited for no more."""
+SHORTEST: Final = 1.0
+"""Seconds that stopping gets however little is left."""
+NEXT_STATES: Final = dict.fromkeys(
+    ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
+)
+
+
+@dataclass
+class OrderlyStop:
+    """One stop; ``hurry`` cuts the scripts short, ``reasons`` say what was not clean."""
+
+    grace: float
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    reasons: list[str] = field(default_factory=list)
+    ends_at: float = 0.0
+    """Monotonic time at which all of it is over."""
+
+    @property
+    def summary(self) -> str:
+        """One line for the termination log."""
+        return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
+
+    async def run(self, agent: Agent) -> None:
+        """Stop the jobs; returns within the grace, whatever they do."""
+        ends_at = self.ends_at = time.monotonic() + self.grace
+        reserve = min(KILL_RESERVE, self.grace / 2)
+        jobs = agent.spec.current.job_names
+        scripts = ends_at - reserve
+        await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
+        await agent.supervisor.seal()
+        await agent.supervisor.unmonitor()
+        await self._script("drain", self._drain(agent, jobs), scripts)
+        left = max(SHORTEST, ends_at - time.monotonic())
+        agent.supervisor.forget_killed()
+        try:
+            await agent.supervisor.stop(wait=True, timeout=left)
+        except ActionError as exc:
+            self.reasons.append(f"stop: {exc}")
+        if killed := agent.supervisor.killed:
+            self.reasons.append(f"killed, as the time was up: {', '.join(killed)}")
+        if jobs and not self.hurry.is_set():
+            await self._script("post-stop", agent.scripts.run_all("post-stop", jobs, {}), ends_at)
+        logger.info("orderly stop: %s", self.summary)
+
+    async def _drain(self, agent: Agent, jobs: list[str]) -> None:
+        now = drain_spec(agent.spec.current)
+        await agent.scripts.drain(jobs, drain_arguments("shutdown", now, None), now, None, self.hurry)
+
+    async def _script(self, name: str, work: Awaitable[None], until: float) -> None:
+        """Run one kind of script until ``until`` (monotonic) or until somebody is in a hurry."""
+        working = asyncio.ensure_future(work)
+        hurried = asyncio.ensure_future(self.hurry.wait())
+        try:
+            await asyncio.wait(
+                {working, hurried}, timeout=until - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not working.done():
+                self.reasons.append(f"{name} scripts were cut short")
+                working.cancel()
+                # Their end may take half of what is left; the other half is for the processes.
+                await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
+            elif (error := working.exception()) is not None:
+                self.reasons.append(f"{name}: {error}")
+        finally:
+            hurried.cancel()

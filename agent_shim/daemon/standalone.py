@@ -1,0 +1,261 @@
+"""Without a Director: the jobs and packages of a directory are deployed when the agent starts.
+
+``AgentShim.spec`` in agent.json names the directory. It holds ``jobs/NAME`` (templates rendered: ``monit``, ``bin``,
+``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
+``instance.json``, if the instance is to have a name. Jobs are copied, since they get modes, owners and links to the
+packages; packages are used where they are. The order is that of the Director: pre-start, start, post-start when all
+processes run. Probes, metrics, restarts and the orderly stop are those of every agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+
+from agent_shim.actions import jobs
+from agent_shim.actions.agent import Agent
+from agent_shim.core.errors import ActionError, ConfigError, HostError, ShimError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Mbus
+from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
+from agent_shim.edges.bus import Stats
+from agent_shim.host import files
+from agent_shim.services.bundles import DIRECTORY_MODE, Kind, checked_name, settle
+
+logger = logging.getLogger(__name__)
+
+INSTANCE: Final = "instance.json"
+TASK: Final = "deploy"
+LOOK: Final = 0.2
+"""Seconds between two looks whether the jobs run."""
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """``instance.json``: what a Director would call this instance; ``persistent_disk`` in MiB, for drain scripts."""
+
+    deployment: str = "standalone"
+    name: str = ""
+    id: str = ""
+    az: str = ""
+    index: int = 0
+    persistent_disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What lies in the directory: the spec that a Director would have sent, and where its parts are."""
+
+    spec: ApplySpec
+    jobs: Mapping[str, Path]
+    packages: Mapping[str, Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds before the second attempt, and between attempts at most."""
+
+    first: float = 1.0
+    limit: float = 30.0
+
+
+# --- the directory ----------------------------------------------------------------------------------------------------
+
+
+def instance(directory: Path) -> Instance:
+    """Who we are: the host's name where nothing else is said. Raises ``ConfigError``."""
+    path = directory / INSTANCE
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Instance)
+    except FileNotFoundError:
+        found = Instance()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from exc
+    return msgspec.structs.replace(found, id=found.id or socket.gethostname(), name=found.name or "standalone")
+
+
+def write_settings(paths: Paths, directory: Path) -> Path:
+    """What a CPI would have written, as far as an agent without a bus needs it; blocks. Raises ``ConfigError``."""
+    path = paths.bosh / "standalone.json"
+    files.make_dir(path.parent, 0o700)
+    document = {"agent_id": instance(directory).id.replace(".", "-")}
+    files.write_atomic(path, json.dumps(document).encode(), mode=0o600)
+    return path
+
+
+def read(directory: Path) -> Rendered:
+    """Look through the directory; blocks. Raises ``ActionError`` when it holds no jobs or a name is no good."""
+    found = {kind: _members(directory, kind) for kind in ("job", "package")}
+    if not found["job"]:
+        raise ActionError(f"cannot deploy {directory}: no job lies in {directory / 'jobs'}")
+    versions = {kind: {name: _version(path) for name, path in paths.items()} for kind, paths in found.items()}
+    whole = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()
+    who = instance(directory)
+    templates = [Template(name, version) for name, version in versions["job"].items()]
+    spec = ApplySpec(
+        job=Job(name=who.name, template=templates[0].name, version=whole[:16], templates=templates),
+        packages={name: Package(name=name, version=version) for name, version in versions["package"].items()},
+        configuration_hash=whole,
+        deployment=who.deployment,
+        name=who.name,
+        index=who.index,
+        id=who.id,
+        az=who.az,
+        persistent_disk=who.persistent_disk,
+        rendered_templates_archive=Archive(),
+    )
+    return Rendered(spec, found["job"], found["package"])
+
+
+def _members(directory: Path, kind: str) -> dict[str, Path]:
+    """The directories below ``jobs`` or ``packages``, without what the kubelet puts beside (``..data``)."""
+    try:
+        paths = sorted((directory / f"{kind}s").iterdir())
+    except FileNotFoundError:
+        return {}
+    except OSError as exc:
+        raise ActionError(f"cannot deploy {directory}: {exc}") from exc
+    return {checked_name(kind, path.name): path for path in paths if path.is_dir() and not path.name.startswith(".")}
+
+
+def _version(tree: Path) -> str:
+    """Changes when a file of the tree does: its name, size, mode or time."""
+    seen = hashlib.sha256()
+    for here, directories, names in os.walk(tree):
+        directories[:] = sorted(name for name in directories if not name.startswith(".."))
+        for path in (Path(here, name) for name in sorted(names)):
+            status = path.stat() if path.exists() else path.lstat()
+            facts = path.relative_to(tree), status.st_size, status.st_mode, status.st_mtime_ns
+            seen.update(repr(facts).encode())
+    return seen.hexdigest()[:16]
+
+
+def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
+    """Put jobs, as copies, and packages, as links, where bundles lie; blocks. Raises ``HostError``."""
+    for target, (kind, source) in targets.items():
+        files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)
+        if kind == "package":
+            files.swap_link(source, target)
+            continue
+        beside = files.sibling(target)
+        try:
+            shutil.copytree(source, beside, ignore=shutil.ignore_patterns("..*"))
+            settle("job", beside, paths.shared_owner)
+            beside.rename(target)
+        except OSError as exc:
+            files.remove_tree(beside)
+            raise files.failed(f"copy {source} to {target}", exc) from exc
+
+
+# --- in place of the Director -----------------------------------------------------------------------------------------
+
+
+class NoBus:
+    """A bus on which nobody is: alerts go to the log."""
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+        self.mbus = Mbus((), "", "", "")
+        self.is_connected = True
+
+    async def run(self) -> NoReturn:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def settle(self, patience: float) -> None:
+        """There is nothing to wait for."""
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Log an alert; nobody misses a heartbeat."""
+        if subject.startswith("hm.agent.alert."):
+            alert = msgspec.json.decode(data)
+            logger.warning("alert: %s: %s", alert["title"], alert["summary"])
+
+    async def rotate(self, mbus: Mbus) -> None:
+        """There is nothing to go over to."""
+
+
+class Standalone:
+    """``run`` is the root task that deploys the directory."""
+
+    def __init__(self, agent: Agent, directory: Path, *, pace: Pace = Pace()) -> None:
+        self.obstacle = "the jobs are being deployed"
+        """Why the jobs are not deployed."""
+        self._agent = agent
+        self._directory = directory
+        self._pace = pace
+        self._is_new = False
+
+    async def run(self) -> NoReturn:
+        """Attempt until it is done; then there is nothing more to do, for ever."""
+        pause = self._pace.first
+        while not await self._is_deployed():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self._pace.limit)
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def _is_deployed(self) -> bool:
+        """One attempt; what is in the way is told in ``obstacle``."""
+        try:
+            rendered = await asyncio.to_thread(read, self._directory)
+            if not self._holds(rendered.spec):
+                await self._task(lambda: self._deploy(rendered))
+                self._is_new = True
+            if self._is_new:
+                while self._agent.supervisor.job_state() != "running":
+                    self.obstacle = f"jobs are {self._agent.supervisor.job_state()}"
+                    await asyncio.sleep(LOOK)
+                await self._task(lambda: self._script("post-start"))
+                self._is_new = False
+        except (ShimError, HostError) as exc:
+            if self.obstacle != str(exc):
+                self.obstacle = str(exc)
+                logger.error("%s", self.obstacle)
+            return False
+        self.obstacle = ""
+        return True
+
+    async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do it in the lane of tasks, beside no other; raises ``ActionError`` with the text of a failure."""
+        task = self._agent.tasks.submit(TASK, work)
+        await task.ended.wait()
+        if task.state != "done":
+            raise ActionError(str(task.outcome))
+
+    def _holds(self, wanted: ApplySpec) -> bool:
+        """Whether this very spec was deployed: then the jobs come back by themselves, or stay as somebody left them."""
+        agent = self._agent
+        has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()
+        return has_been and agent.spec.current.configuration_hash == wanted.configuration_hash
+
+    async def _deploy(self, rendered: Rendered) -> None:
+        agent = self._agent
+        if agent.supervisor.count():
+            await agent.supervisor.stop(wait=True)
+        wanted = jobs.bundles_of(rendered.spec)
+        sources = {"job": rendered.jobs, "package": rendered.packages}
+        missing = agent.bundles.missing([*wanted[0], *wanted[1]])
+        targets = {agent.bundles.path(each): (each.kind, sources[each.kind][each.name]) for each in missing}
+        await asyncio.to_thread(install, agent.paths, targets)
+        await jobs.apply(agent, rendered.spec)
+        await self._script("pre-start")
+        await jobs.start(agent)
+
+    async def _script(self, name: str) -> None:
+        logger.info("%s of all jobs", name)
+        try:
+            await self._agent.scripts.run_all(name, self._agent.spec.current.job_names, {})
+        except ActionError as exc:
+            raise ActionError(f"{name}: {exc}") from exc

@@ -1,0 +1,176 @@
+"""What is shown of an agent that knows who it is, to people and their tools: status, readiness, metrics."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+from agent_shim import __version__
+from agent_shim.actions.agent import Agent
+from agent_shim.core import keep_running
+from agent_shim.daemon.runtime import Running, is_https
+from agent_shim.edges import metrics
+from agent_shim.host import proc, worker_client
+from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor.supervisor import ServiceInfo
+
+
+def readiness(live: Running, level: str) -> tuple[bool, str]:
+    """Whether the agent (``level`` agent), or else the jobs too, are as they should be, and why (not)."""
+    if live.phase != "running":
+        return False, live.phase
+    if not live.bus.is_connected:
+        return False, "not connected to the message bus"
+    if level == "agent":
+        return True, "connected"
+    if live.standalone is not None and live.standalone.obstacle:
+        return False, live.standalone.obstacle
+    state = live.agent.supervisor.job_state()
+    return state in ("running", "stopped"), f"jobs are {state}"
+
+
+# --- status ---------------------------------------------------------------------------------------------------------
+
+
+async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any]:
+    """The answer to ``agent-shim status``; the members are there, empty, before there are settings (``live`` None)."""
+    found: dict[str, Any] = {
+        "version": __version__,
+        "phase": phase,
+        "uptime_secs": uptime,
+        "agent_id": "",
+        "bus": {"is_used": True, "connected": False, "error": phase, "heartbeat_secs": None},
+        "deployment": "",
+        "instance": "",
+        "job_state": "unknown",
+        "task": "",
+        "task_progress": "",
+        "task_secs": 0,
+        "disk": "",
+        "warnings": [],
+        "tasks_waiting": 0,
+        "vitals": {},
+        "processes": [],
+    }
+    if live is None:
+        return found
+    agent, bus = live.agent, live.bus
+    spec, task = agent.spec.current, agent.tasks.running
+    age = _heartbeat_age(live)
+    return found | {
+        "agent_id": agent.settings.current.agent_id,
+        "bus": {
+            "is_used": bool(bus.mbus.urls),
+            "connected": bus.is_connected,
+            "error": bus.stats.last_error,
+            "heartbeat_secs": None if age is None else int(age),
+        },
+        "deployment": spec.deployment,
+        "instance": f"{spec.name}/{spec.id}" if spec.name else "",
+        "job_state": agent.supervisor.job_state(),
+        "task": task.method if task else "",
+        "task_progress": task.progress if task else "",
+        "task_secs": int(time.monotonic() - task.begun_at) if task else 0,
+        "disk": await _disk(agent),
+        "warnings": _warnings(live),
+        "tasks_waiting": agent.tasks.waiting,
+        "vitals": await agent.vitals.sample(),
+        "firewall": _firewall(live),
+        "bpm": (await agent.supervisor.bpm.isolation())._asdict(),
+        "processes": [monit_api.describe(service) for service in agent.supervisor.services()],
+    }
+
+
+def _firewall(live: Running) -> dict[str, Any] | None:
+    """Whether jobs are kept from the bus and why not; None where there is no bus that they could reach."""
+    mbus, obstacle = live.bus.mbus, live.firewall.obstacle
+    return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
+
+
+def _heartbeat_age(live: Running) -> float | None:
+    """Seconds since the last heartbeat; None before the first, and on a bus that has none."""
+    sent_at = None if is_https(live.bus.mbus) else live.heartbeat.sent_at
+    return None if sent_at is None else time.monotonic() - sent_at
+
+
+def _warnings(live: Running) -> list[str]:
+    missing = [f"no interface has the address {ip} ({where})" for ip, where in live.drift.missing.items()]
+    obstacle = live.comeback.obstacle
+    jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
+    is_fallback = live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus
+    bus = (
+        ["the credentials of the settings do not lead to the bus, which is reached with other ones"]
+        if is_fallback
+        else []
+    )
+    return [*jobs, *missing, *bus, *live.expiry.warnings]
+
+
+async def _disk(agent: Agent) -> str:
+    """The persistent disk in a line: how far a migration is, what is wrong, or whether there is one."""
+    if (progress := agent.disks.progress()) is not None:
+        return f"migration, {progress}"
+    return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted() else "none")
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def readings(live: Running) -> metrics.Readings:
+    """The values of one scrape."""
+    agent, bus = live.agent, live.bus
+    progress = agent.disks.progress()
+    return metrics.Readings(
+        bus=metrics.BusReading(
+            connected=bus.is_connected,
+            reconnects=bus.stats.reconnects,
+            received=bus.stats.received,
+            received_bytes=bus.stats.received_bytes,
+            sent=bus.stats.sent,
+            sent_bytes=bus.stats.sent_bytes,
+            rejected=bus.stats.rejected,
+            heartbeat_age=_heartbeat_age(live),
+        ),
+        figures=agent.vitals.figures(),
+        stemcell=_stemcell(agent.paths.bosh_etc),
+        processes=[_process_reading(service) for service in agent.supervisor.services()],
+        tasks_running=int(agent.tasks.running is not None),
+        tasks_waiting=agent.tasks.waiting,
+        failures=keep_running.failures,
+        firewall_enforced=not live.firewall.obstacle,
+        addresses_missing=len(live.drift.missing),
+        certificates=live.expiry.ends,
+        disk=metrics.DiskReading(
+            agent.disks.is_mounted(), progress is not None, 0.0 if progress is None else progress.share
+        ),
+        blobs=worker_client.transfers.counts,
+        blob_bytes=worker_client.transfers.sizes,
+    )
+
+
+@functools.cache
+def _stemcell(directory: Path) -> tuple[str, str] | None:
+    """What the image says of itself; None for one that is no stemcell."""
+    try:
+        system, version = ((directory / name).read_text().strip() for name in ("operating_system", "stemcell_version"))
+    except OSError:
+        return None
+    return system, version
+
+
+def _process_reading(service: ServiceInfo) -> metrics.ProcessReading:
+    return metrics.ProcessReading(
+        name=service.process.name,
+        state=service.process.state,
+        is_up=service.pid != 0,
+        restarts=service.restarts,
+        exits=service.exits,
+        oom_kills=service.oom_kills,
+        started_at=service.started_at,
+        open_files=proc.open_files(service.pid) if service.pid else 0,
+        memory=service.process.mem_kb * 1024,
+        cpu=service.cpu_seconds,
+        threads=service.threads,
+    )

@@ -1,0 +1,263 @@
+"""The worker: a short-lived process that does one heavy thing and gives its memory back to the system by ending.
+
+``python -m agent_shim.daemon.worker PARENT`` reads one request from standard input, does it, and writes one answer to
+standard output (shapes and client half: ``host.worker_client``). Foreseen failures are part of the answer; anything
+else ends it with a traceback. It tidies up when it is terminated, which also happens when its parent goes.
+
+Every action that needs one waits for its imports: each kind of request has its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from agent_shim.core.errors import HostError, ShimError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, worker_client
+from agent_shim.host.worker_client import (
+    Done,
+    Get,
+    Install,
+    Mirror,
+    Outcome,
+    Pack,
+    Put,
+    Request,
+    Rotate,
+    Target,
+)
+
+if TYPE_CHECKING:
+    from agent_shim.services.blobstore.blobs import Blobs
+
+
+def main() -> int:
+    """Do one request; 143 when terminated."""
+    worker_client.become_worker(int(sys.argv[1]))
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    temps: list[Path] = []
+    try:
+        done = asyncio.run(serve(request, temps))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    finally:
+        # Here no thread writes any more: each fails when its file is closed, and the loop has waited for them.
+        for temp in temps:
+            files.remove_tree(temp)
+    sys.stdout.buffer.write(msgspec.json.encode(done))
+    return 0
+
+
+async def serve(request: Request, temps: list[Path]) -> Done:
+    """Do ``request``; what has to be removed afterwards, however it ends, is added to ``temps``."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        match request:
+            case Install():
+                return Done(outcomes=await _install(request, temps))
+            case Get():
+                return await _get(request)
+            case Put():
+                return await _put(request)
+            case Pack():
+                return await _pack(request)
+            case Mirror():
+                return _mirror(request)
+            case Rotate():
+                return _rotate(request)
+    except (ShimError, HostError) as exc:
+        return Done(error=str(exc))
+    except OSError as exc:
+        return Done(error=_refused(request, exc))
+
+
+def _refused(request: Request, exc: OSError) -> str:
+    """What the system refused: the file that it names, else the one that was being written, and the room there is."""
+    if exc.filename is not None or not isinstance(request, Get | Pack):
+        return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
+    free = shutil.disk_usage(Path(request.path).parent).free
+    return f"cannot write {request.path}: {exc.strerror}, {free // (1 << 20)} MiB are free"
+
+
+async def _get(request: Get) -> Done:
+    from agent_shim.services.blobstore.blobs import Blobs
+
+    async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
+        with files.replacing(Path(request.path), mode=request.mode) as out:
+            os.lseek(file.fileno(), 0, os.SEEK_SET)  # the kernel's position, not that of the buffer before it
+            files.copy_data(file.fileno(), out.fileno())
+    return Done()
+
+
+async def _put(request: Put) -> Done:
+    from agent_shim.services.blobstore.blobs import Blobs
+
+    async with Blobs(request.store, Paths(Path(request.base))) as blobs:
+        return Done(blob_id=await blobs.put(Path(request.path), request.signed_url, request.headers))
+
+
+async def _pack(request: Pack) -> Done:
+    from agent_shim.host import packing
+
+    with files.replacing(Path(request.path), mode=request.mode) as out:
+        digest = await asyncio.to_thread(
+            packing.pack,
+            out,
+            request.trees,
+            compressed=request.compressed,
+            newest=request.newest,
+            remarks=request.remarks,
+        )
+    sha1, sha512 = (each.value for each in digest.digests)
+    return Done(sha1=sha1, sha512=sha512)
+
+
+def _mirror(request: Mirror) -> Done:
+    from agent_shim.host import copytree
+
+    # There is nothing to tidy up: whenever it is killed, the next one goes on where it was.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    progress = Path(request.progress)
+
+    def report(now: copytree.Progress) -> None:
+        progress.write_bytes(msgspec.json.encode(now))
+
+    copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=report)
+    return Done()
+
+
+def _rotate(request: Rotate) -> Done:
+    from agent_shim.host import copytruncate
+
+    # Each step leaves files whole: it may be killed between any two.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    outcomes = []
+    root = os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for path in request.paths:
+            try:
+                moved = copytruncate.rotate(root, os.fsdecode(path), request.keep, request.most)
+                outcomes.append(Outcome(left_out=moved.left_out))
+            except HostError as exc:
+                outcomes.append(Outcome(error=str(exc)))
+    finally:
+        os.close(root)
+    return Done(outcomes=outcomes)
+
+
+# --- install --------------------------------------------------------------------------------------------------------
+
+FETCHING = {"job": "Getting job source from blobstore: ", "package": "Fetching package blob: ", "source": ""}
+INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package directory: ", "source": ""}
+"""The words of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
+
+
+MOST_SYNCS = 4
+"""Directories that are brought to disk one by one; beyond it one call for the file system takes less."""
+
+UNREACHED = Outcome("it was not reached")
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One target on its way: unpacked to ``temp``, which becomes ``target.path`` when all are on disk."""
+
+    target: Target
+    temp: Path
+    outcome: Outcome = UNREACHED
+
+
+async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
+    """All targets; those from one blob share its transfer. A failed one does not keep the others from succeeding."""
+    from agent_shim.services.blobstore.blobs import Blobs
+
+    paths = Paths(Path(request.base))
+    pieces = [_Piece(target, files.sibling(Path(target.path))) for target in request.targets]
+    temps += [piece.temp for piece in pieces]
+    of_blob: dict[tuple[str, str, str], list[_Piece]] = {}
+    for piece in pieces:
+        source = piece.target.source
+        of_blob.setdefault((source.blob_id, source.signed_url, source.digest), []).append(piece)
+    gate = asyncio.Semaphore(max(1, request.parallel))
+    async with Blobs(request.store, paths) as blobs, asyncio.TaskGroup() as group:
+        for those in of_blob.values():
+            group.create_task(_fetch_and_unpack(blobs, those, gate, paths.shared_owner))
+    await asyncio.to_thread(_finish, [piece for piece in pieces if not piece.outcome.error])
+    return [piece.outcome for piece in pieces]
+
+
+async def _fetch_and_unpack(blobs: Blobs, pieces: Sequence[_Piece], gate: asyncio.Semaphore, owner: str | None) -> None:
+    async with gate:
+        try:
+            async with blobs.fetched(pieces[0].target.source) as file:
+                for piece in pieces:
+                    await asyncio.to_thread(_unpack, file, piece, owner)
+        except (ShimError, OSError) as exc:
+            for piece in pieces:
+                piece.outcome = Outcome(f"{FETCHING[piece.target.kind]}{exc}")
+
+
+def _unpack(file: BinaryIO, piece: _Piece, owner: str | None) -> None:
+    from agent_shim.host import archive
+    from agent_shim.services import bundles
+
+    target = piece.target
+    try:
+        if target.kind == "source":
+            piece.temp.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            files.make_dir(piece.temp.parent, bundles.DIRECTORY_MODE[target.kind], owner)
+        archive.unpack(
+            file, piece.temp, subtree=target.name if target.kind == "job" else "", outside_links=target.kind != "job"
+        )
+        bundles.settle(target.kind, piece.temp, owner)
+        newest = _newest(piece.temp) if target.kind == "source" else 0
+        piece.outcome = Outcome(compressed=archive.is_gzip(file), newest=newest)
+    except (ShimError, OSError) as exc:
+        piece.outcome = Outcome(f"{INSTALLING[target.kind]}{exc}")
+
+
+def _newest(tree: Path) -> int:
+    """When the youngest file in it was modified, but for those that claim to come from the future."""
+    now = tree.stat().st_ctime
+    found = (Path(here, name).lstat() for here, _, names in os.walk(tree) for name in names)
+    return int(max((each.st_mtime for each in found if stat.S_ISREG(each.st_mode) and each.st_mtime <= now), default=0))
+
+
+def _finish(pieces: Sequence[_Piece]) -> None:
+    """Bring what was unpacked to disk, then give it its names: a crash leaves whole directories or none."""
+    places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
+    for place in places.values():
+        files.sync_filesystem(place)
+    for piece in pieces:
+        path = Path(piece.target.path)
+        try:
+            if piece.target.kind == "source":
+                files.remove_tree(path)
+            piece.temp.rename(path)
+            if len(pieces) <= MOST_SYNCS:
+                files.sync_directory(path.parent)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+                piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
+    if len(pieces) > MOST_SYNCS:
+        for place in places.values():
+            files.sync_filesystem(place)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

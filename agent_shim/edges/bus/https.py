@@ -1,0 +1,426 @@
+"""The agent behind HTTPS, as ``bosh create-env`` talks to it: requests at ``/agent``, blobs below ``/blobs/``.
+
+Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only who
+knows the user and password of the address is listened to: the rest gets small answers, little time, and its place taken
+when others come. Nothing is ever sent from here unasked. All times are seconds.
+
+This module imports aiohttp, which an agent on NATS never loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import logging
+import os
+import socket
+import ssl
+import stat
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Final, NoReturn
+from urllib.parse import unquote, urlsplit
+
+from agent_shim.core import lean_imports, wire
+from agent_shim.core.errors import ActionError, BlobError, BusError
+from agent_shim.core.settings import Mbus
+from agent_shim.edges.bus import Handle, Stats, tls
+from agent_shim.host import files
+from agent_shim.host.worker_client import checked_blob_id, transfers
+
+with lean_imports.without_authorities():  # aiohttp makes contexts for a client at import
+    from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+TEXT: Final = {"Content-Type": "text/plain; charset=utf-8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a caller may take; tests shrink it."""
+
+    request: int = 16 * 1024 * 1024
+    """Bytes of a request to ``/agent``."""
+    blob: int = 16 * 1024**3
+    """Bytes of a blob."""
+    connections: int = 128
+    """When one more comes, the oldest goes that has not shown the password; if all have, the new one."""
+    handshake: float = 10.0
+    idle: float = 30.0
+    """A connection without a whole request head is closed; the CLI polls every second."""
+    stall: float = 30.0
+    """A body that brings nothing, or an answer of which nothing is taken, ends the connection."""
+    retry: float = 2.0
+    """Between two attempts to get the port."""
+    goodbye: float = 1.0
+    """How long the last answers may take to leave."""
+
+
+class HttpsBus:
+    """A server at the address of the settings; ``run`` is the root task that keeps it.
+
+    ``handle`` answers requests; ``blobs`` is the directory of the blobs; ``on_connected`` is called whenever the port
+    is ours.
+    """
+
+    def __init__(
+        self,
+        mbus: Mbus,
+        handle: Handle,
+        blobs: Path,
+        *,
+        on_connected: Callable[[], None] = lambda: None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self._mbus = mbus
+        self._handle = handle
+        self._blobs = blobs
+        self._on_connected = on_connected
+        self._bounds = bounds or Bounds()
+        self._web = web.Server(
+            self._serve,
+            handler_cancellation=True,
+            keepalive_timeout=self._bounds.idle,
+            auto_decompress=False,
+            access_log=None,
+            logger=logger,
+        )
+        self._server: asyncio.Server | None = None
+        self._changing = asyncio.Lock()
+        self._callers: dict[web.RequestHandler, asyncio.Task[None]] = {}
+        """Connections in the order of their arrival, each with its TLS handshake."""
+        self._known: set[web.RequestHandler] = set()
+        """Connections that have shown the password."""
+        self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
+
+    @property
+    def mbus(self) -> Mbus:
+        """The address and certificate in use."""
+        return self._mbus
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the port is ours."""
+        return self._server is not None
+
+    @property
+    def port(self) -> int:
+        """The port we listen on; 0 when we do not."""
+        return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
+
+    async def settle(self, patience: float) -> None:
+        """Until what is being answered is answered, for ``patience`` seconds at most."""
+        if self._answering:
+            await asyncio.wait(set(self._answering), timeout=patience)
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Nothing: there is no Health Monitor here (``Send`` in mbus/https_handler.go)."""
+
+    async def run(self) -> NoReturn:
+        """Listen, for ever; a port that is taken is tried again. When cancelled, the last answers may leave."""
+        try:
+            while True:
+                async with self._changing:
+                    if self._server is None:
+                        await self._try_to_listen()
+                await asyncio.sleep(self._bounds.retry)
+        finally:
+            self._stop_listening()
+            for greeting in self._callers.values():
+                greeting.cancel()
+            self._web.pre_shutdown()
+            await self._web.shutdown(self._bounds.goodbye)
+            for task in self._answering:
+                task.cancel()
+            await asyncio.gather(*self._answering, return_exceptions=True)
+
+    async def rotate(self, mbus: Mbus) -> None:
+        """Listen with another certificate or elsewhere; raises ``ActionError``, and then all stays as it was.
+
+        Connections that are open go on.
+        """
+        async with self._changing:
+            before, self._mbus = self._mbus, mbus
+            try:
+                await self._listen()
+            except BusError as exc:
+                self._mbus = before
+                if self._server is None:
+                    await self._try_to_listen()
+                raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
+
+    # --- the port ---
+
+    async def _try_to_listen(self) -> None:
+        try:
+            await self._listen()
+        except BusError as exc:
+            if self.stats.last_error != str(exc):
+                logger.error("%s", exc)
+            self.stats.last_error = str(exc)
+
+    async def _listen(self) -> None:
+        """Listen where the settings say, and no longer elsewhere; raises ``BusError``."""
+        self.stats.attempts += 1
+        context = tls.server_context(self._mbus)
+        host, port = _place(self._mbus)
+        self._stop_listening()
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: _Arrival(partial(self._admit, context)), host, port
+            )
+        except OSError as exc:
+            raise BusError(f"cannot listen at {host or '*'}:{port}: {exc.strerror or exc}") from exc
+        self.stats.connects += 1
+        self.stats.connected_at = time.monotonic()
+        self.stats.last_error = ""
+        if not _credentials(self._mbus):
+            self.stats.last_error = "nobody may talk to this agent: the address of the bus has no password"
+            logger.error("%s", self.stats.last_error)
+        logger.info("listening at %s:%d", host or "*", self.port)
+        self._on_connected()
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+        self.stats.connected_at = None
+
+    def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
+        """Begin TLS with a caller, for whom the oldest stranger may have to go: in its handshake or after it."""
+        connections = self._web.connections
+        self._known.intersection_update(connections)
+        self._callers = {
+            handler: greeting
+            for handler, greeting in self._callers.items()
+            if not greeting.done() or handler in connections
+        }
+        if len(self._callers) >= self._bounds.connections:
+            oldest = next((handler for handler in self._callers if handler not in self._known), None)
+            if oldest is None:
+                caller.close()
+                return
+            self._callers.pop(oldest).cancel()
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        handler = self._web()
+        greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS with a caller")
+        # One that is cancelled before its first step closes nothing itself.
+        greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
+        self._callers[handler] = greeting
+
+    async def _greet(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: handler,
+                caller,
+                ssl=context,
+                ssl_handshake_timeout=self._bounds.handshake,
+                ssl_shutdown_timeout=self._bounds.goodbye,
+            )
+        except OSError as exc:
+            logger.debug("a caller has not come through TLS: %s", exc)
+
+    # --- requests ---
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request, all of the answer included: who does not take it in time loses the connection."""
+        try:
+            response = await self._answer(request)
+            async with asyncio.timeout(self._bounds.stall):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client does not take its answer") from None
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if path == "/blobs":
+            return web.Response(status=307, headers={"Location": "/blobs/"})
+        if path != "/agent" and not path.startswith("/blobs/"):
+            return web.Response(status=404, body=b"404 page not found\n", headers=TEXT)
+        if not self._is_known(request):
+            self.stats.denied += 1
+            return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm=""'})
+        match request.method, path == "/agent":
+            case "POST", True:
+                return await self._ask(request)
+            case "PUT", False:
+                return await self._take(request, path.rpartition("/")[2])
+            case "GET", False:
+                return await self._give(request, path.rpartition("/")[2])
+        return web.Response(status=404)
+
+    def _is_known(self, request: web.BaseRequest) -> bool:
+        """Whether the caller has the password; how long the answer takes says nothing of it."""
+        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        expected = _credentials(self._mbus)
+        if not expected or not hmac.compare_digest(shown, expected):
+            return False
+        self._known.add(request.protocol)
+        return True
+
+    async def _ask(self, request: web.BaseRequest) -> web.Response:
+        try:
+            body = b"".join([chunk async for chunk in self._body(request, self._bounds.request)])
+        except _TooLargeError:
+            return web.Response(status=413)
+        except (web.RequestPayloadError, TimeoutError):
+            return web.Response(status=400)
+        self.stats.received += 1
+        self.stats.received_bytes += len(body)
+        answer = await self._handled(body)
+        if answer is None:
+            self.stats.rejected += 1
+            return web.Response(status=500)
+        self.stats.sent += 1
+        self.stats.sent_bytes += len(answer[1])
+        return web.Response(body=answer[1], headers=TEXT)
+
+    async def _handled(self, body: bytes) -> tuple[str, bytes] | None:
+        """The answer to a request. What was begun is finished when the client goes, but for what only waits."""
+        answering = asyncio.ensure_future(self._handle(body))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+        try:
+            return await asyncio.shield(answering)
+        except asyncio.CancelledError:
+            if _only_waits(body):
+                answering.cancel()
+            raise
+
+    async def _take(self, request: web.BaseRequest, blob_id: str) -> web.Response:
+        """Keep a blob: whole under its name, or not at all."""
+        size, outcome = 0, "failed"
+        try:
+            path = self._blobs / checked_blob_id(blob_id)
+            size = await self._keep(path, self._body(request, self._bounds.blob))
+            outcome = "done"
+        except _TooLargeError:
+            return web.Response(status=413)
+        except (BlobError, OSError, web.RequestPayloadError, TimeoutError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+            text = f"cannot keep the blob: {why or 'it did not come in time'}"
+            logger.warning("%s", text)
+            return web.Response(status=500, body=text.encode(errors="replace"), headers=TEXT)
+        finally:
+            transfers.add("upload", outcome, size)
+        logger.info("blob %s was stored", blob_id)
+        return web.Response(status=201)
+
+    async def _keep(self, path: Path, body: AsyncIterator[bytes]) -> int:
+        """Write all of ``body``; how many bytes that is."""
+        size = 0
+        with ExitStack() as stack:
+            file = stack.enter_context(files.replacing(path, mode=0o640))
+            async for chunk in body:
+                size += await asyncio.to_thread(file.write, chunk)
+            await asyncio.to_thread(stack.pop_all().close)  # to the disk and to its name
+        return size
+
+    async def _give(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:
+        try:
+            file = await asyncio.to_thread(_open, self._blobs / checked_blob_id(blob_id))
+        except FileNotFoundError:
+            return web.Response(status=404)
+        except (BlobError, OSError) as exc:
+            logger.warning("cannot give a blob: %s", exc)
+            return web.Response(status=500)
+        size, sent = os.fstat(file.fileno()).st_size, 0
+        try:
+            with file:
+                response = web.StreamResponse()
+                response.content_type = "application/octet-stream"
+                response.content_length = size
+                await response.prepare(request)
+                # Who has it all may be gone before the last write returns, or the end of the file is seen.
+                while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK)):
+                    sent += len(chunk)
+                    async with asyncio.timeout(self._bounds.stall):
+                        await response.write(chunk)
+        finally:
+            transfers.add("download", "done" if sent == size else "failed", size if sent == size else 0)
+        return response
+
+    async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:
+        """The body as it comes; raises ``TimeoutError`` when it stalls, ``_TooLargeError`` beyond ``most`` bytes."""
+        if (request.content_length or 0) > most:
+            raise _TooLargeError
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        while True:
+            async with asyncio.timeout(self._bounds.stall):
+                chunk = await request.content.readany()
+            if not chunk:
+                return
+            most -= len(chunk)
+            if most < 0:
+                raise _TooLargeError
+            yield chunk
+
+
+class _Arrival(asyncio.Protocol):
+    """Gives a connection away before anything is read of it.
+
+    A server of asyncio with TLS tells of a connection only after its handshake: those before it could not be counted.
+    """
+
+    def __init__(self, give: Callable[[socket.socket], None]) -> None:
+        self._give = give
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        caller = transport.get_extra_info("socket").dup()
+        transport.abort()
+        self._give(caller)
+
+
+def _only_waits(body: bytes) -> bool:
+    """Whether nothing is lost when a request is not worked on any more."""
+    try:
+        return wire.decode_request(body).method == "get_task"
+    except wire.RequestError:
+        return True
+
+
+class _TooLargeError(Exception):
+    """A body has more bytes than it may."""
+
+
+def _place(mbus: Mbus) -> tuple[str | None, int]:
+    """Host (None: all) and port of the address; raises ``BusError``."""
+    try:
+        address = urlsplit(mbus.urls[0])
+        return address.hostname, 443 if address.port is None else address.port
+    except ValueError:
+        # Its text may hold a part of the password.
+        raise BusError("cannot listen for the bosh CLI: the address of the bus has no proper host or port") from None
+
+
+def _credentials(mbus: Mbus) -> bytes:
+    """The header that callers must send; empty when there is no password that they could know."""
+    user, _, password = urlsplit(mbus.urls[0]).netloc.rpartition("@")[0].partition(":")
+    if not password:
+        return b""
+    return b"Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode())
+
+
+def _open(path: Path) -> BinaryIO:
+    """A blob of ours; links and whatever else is no file raise ``OSError``."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no file")
+    return file

@@ -1,0 +1,91 @@
+"""The agent's own socket: what operators ask by command line, answered by the running daemon.
+
+A Unix socket of mode 0600 whose peers must be root or the agent's own user. One request a connection: a JSON object on
+one line, ``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``; one JSON reply on one line.
+``asking`` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agent_shim.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST: Final = 4 * 1024 * 1024
+PATIENCE: Final = 10.0
+"""Seconds a peer has to send its request."""
+
+Answer = Callable[[dict[str, Any], bytes], Awaitable[bytes]]
+
+
+@contextlib.asynccontextmanager
+async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
+    """Answer on ``path`` for the length of the block; a socket left by a dead agent is replaced."""
+    peers: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        peers.add(task)
+        try:
+            await _serve(reader, writer, answer)
+        finally:
+            peers.discard(task)
+
+    _remove(path)
+    before = os.umask(0o177)
+    try:
+        server = await asyncio.start_unix_server(serve, path=path, limit=MAX_REQUEST)
+    except OSError as exc:
+        why = exc.strerror or exc
+        raise ConfigError(f"cannot listen on {path}: {why}; with -b choose a directory with a shorter path") from exc
+    finally:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in peers:
+            task.cancel()
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
+    try:
+        if not _is_trusted(writer.get_extra_info("socket")):
+            logger.warning("a request on the control socket is refused: its user is neither root nor ours")
+            return
+        async with asyncio.timeout(PATIENCE):
+            line = await reader.readline()
+        request = msgspec.json.decode(line)
+        if isinstance(request, dict):
+            writer.write(await answer(request, line))
+            writer.write(b"\n")
+            async with asyncio.timeout(PATIENCE):
+                await writer.drain()
+    except (TimeoutError, OSError, ValueError, RecursionError) as exc:
+        logger.info("a request on the control socket failed: %s", exc)
+    finally:
+        writer.close()
+
+
+def _is_trusted(peer: socket.socket) -> bool:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return user in (0, os.geteuid())

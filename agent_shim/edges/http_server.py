@@ -1,0 +1,266 @@
+"""Small HTTP servers for scrapers, probes and clients of monit: one request, one answer, then the end.
+
+httptools (llhttp) reads the request, strictly: 0.2 MB of an idle agent, most of it shared with other processes, where
+h11 takes 0.3 and aiohttp 9. The bounds are ours and lie outside the parser: bytes of a request, bytes received after
+it, time, connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import httptools
+
+from agent_shim.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST: Final = 8192
+"""Bytes of a request: line, headers, body. More is refused."""
+MAX_RECEIVED: Final = 8 * MAX_REQUEST
+"""Bytes that a connection may bring in all. What follows a request is dropped unread; more ends the connection."""
+MAX_CONNECTIONS: Final = 64
+"""When one more comes, the oldest goes: idle strangers must not keep the kubelet's probe waiting."""
+HEADER_TIME: Final = 5.0
+"""Seconds in which a request must be complete."""
+ANSWER_TIME: Final = 10.0
+"""Seconds in which an answer must be there, and once more in which the client must take it."""
+VERSIONS: Final = ("1.0", "1.1")
+
+PLAIN: Final = "text/plain; charset=utf-8"
+
+_STATUS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``target`` is a path with its query; names of ``headers`` are in small letters."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """``headers`` beside those that every answer has."""
+
+    status: int
+    body: bytes
+    kind: str = PLAIN
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Answer: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
+"""Says what is answered, at once or later."""
+
+_BAD: Final = Response(400, b"this is HTTP/1.1\n")
+_TOO_LONG: Final = Response(431, b"a request has at most 8192 bytes\n")
+
+
+class _Head:
+    """What the parser reports of one request; later ones on the connection are not looked at."""
+
+    def __init__(self) -> None:
+        self.parser: httptools.HttpRequestParser | None = None
+        """Until it has told method and version, which it forgets for those of what follows on the connection."""
+        self.method = ""
+        self.version = ""
+        self.target = b""
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.has_head = False
+        self.is_whole = False
+
+    def on_url(self, piece: bytes) -> None:
+        if not self.has_head:
+            self.target += piece
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.is_whole:
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
+            self.headers[key] = ",".join(filter(None, [self.headers.get(key), text]))
+
+    def on_headers_complete(self) -> None:
+        if self.parser is not None:
+            self.method = self.parser.get_method().decode("latin-1")
+            self.version = self.parser.get_http_version()
+            self.parser = None
+        self.has_head = True
+
+    def on_body(self, piece: bytes) -> None:
+        if not self.is_whole:
+            self.body += piece
+
+    def on_message_complete(self) -> None:
+        self.is_whole = True
+
+
+class _Connection(asyncio.Protocol):
+    """One request, one answer, a task only where the answer takes one; a timer ends what takes too long."""
+
+    def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, None]) -> None:
+        self._answer = answer
+        self._methods = methods
+        self._connections = connections
+        self._request = _Head()
+        self._request.parser = self._parser = httptools.HttpRequestParser(self._request)
+        self._received = 0
+        self._is_taken = False
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.transport.abort()
+        self._connections[self] = None
+        self._timer = asyncio.get_running_loop().call_later(HEADER_TIME, transport.abort)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._connections.pop(self, None)
+
+    def data_received(self, data: bytes) -> None:
+        room = MAX_REQUEST - self._received
+        self._received += len(data)
+        if self._received > MAX_RECEIVED:
+            self.transport.abort()
+        elif not self._is_taken and (refusal := self._read(data[:room], is_over=len(data) > room)):
+            self._send(refusal)
+
+    def _read(self, data: bytes, *, is_over: bool) -> Response | None:
+        """Go on with the request, and answer it when it is complete; returns why it is refused, if it is."""
+        request = self._request
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the request itself is complete, and no other protocol is spoken here
+        except httptools.HttpParserError:
+            if not request.is_whole:  # what follows the request is not ours to judge
+                return _BAD
+        if not request.has_head:
+            return _TOO_LONG if is_over else None
+        if refusal := self._refusal():
+            return refusal
+        if request.is_whole:
+            target = request.target.decode("latin-1")
+            self._respond(Request(request.method, target, request.headers, bytes(request.body)))
+            return None
+        return _TOO_LONG if is_over else None
+
+    def _refusal(self) -> Response | None:
+        """What is wrong with the head of the request."""
+        request = self._request
+        if request.version not in VERSIONS or not request.target.startswith(b"/"):
+            return _BAD
+        if request.method not in self._methods:
+            allowed = ", ".join(self._methods)
+            return Response(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
+        # The parser has seen to it that these are digits; there may be thousands of them, zeros first.
+        length = request.headers.get("content-length", "").lstrip("0")
+        if len(length) > len(str(MAX_REQUEST)) or int(length or 0) >= MAX_REQUEST:
+            return _TOO_LONG
+        return None
+
+    def _respond(self, request: Request) -> None:
+        found = self._answer(request)
+        if isinstance(found, Response):
+            self._send(found)
+            return
+        self._is_taken = True
+        # An answer that does not come, or that a bug has ended, costs its connection.
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIME, self.transport.abort)
+
+        async def send(later: Awaitable[Response]) -> None:
+            self._send(await later)
+
+        self._task = asyncio.create_task(send(found), name="an answer over http")
+
+    def _send(self, response: Response) -> None:
+        self._is_taken = True
+        self._timer.cancel()
+        if self.transport.is_closing():
+            return
+        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIME, self.transport.abort)
+        fields = {
+            "Content-Type": response.kind,
+            "Content-Length": str(len(response.body)),
+            **response.headers,
+            "Connection": "close",
+        }
+        lines = [
+            f"HTTP/1.1 {response.status} {_STATUS[response.status]}",
+            *(f"{name}: {value}" for name, value in fields.items()),
+        ]
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+        self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))
+        self.transport.write_eof()
+
+
+def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
+    """The protocol of one connection on its own."""
+    return _Connection(answer, methods, {})
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """``ADDR:PORT`` or ``[ADDR]:PORT`` as host and port; None for ``off``."""
+    if text == "off":
+        return None
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ConfigError(f"cannot listen on {text!r}: an address is ADDR:PORT or off")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@asynccontextmanager
+async def listening(
+    address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
+) -> AsyncIterator[tuple[str, int] | None]:
+    """Answer on ``address`` for the length of the block; yields where, or None when off or when it cannot be had."""
+    connections: dict[_Connection, None] = {}
+    async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
+        try:
+            yield where
+        finally:
+            for connection in list(connections):
+                connection.transport.abort()
+
+
+@asynccontextmanager
+async def serving(
+    address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
+) -> AsyncIterator[tuple[str, int] | None]:
+    """Listen with a protocol; an address that is taken is an error in the log and not the end: jobs matter more."""
+    where = parse_address(address)
+    try:
+        server = where and await asyncio.get_running_loop().create_server(protocol, *where, backlog=128)
+    except OSError as exc:
+        why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
+        logger.error("cannot listen on %s for %s: %s", address, purpose, why)
+        server = None
+    if not server:
+        yield None
+        return
+    try:
+        yield server.sockets[0].getsockname()[:2]
+    finally:
+        server.close()

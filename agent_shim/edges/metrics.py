@@ -1,0 +1,444 @@
+"""What an observer may ask over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``; read-only, nothing secret.
+
+Three parts: ``Readings``, the values of one scrape; ``Metrics``, which counts what happens and writes both kinds of
+values as text; ``Routes``, what is behind which path. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.machinery
+import logging
+import os
+import sys
+import time
+import urllib.parse
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Final
+
+from agent_shim import __version__
+from agent_shim.core import safetext
+from agent_shim.edges import http_server
+from agent_shim.edges.http_server import Request, Response
+from agent_shim.services.vitals import Figures
+from agent_shim.supervisor.process_finder import KINDS
+
+logger = logging.getLogger(__name__)
+
+
+class _Placeholder(ModuleType):
+    """Stands for a module that somebody imports names from and that we do not want: every name is an empty class."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@contextmanager
+def _bare(package: str, unwanted: Sequence[str]) -> Iterator[None]:
+    """Inside, modules of ``package`` are imported without its ``__init__`` and without the ``unwanted`` modules.
+
+    prometheus-client drags in its own HTTP server and client, which we do not use: 4.2 MB, with this 0.3.
+    """
+    spec = importlib.machinery.PathFinder.find_spec(package)
+    if package in sys.modules or spec is None:
+        yield
+        return
+    shell = ModuleType(package)
+    shell.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules[package] = shell
+    placeholders = [name for name in unwanted if name not in sys.modules]
+    sys.modules.update({name: _Placeholder(name) for name in placeholders})
+    try:
+        yield
+    finally:
+        for name in placeholders:
+            del sys.modules[name]
+
+
+with _bare(
+    "prometheus_client",
+    ["gzip", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"],
+):
+    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+        Metric,
+    )
+    from prometheus_client.openmetrics import exposition as openmetrics
+    from prometheus_client.registry import CollectorRegistry
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BusReading:
+    """The link to the bus since the agent started; ``heartbeat_age`` is None before the first heartbeat."""
+
+    connected: bool = False
+    reconnects: int = 0
+    received: int = 0
+    received_bytes: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    rejected: int = 0
+    heartbeat_age: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """One supervised process: what is counted of the process itself, then of all that descend from it; bytes, seconds.
+
+    All of the latter is 0 while nothing runs: series that come and go are hard to reckon with.
+    """
+
+    name: str
+    state: str
+    is_up: bool
+    restarts: int = 0
+    exits: Mapping[str, int] = field(default_factory=dict)
+    oom_kills: int = 0
+    started_at: float = 0.0
+    open_files: int = 0
+    """Of the process alone."""
+    memory: int = 0
+    cpu: float = 0.0
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReading:
+    """The persistent disk; ``migrated`` is how much of its phase a migration has done, of one."""
+
+    is_mounted: bool = False
+    is_migrating: bool = False
+    migrated: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """The values of one scrape. Gathering them must be cheap: no disk, no waiting."""
+
+    bus: BusReading = BusReading()
+    figures: Figures = field(default_factory=Figures)
+    stemcell: tuple[str, str] | None = None
+    """Operating system and version of the stemcell."""
+    processes: Sequence[ProcessReading] = ()
+    tasks_running: int = 0
+    tasks_waiting: int = 0
+    firewall_enforced: bool = False
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often which endless work of the agent has failed and was begun again."""
+    addresses_missing: int = 0
+    """Addresses that the Director counts on and no interface has."""
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    """Ends of the certificates of the bus, in seconds since 1970."""
+    disk: DiskReading = DiskReading()
+    blobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """How many were transferred, by direction and outcome."""
+    blob_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Histogram:
+    """How often something took how long; ``bounds`` are the upper ends of the buckets, rising."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper ends with the number of all that were not longer, as the exposition formats want them."""
+        below = 0
+        rows = []
+        for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
+            below += count
+            rows.append(("+Inf" if bound == float("inf") else str(bound), float(below)))
+        return rows
+
+
+ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
+LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+LAG_PERIOD: Final = 1.0
+KEEP: Final = 1.0
+"""How long a rendered page is good for: ten scrapers cost as much as one."""
+
+OUTCOMES: Final = frozenset({"done", "failed"})
+OTHER: Final = "other"
+"""The label of what a caller made up: it must not make new series."""
+
+
+class Metrics:
+    """Counts what happens, reads what is, and writes both as text.
+
+    ``read`` gathers the readings of a scrape; ``methods`` are the actions that have a series of their own.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Readings],
+        methods: Collection[str] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._methods = frozenset(methods)
+        self._clock = clock
+        self._actions: Counter[tuple[str, str]] = Counter()
+        self._durations: dict[str, Histogram] = {}
+        self._lag = Histogram(LAG_BOUNDS)
+        self._pages: dict[bool, tuple[float, bytes]] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def action_done(self, method: str, outcome: str, seconds: float) -> None:
+        """Count an action (``outcome``: done or failed) that took ``seconds`` from its request to its end."""
+        method = method if method in self._methods else OTHER
+        self._actions[method, outcome if outcome in OUTCOMES else OTHER] += 1
+        self._durations.setdefault(method, Histogram(ACTION_BOUNDS)).add(seconds)
+
+    async def watch_lag(self) -> None:
+        """Measure for ever how late the event loop wakes who sleeps on it; somebody's root task."""
+        while True:
+            due = self._clock() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
+            self._lag.add(max(0.0, self._clock() - due))
+
+    def render(self, is_openmetrics: bool = False) -> bytes:
+        """The page of all metrics, in the Prometheus text format 0.0.4 or as OpenMetrics 1.0; at most ``KEEP`` old."""
+        made_at, page = self._pages.get(is_openmetrics, (float("-inf"), b""))
+        now = self._clock()
+        if now - made_at >= KEEP:
+            page = (openmetrics.generate_latest if is_openmetrics else generate_latest)(self._registry)
+            self._pages[is_openmetrics] = now, page
+        return page
+
+    def collect(self) -> Iterator[Metric]:
+        """All metric families with their samples (the registry asks for them)."""
+        readings = self._read()
+        build = InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.")
+        build.add_metric([], {"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))})
+        yield build
+        stemcell = InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.")
+        if readings.stemcell is not None:
+            stemcell.add_metric([], dict(zip(("os", "version"), readings.stemcell, strict=True)))
+        yield stemcell
+        yield from _of_bus(readings.bus)
+        yield _of_certificates(readings.certificates)
+        yield from _of_machine(readings.figures)
+        yield from _of_disk(readings.disk)
+        yield from _of_processes(readings.processes)
+        yield _gauge("tasks_running", "Long actions that run now.", _one(readings.tasks_running))
+        yield _gauge("tasks_waiting", "Long actions that wait for their turn.", _one(readings.tasks_waiting))
+        text = "Times that a part of the agent has failed by a bug and was begun again."
+        yield _counter("part_failures", text, _by_label(readings.failures), "part")
+        missing = _one(readings.addresses_missing)
+        yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
+        enforced = _one(readings.firewall_enforced)
+        yield _gauge("firewall_enforced", "1 while rules of the packet filter keep jobs from the bus.", enforced)
+        transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
+        yield _counter(
+            "blob_transfers",
+            "Blobs got from and put to the blobstore; uploaded and downloaded by a client.",
+            transfers,
+            "direction",
+            "outcome",
+        )
+        sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
+        yield _counter("blob_bytes", "Bytes of the blobs that were transferred whole.", sizes, "direction")
+        yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
+        durations = HistogramMetricFamily(
+            "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]
+        )
+        for method, histogram in self._durations.items():
+            durations.add_metric([method], histogram.buckets(), histogram.total)
+        yield durations
+        yield HistogramMetricFamily(
+            "agent_shim_loop_lag_seconds",
+            "How late the event loop woke a sleeper.",
+            self._lag.buckets(),
+            self._lag.total,
+        )
+
+
+def _of_bus(bus: BusReading) -> Iterator[Metric]:
+    yield _gauge("bus_connected", "1 while the agent is connected to the bus.", _one(bus.connected))
+    yield _counter("bus_reconnects", "Times the link to the bus was made anew.", _one(bus.reconnects))
+    messages = [(("in",), bus.received), (("out",), bus.sent)]
+    yield _counter("bus_messages", "Messages over the bus.", messages, "direction")
+    sizes = [(("in",), bus.received_bytes), (("out",), bus.sent_bytes)]
+    yield _counter("bus_bytes", "Bytes of messages over the bus.", sizes, "direction")
+    yield _counter("bus_rejected", "Messages dropped because they were no requests.", _one(bus.rejected))
+    yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat went out.", _one(bus.heartbeat_age))
+
+
+_DIRECTIONS: Final = ("get", "put", "upload", "download")
+"""Of blobs: with the blobstore, and, over HTTPS, with a client."""
+_TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
+STATES: Final = ("running", "starting", "failing", "unknown")
+"""Of a process, as the Director is told."""
+
+
+def _of_certificates(ends: Mapping[str, float]) -> Metric:
+    text = "When a certificate of the bus ends, in seconds since 1970."
+    return _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(ends), "certificate")
+
+
+def _of_machine(figures: Figures) -> Iterator[Metric]:
+    """The container beside the host: where nothing limits it they are the same."""
+    memory, cpu = figures.memory.items(), figures.cpu.items()
+    rows: Rows = [((scope,), known.used) for scope, known in memory]
+    yield _gauge("memory_used_bytes", "Memory in use, without page cache that can be given back.", rows, "scope")
+    rows = [((scope,), known.total) for scope, known in memory]
+    yield _gauge("memory_size_bytes", "Memory there is: the limit of the container, all of the host.", rows, "scope")
+    rows = [((scope,), known.swap_used) for scope, known in memory]
+    yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
+    rows = [((scope,), known.swap_total) for scope, known in memory]
+    yield _gauge("swap_size_bytes", "Swap there is.", rows, "scope")
+    kills = _one(figures.oom_kills)
+    yield _counter("oom_kills", "Processes that the kernel has killed in this container for want of memory.", kills)
+    modes = [
+        ((scope, mode), seconds)
+        for scope, known in cpu
+        for mode, seconds in (("user", known.user), ("system", known.system), ("wait", known.wait))
+        if known.total or mode != "wait"
+    ]
+    text = "Processor time; a container does not know how long it waited."
+    yield _counter("cpu_seconds", text, modes, "scope", "mode")
+    yield _gauge("cpus", "Processors there are: the quota of the container.", _by_label(figures.processors), "scope")
+    yield _gauge("load_average", "Load average of the host.", _by_label(figures.load), "minutes")
+    yield from _of_file_systems(figures.disks.items())
+
+
+def _of_file_systems(disks: Iterable[tuple[str, os.statvfs_result]]) -> Iterator[Metric]:
+    """By role: system, ephemeral (``data``), persistent (``store``)."""
+    disks = list(disks)
+    rows: Rows = [((role,), known.f_blocks * known.f_frsize) for role, known in disks]
+    yield _gauge("disk_size_bytes", "Size of a disk.", rows, "disk")
+    rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]
+    yield _gauge("disk_used_bytes", "Of that, in use.", rows, "disk")
+    rows = [((role,), known.f_files) for role, known in disks]
+    yield _gauge("disk_inodes", "Inodes of a disk; 0 where there is no fixed number.", rows, "disk")
+    rows = [((role,), known.f_files - known.f_ffree) for role, known in disks]
+    yield _gauge("disk_inodes_used", "Of those, in use.", rows, "disk")
+
+
+def _of_disk(disk: DiskReading) -> Iterator[Metric]:
+    yield _gauge("persistent_disk_mounted", "1 while there is a persistent disk on the store.", _one(disk.is_mounted))
+    running = _one(disk.is_migrating)
+    yield _gauge("disk_migration_running", "1 while a persistent disk is copied to another.", running)
+    text = "How much of it is copied, then compared; 0 without a migration."
+    yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
+
+
+def _of_processes(processes: Sequence[ProcessReading]) -> Iterator[Metric]:
+    named = [((safetext.label(process.name),), process) for process in processes]
+
+    def rows(member: str) -> Rows:
+        return [(label, getattr(process, member)) for label, process in named]
+
+    yield _gauge("process_up", "1 while it runs.", rows("is_up"), "process")
+    states = [((*label, state), process.state == state) for label, process in named for state in STATES]
+    yield _gauge("process_state", "1 for the state the Director is told, 0 for the others.", states, "process", "state")
+    text = "When it was started, in seconds since 1970; 0 while it does not run."
+    yield _gauge("process_start_time_seconds", text, rows("started_at"), "process")
+    yield _counter("process_restarts", "Times it was started again after it had ended.", rows("restarts"), "process")
+    exits = [((*label, kind), process.exits.get(kind, 0)) for label, process in named for kind in KINDS]
+    yield _counter("process_exits", "Times it ended by itself, by how.", exits, "process", "reason")
+    yield _counter("process_oom_kills", "Times it was killed for want of memory.", rows("oom_kills"), "process")
+    yield _gauge("process_memory_bytes", "Resident memory of it and its children.", rows("memory"), "process")
+    yield _counter("process_cpu_seconds", "Processor time of it and its children.", rows("cpu"), "process")
+    yield _gauge("process_open_files", "Files it has open.", rows("open_files"), "process")
+    yield _gauge("process_threads", "Threads of it and its children.", rows("threads"), "process")
+
+
+Rows = Iterable[tuple[tuple[str, ...], float | None]]
+"""Samples of one family: the label values, and the value or None when there is none to show."""
+
+
+def _one(value: float | None) -> Rows:
+    return [((), value)]
+
+
+def _by_label(values: Mapping[str, float]) -> Rows:
+    return [((label,), value) for label, value in values.items()]
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, rows: Rows, *labels: str
+) -> Metric:
+    family = kind(f"agent_shim_{name}", text, labels=labels)
+    for label, value in rows:
+        if value is not None:
+            family.add_metric(label, float(value))
+    return family
+
+
+_gauge = partial(_family, GaugeMetricFamily)
+_counter = partial(_family, CounterMetricFamily)
+
+
+def table() -> str:
+    """Every family in Markdown, for docs/operations.md."""
+    rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
+    for family in Metrics(Readings).collect():
+        ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        names: Sequence[str] = _OF_INFO.get(family.name) or getattr(family, "_labelnames")  # noqa: B009 - undeclared
+        labels = ", ".join(f"`{label}`" for label in names)
+        rows.append(f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+_OF_INFO: Final = {"agent_shim_build": ("version", "python"), "agent_shim_stemcell": ("os", "version")}
+"""Labels of what says what it is by labels alone."""
+
+
+# --- how it is asked for --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """What is behind the paths. ``ready(level)`` (``jobs`` or ``agent``) is the answer and its reason."""
+
+    render: Callable[[bool], bytes]
+    ready: Callable[[str], tuple[bool, str]]
+
+    def answer(self, request: Request) -> Response:
+        """What is answered to ``GET /readyz?level=agent`` and its like."""
+        path, _, query = request.target.partition("?")
+        if path == "/metrics":
+            is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "").lower()
+            kind = openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_PLAIN_0_0_4
+            return Response(200, self.render(is_openmetrics), kind)
+        if path == "/healthz":
+            return Response(200, b"ok\n")
+        if path == "/readyz":
+            level = urllib.parse.parse_qs(query).get("level", ["jobs"])[0]
+            if level not in ("jobs", "agent"):
+                return Response(400, b"level is jobs or agent\n")
+            is_ready, reason = self.ready(level)
+            return Response(200 if is_ready else 503, f"{reason}\n".encode("utf-8", "replace"))
+        return Response(404, b"there is /metrics, /healthz and /readyz\n")
+
+
+def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:
+    """Answer on ``address`` for the length of the block, as ``responder.listening`` does."""
+    return http_server.listening(address, routes.answer, "metrics and probes")

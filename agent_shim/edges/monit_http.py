@@ -1,0 +1,303 @@
+"""What releases ask of monit over HTTP, answered as monit 5.2.5 does (http/cervlet.c, http/xml.c).
+
+``GET /_status2?format=xml`` is what the Go agent reads, ``GET /_status?format=xml`` what pxc's galera-agent reads; both
+send ``POST /SERVICE`` with ``action=start`` and its like, and galera-agent looks for ``start pending`` in the page that
+comes back. Whoever knows the password of ``/var/vcap/monit/monit.user`` may ask; that file is root's.
+
+Beside it the port on which the Go agent takes monit's mails. A CPI tries it to see whether the agent lives: it answers,
+and takes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from agent_shim.core import safetext
+from agent_shim.edges import http_server, monit_text
+from agent_shim.edges.http_server import Request, Response
+from agent_shim.host import clock, host_stats, proc
+from agent_shim.supervisor.event_kinds import BITS
+
+ACTIONS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
+XML: Final = "text/xml"
+HTML: Final = "text/html"
+
+TYPES: Final = {"filesystem": 0, "directory": 1, "file": 2, "process": 3, "host": 4, "system": 5, "fifo": 6}
+MODES: Final = {"active": 0, "passive": 1, "manual": 2}
+MONITOR: Final = {"stopped": 0, "unmonitored": 0, "stopping": 0, "starting": 2, "settling": 2}
+"""By phase; 1 for all others."""
+PENDING: Final = {"starting": 6, "restarting": 2, "stopping": 3}
+MISSING: Final = 0x200
+FAILED: Final = 0x1000
+
+Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""What ``supervisor.monit.monit_api`` says to a request, with ``uptime_secs`` of the agent."""
+
+
+class Api:
+    """Answers; ``user_file`` holds ``user:password``."""
+
+    def __init__(self, ask: Ask, user_file: Path) -> None:
+        self._ask = ask
+        self._user_file = user_file
+        self._here = _Machine()
+
+    async def answer(self, request: Request) -> Response:
+        """Of a status or an order, to who knows the password."""
+        if not await asyncio.to_thread(self._is_known, request.headers.get("authorization", "")):
+            headers = {"WWW-Authenticate": 'Basic realm="monit"'}
+            return Response(401, b"You are not authorized to access monit\n", headers=headers)
+        path, _, query = request.target.partition("?")
+        name = urllib.parse.unquote(path.removeprefix("/"))
+        if request.method == "POST":
+            return await self._order(name, request.body)
+        shown = await self._ask({"action": "show"})
+        if name in ("_status", "_status2"):
+            return self._status(name, urllib.parse.parse_qs(query), shown)
+        return _page(shown, name, "") if name else _listed(shown)
+
+    def _is_known(self, given: str) -> bool:
+        kind, _, coded = given.partition(" ")
+        try:
+            known = self._user_file.read_bytes().strip()
+            return kind.lower() == "basic" and hmac.compare_digest(base64.b64decode(coded), known) and b":" in known
+        except (OSError, binascii.Error, ValueError):
+            return False
+
+    def _status(self, name: str, query: Mapping[str, list[str]], shown: Mapping[str, Any]) -> Response:
+        if query.get("format") != ["xml"]:
+            layout = monit_text.summary if query.get("level") == ["summary"] else monit_text.status
+            return Response(200, layout(shown, monit_text.Machine.now()).encode(), "text/plain")
+        text = document(shown, self._here, version=2 if name == "_status2" else 1)
+        return Response(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
+
+    async def _order(self, name: str, body: bytes) -> Response:
+        action = urllib.parse.parse_qs(body.decode("latin-1")).get("action", [""])[0]
+        shown = await self._ask({"action": "show"})
+        if _named(shown, name) is None:
+            return _refused(404, "There is no service by that name")
+        if action not in ACTIONS:
+            return _refused(400, "Invalid action")
+        done = await self._ask({"action": action, "names": [name]})
+        if "exception" in done:
+            return _refused(503, done["exception"]["message"])
+        return _page(await self._ask({"action": "show"}), name, f"{action} pending")
+
+
+def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    return next((each for each in shown.get("services", ()) if each["name"].lower() == name.lower()), None)
+
+
+def _refused(status: int, why: str) -> Response:
+    return Response(status, f"<html><body><h2>{_escaped(why)}</h2></body></html>\n".encode(), HTML)
+
+
+def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
+    """Of one service. What was asked is named as pending, even if it is done already: scripts look for the words."""
+    service = _named(shown, name)
+    if service is None:
+        return _refused(404, "There is no service by that name")
+    words = monit_text.words(service)
+    if pending and pending not in words:
+        words = f"{words.partition(' - ')[0]} - {pending}"
+    rows = f"<tr><td>Name</td><td>{_escaped(name)}</td></tr><tr><td>Status</td><td>{_escaped(words)}</td></tr>"
+    return Response(200, f"<html><body><table>{rows}</table></body></html>\n".encode(), HTML)
+
+
+def _listed(shown: Mapping[str, Any]) -> Response:
+    rows = "".join(
+        f"<tr><td>{_escaped(each['name'])}</td><td>{_escaped(monit_text.words(each))}</td></tr>"
+        for each in shown.get("services", ())
+    )
+    return Response(200, f"<html><body><table>{rows}</table></body></html>\n".encode(), HTML)
+
+
+# --- the document -----------------------------------------------------------------------------------------------------
+
+
+class _Machine:
+    """What is told of the machine; all but its load stays as it is."""
+
+    def __init__(self) -> None:
+        about, memory = os.uname(), host_stats.memory()
+        own = proc.stat(os.getpid())
+        self.name = about.nodename
+        self.id = hashlib.md5(about.nodename.encode(), usedforsecurity=False).hexdigest()
+        self.begun_at = int(clock.wall_time_of(own.start_ticks)) if own else 0
+        self.platform = {
+            "name": about.sysname,
+            "release": about.release,
+            "version": about.version,
+            "machine": about.machine,
+            "cpu": os.cpu_count() or 1,
+            "memory": memory.total // 1024,
+            "swap": memory.swap_total // 1024,
+        }
+
+
+def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
+    """The status in XML, in one line: version 1 tells in elements what version 2 tells in attributes."""
+    services = shown.get("services", ())
+    about = {"id": here.id, "incarnation": here.begun_at, "version": monit_text.VERSION}
+    server = {
+        "uptime": shown.get("uptime_secs", 0),
+        "poll": 10,
+        "startdelay": 0,
+        "localhostname": here.name,
+        "controlfile": "/var/vcap/bosh/etc/monitrc",
+        "httpd": {"address": "127.0.0.1", "port": 2822, "ssl": 0},
+    }
+    bodies = [(each["name"], TYPES.get(each["kind"], 3), _service(each)) for each in services]
+    bodies.append((f"system_{here.name}", TYPES["system"], _system()))
+    head = '<?xml version="1.0" encoding="ISO-8859-1"?>'
+    platform = _element("platform", here.platform)
+    if version == 1:
+        told = "".join(
+            f'<service type="{kind}">{_members({"name": name} | body)}</service>' for name, kind, body in bodies
+        )
+        return f"{head}<monit>{_element('server', about | server)}{platform}{told}</monit>"
+    told = "".join(
+        f'<service name="{_escaped(name)}">{_members({"type": kind} | body)}</service>' for name, kind, body in bodies
+    )
+    attributes = " ".join(f'{name}="{_escaped(str(value))}"' for name, value in about.items())
+    groups = "".join(
+        f'<servicegroup name="{_escaped(name)}">{_repeated("service", members)}</servicegroup>'
+        for name, members in _groups(services).items()
+    )
+    return (
+        f"{head}<monit {attributes}>{_element('server', server)}{platform}<services>{told}</services>"
+        f"<servicegroups>{groups}</servicegroups></monit>"
+    )
+
+
+def _service(service: Mapping[str, Any]) -> dict[str, Any]:
+    """The members in monit's order; figures only where it shows them."""
+    phase, now = service["phase"], clock.wall_time()
+    status = _bits(service)
+    monitor = MONITOR.get(phase, 1)
+    told: dict[str, Any] = {
+        "collected_sec": int(now),
+        "collected_usec": int(now % 1 * 1e6),
+        "status": status,
+        "status_hint": 0,
+        "monitor": monitor,
+        "monitormode": MODES.get(service["mode"], 0),
+        "pendingaction": PENDING.get(phase, 0),
+    }
+    if status:
+        told["status_message"] = _Data(service["reason"] or "process is not running")
+    if service["kind"] == "process" and monitor == 1 and not status & MISSING and service["pid"]:
+        told |= {
+            "pid": service["pid"],
+            "ppid": service["parent"],
+            "uptime": service["uptime_secs"],
+            "children": service["children"],
+            "memory": {
+                "percent": f"{service['own_mem_percent']:.1f}",
+                "percenttotal": f"{service['mem_percent']:.1f}",
+                "kilobyte": service["own_mem_kb"],
+                "kilobytetotal": service["mem_kb"],
+            },
+            "cpu": {"percent": f"{service['own_cpu']:.1f}", "percenttotal": f"{service['cpu_total']:.1f}"},
+        }
+    return told
+
+
+def _bits(service: Mapping[str, Any]) -> int:
+    """``status``: 0 is good."""
+    match service["phase"]:
+        case "running":
+            return sum(BITS[fault] for fault in service["faults"])
+        case "down" | "restarting":
+            return MISSING | (FAILED if service["reason"].startswith("cannot start") else 0)
+        case "broken":
+            return FAILED
+    return 0
+
+
+def _system() -> dict[str, Any]:
+    now = clock.wall_time()
+    load = [f"{average:.2f}" for average in os.getloadavg()]
+    return {
+        "collected_sec": int(now),
+        "collected_usec": int(now % 1 * 1e6),
+        "status": 0,
+        "status_hint": 0,
+        "monitor": 1,
+        "monitormode": 0,
+        "pendingaction": 0,
+        "system": {"load": dict(zip(("avg01", "avg05", "avg15"), load, strict=True))},
+    }
+
+
+def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Members in the reverse order of the files, as monit's parser leaves them."""
+    found: dict[str, list[str]] = {}
+    for service in services:
+        for group in service["groups"]:
+            found.setdefault(group, []).insert(0, service["name"])
+    return found
+
+
+_ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"})
+
+
+def _escaped(text: str) -> str:
+    """For XML and HTML, attributes too (the module ``html`` knows a thousand more names, and weighs)."""
+    return safetext.line(text).translate(_ESCAPES)
+
+
+class _Data(str):
+    """Text that stands in a CDATA section."""
+
+    __slots__ = ()
+
+
+def _members(members: Mapping[str, Any]) -> str:
+    return "".join(_element(name, value) for name, value in members.items())
+
+
+def _element(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        content = _members(value)
+    elif isinstance(value, _Data):
+        content = f"<![CDATA[{safetext.line(value).replace(']]>', ']] >')}]]>"
+    else:
+        content = _escaped(str(value))
+    return f"<{name}>{content}</{name}>"
+
+
+def _repeated(name: str, values: Iterable[str]) -> str:
+    return "".join(_element(name, value) for value in values)
+
+
+# --- the ports --------------------------------------------------------------------------------------------------------
+
+
+def listening(address: str, ask: Ask, user_file: Path) -> AbstractAsyncContextManager[tuple[str, int] | None]:
+    """Answer on ``address`` for the length of the block, as ``responder.listening`` does."""
+    return http_server.listening(address, Api(ask, user_file).answer, "clients of monit", ("GET", "HEAD", "POST"))
+
+
+class _NoMail(asyncio.Protocol):
+    """Says that it takes no mail, and hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"554 no mail is taken here: alerts are told to the Health Monitor alone\r\n")
+        transport.close()
+
+
+def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
+    """Be there on ``address`` for the length of the block, for who tries the port; nothing that is said is believed."""
+    return http_server.serving(address, _NoMail, "who looks for the mail port")

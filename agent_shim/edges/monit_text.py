@@ -1,0 +1,131 @@
+"""The texts of monit 5.2.5 about services, which scripts grep (http/cervlet.c).
+
+Services are mappings as ``supervisor.monit.monit_api.describe`` makes them. The standard library alone: the command
+``monit`` is quick to start.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from agent_shim.core import safetext
+
+VERSION: Final = "5.2.5"
+"""The monit that scripts believe to talk to."""
+
+_TYPES: Final = {
+    "process": "Process",
+    "file": "File",
+    "directory": "Directory",
+    "filesystem": "Filesystem",
+    "host": "Remote Host",
+    "fifo": "Fifo",
+    "system": "System",
+    "status": "Status",
+}
+_GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
+"""What is said of a service without a fault; ``accessible`` of all others."""
+_WORDS: Final = {
+    "stopped": "not monitored",
+    "unmonitored": "not monitored",
+    "stopping": "not monitored - stop pending",
+    "starting": "initializing - start pending",
+    "restarting": "Does not exist - restart pending",
+    "settling": "initializing",
+    "broken": "Execution failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is shown of the machine, and the time it is shown at."""
+
+    name: str
+    load: tuple[float, float, float]
+    time: str
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(os.uname().nodename, os.getloadavg(), time.ctime())
+
+
+def summary(shown: Mapping[str, Any], machine: Machine) -> str:
+    """A header and a line for each service, the system last."""
+    shown = safetext.value(shown)
+    rows = [(_title(service), words(service)) for service in shown["services"]]
+    rows.append((f"System 'system_{machine.name}'", "running"))
+    return "\n".join([_header(shown), "", *(f"{title:<35} {text}" for title, text in rows)])
+
+
+def status(shown: Mapping[str, Any], machine: Machine) -> str:
+    """A header and a paragraph for each service, the system last."""
+    shown = safetext.value(shown)
+    lines = [_header(shown), ""]
+    for service in shown["services"]:
+        text = words(service)
+        is_monitored = not text.startswith("not monitored")
+        lines.append(_title(service))
+        lines += _fields({"status": text, "monitoring status": "monitored" if is_monitored else "not monitored"})
+        if service["kind"] == "process" and service["pid"] and is_monitored:
+            lines += _fields(_numbers(service))
+        if service["reason"]:
+            lines += _fields({"message": service["reason"]})
+        if service["unheeded"]:
+            lines += _fields({"not acted on": ", ".join(service["unheeded"])})
+        lines += [*_fields({"data collected": machine.time}), ""]
+    load = " ".join(f"[{number:.2f}]" for number in machine.load)
+    lines.append(f"System 'system_{machine.name}'")
+    lines += _fields({"status": "running", "monitoring status": "monitored", "load average": load})
+    return "\n".join([*lines, *_fields({"data collected": machine.time}), ""])
+
+
+def _fields(values: Mapping[str, str]) -> list[str]:
+    return [f"  {name:<33} {value}" for name, value in values.items()]
+
+
+def _numbers(service: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "pid": str(service["pid"]),
+        "parent pid": str(service["parent"]),
+        "uptime": duration(service["uptime_secs"]),
+        "children": str(service["children"]),
+        "memory kilobytes": str(service["own_mem_kb"]),
+        "memory kilobytes total": str(service["mem_kb"]),
+        "memory percent": f"{service['own_mem_percent']:.1f}%",
+        "memory percent total": f"{service['mem_percent']:.1f}%",
+        "cpu percent": f"{service['own_cpu']:.1f}%",
+        "cpu percent total": f"{service['cpu_total']:.1f}%",
+    }
+
+
+def _header(shown: Mapping[str, Any]) -> str:
+    return f"The Monit daemon {VERSION} uptime: {duration(shown['uptime_secs'])}"
+
+
+def _title(service: Mapping[str, Any]) -> str:
+    return f"{_TYPES[service['kind']]} '{service['name']}'"
+
+
+def words(service: Mapping[str, Any]) -> str:
+    """The status of a service as monit words it, with what is still to come after a dash."""
+    phase = service["phase"]
+    if phase == "down":
+        is_dead = service["kind"] == "process" and not service["reason"].startswith("cannot start")
+        return "Does not exist" if is_dead else "Execution failed"
+    if phase == "running":
+        is_good = service["state"] != "failing"
+        return _GOOD.get(service["kind"], "accessible") if is_good else str(service["faults"][0])
+    return _WORDS[phase]
+
+
+def duration(seconds: int) -> str:
+    """``1d 2h 3m ``: days and hours only from the first on that is not 0, and a blank after each."""
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    text = f"{minutes}m "
+    if days or hours:
+        text = f"{hours}h {text}"
+    return f"{days}d {text}" if days else text

@@ -1,0 +1,129 @@
+"""Fetching and storing blobs: where they are looked for, in what order, how often. Runs in worker processes only.
+
+Order, tries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
+agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
+
+from agent_shim.core.digest import Hasher, MultipleDigest
+from agent_shim.core.errors import BlobError, DigestError, NoRoomError, ShimError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host.worker_client import checked_blob_id
+from agent_shim.services.blobstore import BlobRef, Timing
+from agent_shim.services.blobstore.providers import environment, opened, provider, trusted_ca
+
+if TYPE_CHECKING:
+    from agent_shim.services.blobstore.transfer import Transfer
+
+T = TypeVar("T")
+
+TRIES: Final = 3
+
+
+class Blobs:
+    """The blobs of one agent; a context manager, which closes the HTTP client if one was needed."""
+
+    def __init__(self, store: Blobstore, paths: Paths, timing: Timing = Timing()) -> None:  # noqa: B008 - frozen
+        self._store = store
+        self._paths = paths
+        self._timing = timing
+        self._opened = AsyncExitStack()
+        self._client: Transfer | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._client is not None:
+            await self._client.__aexit__()
+
+    @asynccontextmanager
+    async def fetched(self, ref: BlobRef) -> AsyncIterator[BinaryIO]:
+        """The blob as an open file, its strongest digest checked; raises ``BlobError`` or ``DigestError``.
+
+        The file has no name, or is the one in our own directory: whatever ends the process, nothing is left behind.
+        """
+        digest = MultipleDigest.parse(ref.digest)
+        with await self._fetch(ref, digest) as file:
+            yield file
+
+    async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
+        """Store a file and return its new id; "" with a signed URL, of which only the sender knows the id."""
+        if signed_url:
+            with path.open("rb") as source:
+                await self._transfer().upload(signed_url, source, headers)
+            return ""
+        blob_id = str(uuid.uuid4())
+        store = provider(self._store, self._paths, self._transfer)
+        await _again("Creating blob in inner blobstore", lambda: store.put(blob_id, path))
+        return blob_id
+
+    async def _fetch(self, ref: BlobRef, digest: MultipleDigest) -> BinaryIO:
+        if ref.signed_url:
+            checking = "Checking downloaded blob digest"
+            return await _again(
+                "Failed to download blob",
+                lambda: _checked(partial(self._transfer().download, ref.signed_url, ref.headers), digest, checking),
+                self._timing.pause,
+            )
+        if not ref.blob_id:
+            raise BlobError("Both signedURL and blobID are blank which is invalid")
+        blob_id = checked_blob_id(ref.blob_id)
+        for directory in (self._paths.sensitive_blobs, self._paths.blobs):
+            if (directory / blob_id).is_file():
+                return await _checked(partial(opened, directory / blob_id), digest, f"Checking blob '{blob_id}'")
+        store = provider(self._store, self._paths, self._transfer)
+        checking = f"Checking downloaded blob '{blob_id}'"
+        return await _again(
+            "Getting blob from inner blobstore", lambda: _checked(partial(store.get, blob_id), digest, checking)
+        )
+
+    def _transfer(self) -> Transfer:
+        if self._client is None:
+            from agent_shim.services.blobstore.transfer import (
+                Transfer,
+            )  # late: a tenth of a second, and not always needed
+
+            self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
+        return self._client
+
+
+async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
+    """The file that is got, at its start, if what came has the digest; else it is closed and ``BlobError`` raised."""
+    try:
+        hasher = digest.hasher()
+    except DigestError as exc:
+        raise BlobError(f"{what}: {exc}") from exc
+    file = await get(hasher)
+    try:
+        digest.check(hasher)
+        file.seek(0)
+    except DigestError as exc:
+        file.close()
+        raise BlobError(f"{what}: {exc}") from exc
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
+    """The result of the first attempt that succeeds; the reason of the last one if none does."""
+    for left in reversed(range(TRIES)):
+        try:
+            return await attempt()
+        except (ShimError, OSError) as exc:
+            if not left or isinstance(exc, NoRoomError):
+                raise BlobError(f"{what}: {exc}") from exc
+            await asyncio.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")

@@ -1,0 +1,285 @@
+"""The kinds of blobstore that settings may name (bosh-utils blobstore/provider.go). Runs in worker processes only."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+from urllib.parse import quote
+
+import msgspec
+
+from agent_shim.core import wire
+from agent_shim.core.digest import Hasher
+from agent_shim.core.errors import BlobError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, process, worker_client
+
+if TYPE_CHECKING:
+    from agent_shim.services.blobstore.transfer import Transfer
+
+CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
+"""What create-env manifests call the directory that the agent itself serves under ``/blobs`` (app/app.go)."""
+
+LONGEST: Final = 3600.0
+"""Seconds an external program may take: nobody can see from outside whether it stalls."""
+GRACE: Final = 2.0
+DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class Provider(Protocol):
+    """A store of blobs; both methods raise ``BlobError`` or ``OSError`` and may be tried again."""
+
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        """The content as an open file, all of it fed to ``hasher``; the caller closes it."""
+
+    async def put(self, blob_id: str, path: Path) -> None:
+        """Keep the content of ``path`` under a new id."""
+
+
+def environment(store: Blobstore) -> dict[str, str]:
+    """Our environment with the proxies of the settings in it, in both spellings."""
+    return {**os.environ, **store.proxies, **{name.upper(): value for name, value in store.proxies.items()}}
+
+
+def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -> Provider:
+    """The provider that the settings name; ``transfer`` makes the HTTP client when it is needed."""
+    match store.provider:
+        case "dummy":
+            return Dummy()
+        case "local":
+            return Local(_local_directory(store, paths))
+        case "dav":
+            return Dav(_options(store, DavOptions), transfer)
+        case name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            return External(name, store.options, environment(store), paths)
+    raise BlobError(f"cannot use the blobstore {store.provider[:40]!r}: that is no name of a provider")
+
+
+class Dummy:
+    """Holds nothing and takes everything."""
+
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - there is nothing to feed
+        raise BlobError(f"cannot get {blob_id}: the blobstore is a dummy")
+
+    async def put(self, blob_id: str, path: Path) -> None:
+        pass
+
+
+class Local:
+    """A directory with a file for each blob (local_blobstore.go)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        return await opened(self._directory / blob_id, hasher)
+
+    async def put(self, blob_id: str, path: Path) -> None:
+        await asyncio.to_thread(self._copy, path, self._directory / blob_id)
+
+    def _copy(self, path: Path, target: Path) -> None:
+        if not self._directory.is_dir():
+            files.make_dir(self._directory, 0o770)
+        with path.open("rb") as source:
+            try:
+                with files.replacing(target, mode=0o640) as out:
+                    files.copy_data(source.fileno(), out.fileno())
+            except OSError as exc:
+                raise files.failed(f"write {target}", exc) from exc
+
+
+class DavOptions(msgspec.Struct, frozen=True):
+    """What bosh-davcli knows, but for what only signs."""
+
+    endpoint: str
+    user: str = ""
+    password: str = ""
+
+
+class Dav:
+    """WebDAV as the Director's blobstore serves it (bosh-davcli client/client.go)."""
+
+    def __init__(self, options: DavOptions, transfer: Callable[[], Transfer]) -> None:
+        self._options = options
+        self._transfer = transfer
+
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        return await self._transfer().download(self._url(blob_id), self._headers(), hasher)
+
+    async def put(self, blob_id: str, path: Path) -> None:
+        with path.open("rb") as source:
+            await self._transfer().upload(self._url(blob_id), source, self._headers())
+
+    def _url(self, blob_id: str) -> str:
+        """Spread over 256 directories by the first byte of the id's sha1."""
+        shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
+        return f"{self._options.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
+
+    def _headers(self) -> dict[str, str]:
+        if not self._options.user:
+            return {}
+        pair = f"{self._options.user}:{self._options.password}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+
+
+class External:
+    """A program ``bosh-blobstore-NAME`` that reads the options from a file (external_blobstore.go)."""
+
+    def __init__(self, name: str, options: dict[str, Any], environment: Mapping[str, str], paths: Paths) -> None:
+        self._program = f"bosh-blobstore-{name}"
+        self._options = options
+        self._config = paths.bosh_etc / f"blobstore-{name}.json"
+        self._scratch = worker_client.scratch(paths, os.getpid())
+        self._path = f"{paths.bosh_bin}:{environment.get('PATH') or DEFAULT_PATH}"
+        self._environment = {**environment, "PATH": self._path}
+
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
+        place = files.sibling(self._scratch)  # a directory: what the program puts beside the file goes with it
+        place.mkdir(0o700)
+        try:
+            (place / "blob").touch(0o600)
+            await self._run("get", blob_id, str(place / "blob"))
+            return await opened(place / "blob", hasher)
+        finally:
+            files.remove_tree(place)
+
+    async def put(self, blob_id: str, path: Path) -> None:
+        await self._run("put", str(path), blob_id)
+
+    async def _run(self, *arguments: str) -> None:
+        program = shutil.which(self._program, path=self._path)
+        if program is None:
+            raise BlobError(f"executable {self._program} not found in PATH")
+        await self._write_config()
+        said = os.memfd_create("said")
+        try:
+            running = process.spawn(
+                [program, "-c", str(self._config), *arguments],
+                env=self._environment,
+                stdout=said,
+                stderr=said,
+            )
+            try:
+                async with asyncio.timeout(LONGEST):
+                    status = await running.wait()
+            except BaseException:
+                await running.terminate(GRACE)
+                raise
+            if status != 0:
+                text = os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
+                raise BlobError(
+                    f"Shelling out to {self._program} cli: it ended with code {status}: {harmless(text, self._options)}"
+                )
+        except TimeoutError as exc:
+            raise BlobError(f"Shelling out to {self._program} cli: it took longer than {LONGEST:.0f} seconds") from exc
+        finally:
+            os.close(said)
+
+    async def _write_config(self) -> None:
+        """The Go agent's file, but not for everybody to read."""
+        content = msgspec.json.encode(self._options)
+        try:
+            if self._config.read_bytes() == content:
+                return
+        except FileNotFoundError:
+            pass
+        await files.save(self._config, content, mode=0o600)
+
+
+async def opened(path: Path, hasher: Hasher) -> BinaryIO:
+    """Open a blob that lies in a directory of ours and feed it to ``hasher``; links and directories are no blobs."""
+    file = _open(path)
+
+    def feed() -> None:
+        while chunk := file.read(files.CHUNK):
+            hasher.update(chunk)
+
+    try:
+        await asyncio.to_thread(feed)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError as exc:
+        raise BlobError(f"cannot open {path}: {exc.strerror}") from exc
+
+
+class _Cert(msgspec.Struct, frozen=True):
+    ca: str = ""
+
+
+class _Tls(msgspec.Struct, frozen=True):
+    cert: _Cert = _Cert()
+
+
+class _TlsOptions(msgspec.Struct, frozen=True):
+    tls: _Tls = _Tls()
+
+
+def trusted_ca(store: Blobstore) -> str:
+    """``options.tls.cert.ca``; "" where there is nothing of that shape (blobstore_http_client.go)."""
+    try:
+        return wire.convert(store.options, _TlsOptions).tls.cert.ca
+    except msgspec.ValidationError:
+        return ""
+
+
+def _options(store: Blobstore, wanted: type[DavOptions]) -> DavOptions:
+    try:
+        return wire.convert(store.options, wanted)
+    except msgspec.ValidationError as exc:
+        raise BlobError(f"cannot use the blobstore {store.provider}: {exc}") from exc
+
+
+def _local_directory(store: Blobstore, paths: Paths) -> Path:
+    directory = store.options.get("blobstore_path")
+    if directory is None:
+        raise BlobError("Validating blobstore: missing blobstore_path")
+    if not isinstance(directory, str):
+        raise BlobError("Validating blobstore: blobstore_path must be a string")
+    return paths.blobs if directory == CREATE_ENV_CACHE else Path(directory)
+
+
+# --- what a program said --------------------------------------------------------------------------------------------
+
+NO_SECRET: Final = frozenset(
+    {"endpoint", "host", "region", "bucket_name", "container_name", "account_name", "environment", "storage_class"}
+)
+"""Options that may be told; any other text among the options is not."""
+
+MOST_SAID: Final = 1000
+
+
+def harmless(text: str, options: dict[str, Any]) -> str:
+    """The end of what a program said, without values of options, queries and users of URLs."""
+    for secret in sorted(_texts(options), key=len, reverse=True):
+        text = text.replace(secret, "…")
+    text = re.sub(r"(\w://)[^/@\s]*@", r"\1", text)
+    text = re.sub(r"(\w://[^\s?]*)\?[^\s\"']*", r"\1", text)
+    return " ".join(text.split())[-MOST_SAID:]
+
+
+def _texts(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _texts(below, key)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _texts(below, name)
+    elif isinstance(value, str) and len(value) > 3 and name not in NO_SECRET:
+        yield value
+        yield msgspec.json.encode(value).decode()[1:-1]
+        yield from (line for line in value.splitlines() if len(line) > 3)

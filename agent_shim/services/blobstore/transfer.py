@@ -1,0 +1,306 @@
+"""Blobs over HTTP: signed URLs and DAV. Runs in worker processes only: it imports aiohttp.
+
+Errors name the host and the status, never a path, a query string, a user or a password: signed URLs are secrets. The
+words before the host are those of the Go agent (agent/httpblobprovider/http_blob_provider.go).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import shutil
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Self
+
+from agent_shim.core import lean_imports
+from agent_shim.core.digest import Hasher
+from agent_shim.core.errors import BlobError, NoRoomError
+from agent_shim.host.files import CHUNK
+from agent_shim.services.blobstore import Timing
+
+with lean_imports.without_authorities():  # aiohttp makes contexts at import; each client here has its own
+    import aiohttp
+from yarl import URL
+
+MOST_REDIRECTS: Final = 10
+RESERVE: Final = 64 << 20
+"""Bytes of a volume that downloads leave to all others on it, and at most a part of a small one."""
+RESERVED_PART: Final = 0.05
+LOOK: Final = 4 << 20
+"""Bytes of a download between two looks at the free space."""
+
+
+class Transfer:
+    """One HTTP client with the trust of the blobstore settings; a context manager, for use within one worker."""
+
+    def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
+        """``ca`` is PEM or "" for the authorities of the system; downloads take space in ``scratch``.
+
+        ``environment`` names the proxies, as ``http_proxy`` and so on.
+        """
+        self._environment = environment
+        self._timing = timing
+        self._scratch = scratch
+        self._session = aiohttp.ClientSession(
+            # A connection is not used twice: what a server closed meanwhile would cost an upload its only attempt.
+            connector=aiohttp.TCPConnector(ssl=_trusting(ca), limit=10, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
+            request_class=_request_class(timing.hesitate),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def download(self, url: str, headers: Mapping[str, str], hasher: Hasher) -> BinaryIO:
+        """What ``url`` gives, as an open file without a name, all of it fed to ``hasher``; raises ``BlobError``."""
+        with self._keeping():
+            file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115 - the caller closes it
+        try:
+            await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
+        except BaseException:
+            with suppress(OSError):  # what is left in its buffer
+                file.close()
+            raise
+        return file
+
+    async def _download(self, url: str, target: BinaryIO, headers: Mapping[str, str], hasher: Hasher) -> None:
+        with _explained("Excuting GET request", url):
+            async with (
+                _guarded(self._timing) as guard,
+                self._request("GET", url, headers, max_redirects=MOST_REDIRECTS) as response,
+            ):
+                _check(response)
+                unseen = LOOK
+                async for chunk in response.content.iter_chunked(CHUNK):
+                    guard.moved(len(chunk))
+                    hasher.update(chunk)
+                    unseen += len(chunk)
+                    with self._keeping():
+                        if unseen >= LOOK:
+                            self._check_room()
+                            unseen = 0
+                        target.write(chunk)
+                with self._keeping():
+                    target.flush()
+
+    def _check_room(self) -> None:
+        """Raises ``OSError`` where the rest is for others: nothing but its end says how long a download is."""
+        usage = shutil.disk_usage(self._scratch)
+        if usage.free < min(RESERVE, usage.total * RESERVED_PART):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Tell failures of our own disk from those of a host."""
+        try:
+            yield
+        except OSError as exc:
+            free = shutil.disk_usage(self._scratch).free if self._scratch.exists() else 0
+            why = f"{exc.strerror}, {free // (1 << 20)} MiB are free"
+            raise NoRoomError(f"cannot keep the blob in {self._scratch}: {why}") from exc
+
+    async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
+        """Send all of the file ``source`` in one attempt; raises ``BlobError``."""
+        size = os.fstat(source.fileno()).st_size
+        # The length is told beforehand: many stores take no chunked body.
+        wanted = _merged({"Content-Length": str(size), "Expect": "100-continue"}, headers)
+        with _explained("Executing PUT request", url):
+            async with _guarded(self._timing) as guard:
+                body = _sent(source, guard)
+                async with self._request("PUT", url, wanted, data=body, allow_redirects=False) as response:
+                    _check(response)
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, url: str, headers: Mapping[str, str], **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        parsed = URL(url, encoded=True)  # as it stands: another spelling would have another signature
+        proxy = proxy_for(parsed.scheme, parsed.host or "", parsed.port, self._environment)
+        async with self._session.request(method, parsed, headers=headers, proxy=proxy, **options) as response:
+            yield response
+
+
+def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """What is given wins, however it is spelt."""
+    return {name.lower(): value for name, value in [*own.items(), *given.items()]}
+
+
+def _request_class(hesitate: float) -> type[aiohttp.ClientRequest]:
+    class Hesitating(aiohttp.ClientRequest):
+        """Sends its body after a while even if nobody says "100 Continue", as Go does."""
+
+        def update_expect_continue(self, expect: bool = False) -> None:
+            super().update_expect_continue(expect)
+            if (waiter := self._continue) is not None:
+                self.loop.call_later(hesitate, _set, waiter)
+
+    return Hesitating
+
+
+def _set(waiter: asyncio.Future[bool]) -> None:
+    if not waiter.done():
+        waiter.set_result(True)
+
+
+class _Guard:
+    """Puts the end of an attempt off whenever enough bytes have moved."""
+
+    def __init__(self, timer: asyncio.Timeout, timing: Timing) -> None:
+        self._timer = timer
+        self._timing = timing
+        self._moved = 0
+
+    def moved(self, count: int) -> None:
+        self._moved += count
+        if self._moved >= self._timing.least:
+            self._moved = 0
+            self._allow(self._timing.stall)
+
+    def sent_all(self) -> None:
+        self._allow(self._timing.answer)
+
+    def _allow(self, seconds: float) -> None:
+        self._timer.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+@asynccontextmanager
+async def _guarded(timing: Timing) -> AsyncIterator[_Guard]:
+    async with asyncio.timeout(timing.stall) as timer:
+        yield _Guard(timer, timing)
+
+
+async def _sent(source: BinaryIO, guard: _Guard) -> AsyncIterator[bytes]:
+    while chunk := source.read(CHUNK):
+        yield chunk
+        guard.moved(len(chunk))
+    guard.sent_all()
+
+
+def _trusting(ca: str) -> ssl.SSLContext:
+    """TLS 1.2 or newer; ``ca`` (PEM) instead of the system's authorities if there is one."""
+    try:
+        context = ssl.create_default_context(cadata=ca or None)
+    except (ssl.SSLError, TypeError, ValueError) as exc:
+        raise BlobError("cannot use the CA of the blobstore: it is no PEM certificate") from exc
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # As in Go: whatever the settings call CA is trusted, and certificates without every extension of RFC 5280 are
+    # good enough (newer Pythons refuse them, BOSH makes them).
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
+
+
+# --- proxies --------------------------------------------------------------------------------------------------------
+
+
+def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
+    """The proxy for a host, by the rules of Go (golang.org/x/net/http/httpproxy): no proxy for this machine itself,
+    and ``no_proxy`` holds names with all below them, addresses, networks, each with a port if wanted, or ``*``.
+    """
+
+    def value(name: str) -> str:
+        return environment.get(name.upper()) or environment.get(name) or ""
+
+    proxy = value(f"{scheme}_proxy")
+    if not proxy or host == "localhost" or _is_excepted(host, port, value("no_proxy")):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _is_excepted(host: str, port: int | None, exceptions: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        address = None
+    if address is not None and address.is_loopback:
+        return True
+    for entry in filter(None, map(str.strip, exceptions.lower().split(","))):
+        if entry == "*":
+            return True
+        name, colon, number = entry.rpartition(":")
+        if colon and number.isdigit() and not _is_network(entry):
+            if int(number) != port:
+                continue
+            entry = name.strip("[]")  # noqa: PLW2901 - the rest of it
+        if address is not None:
+            if _is_network(entry) and address in ipaddress.ip_network(entry, strict=False):
+                return True
+        elif host.lower() == entry or host.lower().endswith("." + entry.removeprefix("*").removeprefix(".")):
+            return True
+    return False
+
+
+def _is_network(entry: str) -> bool:
+    try:
+        ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained(what: str, url: str) -> Iterator[None]:
+    """Turn every way a transfer fails into ``BlobError`` with nothing secret in it."""
+    try:
+        yield
+    except TimeoutError as exc:
+        raise BlobError(f"{what}: {_host_of(url)}: it stalled") from exc
+    except (aiohttp.ClientError, OSError, ValueError) as exc:
+        raise BlobError(f"{what}: {_host_of(url)}: {_why(exc)}") from exc
+
+
+def _check(response: aiohttp.ClientResponse) -> None:
+    if not 200 <= response.status < 300:
+        where = _host(response.url)
+        raise BlobError(f"Error executing {response.method}, response was {response.status} from {where}")
+
+
+def _host_of(url: str) -> str:
+    try:
+        return _host(URL(url, encoded=True))
+    except ValueError:
+        return "the host"
+
+
+def _host(url: URL) -> str:
+    return f"{url.host}:{url.port}"
+
+
+def _why(exc: BaseException) -> str:
+    """The reason in words that hold no part of a URL; what is unknown is told by its kind alone."""
+    match exc:
+        case aiohttp.ClientConnectorCertificateError():
+            return f"its certificate is not trusted: {getattr(exc.certificate_error, 'verify_message', 'unknown')}"
+        case aiohttp.ClientProxyConnectionError():
+            return f"its proxy {exc.host}:{exc.port} cannot be reached: {_why(exc.os_error)}"
+        case aiohttp.ClientHttpProxyError():
+            return f"its proxy answers {exc.status}"
+        case aiohttp.ClientConnectorSSLError():
+            return f"it does not speak TLS as it should: {getattr(exc.os_error, 'reason', None) or 'unknown'}"
+        case aiohttp.InvalidURL():
+            return "the URL cannot be read"
+        case aiohttp.TooManyRedirects():
+            return "it redirects again and again"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection"
+        case aiohttp.ClientPayloadError():
+            return "the body ended too early"
+        case OSError(errno=int(code), strerror=str(text)):
+            return (
+                os.strerror(code) if code > 0 else text
+            )  # asyncio's own texts hold addresses, resolvers' codes are < 0
+    return type(exc).__name__

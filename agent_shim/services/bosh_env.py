@@ -1,0 +1,117 @@
+"""What ``env.bosh`` asks of the machine itself: each key that the Go agent reads, and what becomes of it here.
+
+Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/operations.md has the same table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import BoshEnv
+from agent_shim.host import files, mounts
+
+SETTINGS_SIZE: Final = "16m"
+"""Of the tmpfs with the settings (platform/linux_platform.go, SetupBoshSettingsDisk)."""
+
+
+class Key(NamedTuple):
+    """``name`` is a path below ``env.bosh``; ``is_done`` is False for a key that is refused with ``outcome``."""
+
+    name: str
+    outcome: str
+    is_done: bool = True
+
+
+KEYS: Final = (
+    Key("agent.settings.tmpfs", "settings, `update_settings` and disk hints lie in memory, and no copy on a disk"),
+    Key("authorized_keys", "log in as `vcap`"),
+    Key("blobstores", "the first one counts"),
+    Key("ipv6.enable", "the network belongs to the container runtime", is_done=False),
+    Key("job_dir.tmpfs", "rendered jobs and blobs with secrets lie in memory"),
+    Key("job_dir.tmpfs_size", "`100m` unless told"),
+    Key("keep_root_password", "`password` is that of `vcap` alone"),
+    Key("mbus.cert", "credentials of the bus"),
+    Key("mbus.urls", "addresses of the bus"),
+    Key("ntp", "into `/var/vcap/bosh/etc/ntpserver`; the clock is the host's"),
+    Key("parallel", "blobs fetched at a time, five unless told"),
+    Key("password", "crypt hash for `root` and `vcap`; without one neither can log in by password"),
+    Key("remove_dev_tools", "files listed in `/var/vcap/bosh/etc/dev_tools_file_list` are removed"),
+    Key("remove_static_libraries", "files listed in `/var/vcap/bosh/etc/static_libraries_list` are removed"),
+    Key("run_dir.tmpfs_size", "`sys/run` lies in memory, so large; with `run_dir.tmpfs` of older agents `16m`"),
+    Key("swap_size", "swap belongs to the machine around the container", is_done=False),
+)
+
+
+def refused(bosh: BoshEnv) -> str | None:
+    """A boot step: the keys that were given and cannot be followed, with the reason; None without any."""
+    given = {"ipv6.enable": bosh.ipv6.enable, "swap_size": bosh.swap_size}
+    return "; ".join(f"env.bosh.{key.name}: {key.outcome}" for key in KEYS if given.get(key.name)) or None
+
+
+# --- files that are not wanted ----------------------------------------------------------------------------------------
+
+
+async def remove_dev_tools(paths: Paths, bosh: BoshEnv) -> str | None:
+    """A boot step: compilers go; returns why they stay, or None. Raises ``OSError``."""
+    return await _remove(paths.dev_tools_list, is_wanted=bosh.remove_dev_tools)
+
+
+async def remove_static_libraries(paths: Paths, bosh: BoshEnv) -> str | None:
+    """A boot step: ``*.a`` go; returns why they stay, or None. Raises ``OSError``."""
+    return await _remove(paths.static_libraries_list, is_wanted=bosh.remove_static_libraries)
+
+
+async def _remove(listing: Path, *, is_wanted: bool) -> str | None:
+    if not is_wanted:
+        return "not asked for"
+    try:
+        await asyncio.to_thread(remove_listed, listing)
+    except FileNotFoundError:
+        return f"the image has no {listing}"
+    return None
+
+
+def remove_listed(listing: Path) -> None:
+    """Remove each file or link that is named on a line, if it is there; directories stay. Raises ``OSError``."""
+    for line in listing.read_text(errors="surrogateescape").splitlines():
+        if line.startswith("/"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                Path(line).unlink()
+
+
+# --- settings in memory -----------------------------------------------------------------------------------------------
+
+
+async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
+    """A boot step: the files with credentials go to a tmpfs; returns why not, or None. Raises ``HostError``."""
+    if not bosh.agent.settings.tmpfs:
+        return "not asked for"
+    await asyncio.to_thread(_move_to_memory, paths)
+    return None
+
+
+def _move_to_memory(paths: Paths) -> None:
+    """A link is left at each old place. A directory that a stop of the container has emptied of its mount may have
+    caught what was written through the links meanwhile."""
+    place = paths.settings_tmpfs
+    files.make_dir(place, 0o700)
+    if not mounts.is_mount_point(place):
+        below = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            caught = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+            mounts.mount_tmpfs(place, f"size={SETTINGS_SIZE},mode=0700")
+            for name, raw in caught.items():
+                files.write_atomic(place / name, raw, mode=0o600)
+                os.unlink(name, dir_fd=below)
+        finally:
+            os.close(below)
+    for path in paths.with_credentials:
+        if not path.is_symlink():
+            if path.exists():
+                files.write_atomic(place / path.name, path.read_bytes(), mode=0o600)
+            files.swap_link(Path(place.name, path.name), path)

@@ -1,0 +1,318 @@
+"""Installed versions of jobs and packages: where they lie, how they come there, which are in use.
+
+A bundle lies in ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>`` and is in use when a link in
+``jobs`` or ``packages`` points to it; layout, modes and owners are the Go agent's (agent/applier/bundlecollection/), so
+that either agent can take over from the other. A bundle gets its name when it is complete and on disk, and loses it
+before it is taken apart: a directory that looks installed is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import shlex
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from agent_shim.core.digest import MultipleDigest
+from agent_shim.core.errors import ActionError, DigestError, HostError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, worker_client
+from agent_shim.host.worker_client import BlobRef
+
+Kind = Literal["job", "package"]
+
+MAX_SMALL_BYTES: Final = 64 * 1024 * 1024
+"""Of a blob that is read into memory; the records of ten thousand instances take a tenth."""
+DIRECTORY_MODE: Final[dict[Kind, int]] = {"job": 0o750, "package": 0o755}
+"""Of a bundle, of the directory of all its versions, and of the directory of links to those in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A version of a job or package and the archive it is made from."""
+
+    kind: Kind
+    name: str
+    version: str
+    source: BlobRef = BlobRef()  # noqa: RUF009 - frozen
+
+    @property
+    def directory(self) -> str:
+        """The name of its directory: the sha1 of version and digest, or of the version alone for a package that is
+        made here (models/job.go, models/package.go). Raises ``ActionError`` when a name or the version is no good.
+        """
+        checked_name(self.kind, self.name)
+        if not self.version:
+            raise ActionError(f"cannot install the {self.kind} {self.name}: it has no version")
+        text = self.version
+        if self.source.digest:
+            text += f"-{MultipleDigest.parse(self.source.digest)}"
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def checked_name(kind: str, name: str) -> str:
+    """``name`` itself, if it can be the name of a directory and of nothing else; else ``ActionError``."""
+    if not name or "/" in name or ".." in name or "\0" in name or name.startswith(".") or len(name) > 200:
+        raise ActionError(f"cannot use {name[:100]!r} as the name of a {kind}")
+    return name
+
+
+class Bundles:
+    """All bundles below one base. Its methods raise ``ActionError``; one that changes anything runs at a time."""
+
+    def __init__(
+        self, paths: Paths, work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = worker_client.work
+    ) -> None:
+        self._paths = paths
+        self._work = work
+
+    def path(self, bundle: Bundle) -> Path:
+        """Where it lies, or would."""
+        return self._installed(bundle.kind) / checked_name(bundle.kind, bundle.name) / bundle.directory
+
+    async def install(
+        self, wanted: Sequence[Bundle], store: Blobstore, parallel: int, *, doing: str = "Preparing {0.kind} {0.name}"
+    ) -> None:
+        """Fetch and unpack those of ``wanted`` that are not there yet, ``parallel`` archives at a time.
+
+        Those that succeed stay when others fail; the first failure in the order of ``wanted`` is told: what was being
+        done, and why it failed.
+        """
+        missing = {self.path(bundle): bundle for bundle in self.missing(wanted)}
+        if not missing:
+            return
+        targets = [
+            worker_client.Target(bundle.kind, bundle.name, str(path), bundle.source) for path, bundle in missing.items()
+        ]
+        try:
+            done = await self._work(worker_client.Install(str(self._paths.base), store, parallel, targets))
+        except BaseException:
+            # It tidies up behind itself, unless it was killed.
+            with suppress(ActionError):
+                await self._in_thread(files.sweep, {path.parent for path in missing})
+            raise
+        for bundle, outcome in zip(missing.values(), done.outcomes, strict=True):
+            if outcome.error:
+                raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
+
+    async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
+        """Bring exactly these into use, link every package into every job, remove all other bundles."""
+        await self.link(jobs, packages)
+        await self._in_thread(self._keep_only, "job", jobs)
+        await self._in_thread(self._keep_only, "package", packages)
+        await self._in_thread(put_bpm_in_front, self._paths)
+
+    def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
+        """Those that are not installed."""
+        return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
+
+    async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
+        """Bring these into use and link every package into every job; what else there is stays."""
+        await self._in_thread(self._activate, "package", packages)
+        await self._in_thread(self._activate, "job", jobs)
+        await self._in_thread(self._link_packages, jobs, packages)
+        await self._in_thread(put_bpm_in_front, self._paths)
+
+    async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
+        """Bring exactly these packages into use and remove all others, and whatever else lies where the links are.
+
+        Jobs are not touched, nor are the names ``spared`` there.
+        """
+        await self._in_thread(self._activate, "package", packages)
+        await self._in_thread(self._keep_only, "package", packages)
+        await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
+
+    async def create(self, bundle: Bundle) -> Path:
+        """An empty bundle that is in use: what compiling fills. An older one of the same version is removed."""
+        path = self.path(bundle)
+        await self._in_thread(self._create, bundle, path)
+        return path
+
+    async def make_job_dirs(self, names: Iterable[str]) -> None:
+        """Directories for logs, run files and data of jobs; those that exist stay as they are (models/job.go)."""
+        await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
+
+    # --- blobs that came to this machine -----------------------------------------------------------------------------
+
+    async def keep_blob(self, blob_id: str, digest: str, content: bytes) -> None:
+        """Keep what ``upload_blob`` brought until the next install (agent/action/upload_blob.go)."""
+        path = self._paths.sensitive_blobs / worker_client.checked_blob_id(blob_id)
+        expected = MultipleDigest.parse(digest)
+        try:
+            await asyncio.to_thread(expected.verify, content)
+        except DigestError as exc:
+            raise DigestError(f"Payload corrupted. Checksum mismatch. Expected '{expected}': {exc}") from exc
+        try:
+            await files.save(path, content, mode=0o640)
+        except HostError as exc:
+            raise ActionError(f"Opening blob store file: {exc}") from exc
+
+    async def delete_source(self, blob_id: str) -> None:
+        """Forget a blob that is installed; only what lies on this machine is ever deleted (cascading_blobstore.go)."""
+        if not blob_id:
+            return
+        worker_client.checked_blob_id(blob_id)
+        for directory in (self._paths.sensitive_blobs, self._paths.blobs):
+            if (directory / blob_id).is_file():
+                await self._in_thread(files.remove_tree, directory / blob_id)
+                return
+
+    async def fetch_small(self, source: BlobRef, store: Blobstore) -> bytes:
+        """The content of a blob, verified; raises ``ActionError`` for one of more than ``MAX_SMALL_BYTES``."""
+        temp = files.sibling(self._paths.tmp / "blob")
+        try:
+            await self._work(worker_client.Get(str(self._paths.base), store, source, str(temp)))
+            if (size := temp.stat().st_size) > MAX_SMALL_BYTES:
+                raise ActionError(f"cannot use the blob: it has {size} bytes, and {MAX_SMALL_BYTES} are read at most")
+            return await asyncio.to_thread(temp.read_bytes)
+        except OSError as exc:
+            raise ActionError(f"cannot read {temp}: {exc.strerror}") from exc
+        finally:
+            with suppress(FileNotFoundError):
+                temp.unlink()
+
+    async def sweep(self) -> None:
+        """Remove what work that ended before this boot has left half made."""
+        versions = [*self._versions("job"), *self._versions("package")]
+        await self._in_thread(files.sweep, [self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
+
+    # --- on the disk, in a thread ------------------------------------------------------------------------------------
+
+    async def _in_thread(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            await asyncio.to_thread(function, *arguments)
+        except OSError as exc:
+            raise ActionError(str(exc)) from exc
+
+    def _installed(self, kind: Kind) -> Path:
+        return self._paths.data_jobs if kind == "job" else self._paths.data_packages
+
+    def _links(self, kind: Kind) -> Path:
+        return self._paths.jobs if kind == "job" else self._paths.packages
+
+    def _activate(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
+        links = self._links(kind)
+        files.make_dir(links, DIRECTORY_MODE[kind], self._paths.shared_owner)
+        for bundle in bundles:
+            if not (path := self.path(bundle)).is_dir():
+                raise ActionError(f"cannot use the {kind} {bundle.name}: bundle must be installed")
+            _link(path, links / bundle.name)
+
+    def _link_packages(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
+        """In each job, as the Go agent does: all packages of the spec, not only those that the job asks for."""
+        wanted = {package.name: self.path(package) for package in packages}
+        for job in jobs:
+            links = self.path(job) / "packages"
+            files.make_dir(links, DIRECTORY_MODE["package"], self._paths.shared_owner)
+            for link in links.iterdir():
+                if link.is_symlink() and link.name not in wanted and self._is_package(link.readlink()):
+                    link.unlink()
+            for name, path in wanted.items():
+                _link(path, links / name)
+
+    def _is_package(self, target: Path) -> bool:
+        return target.is_relative_to(self._paths.data_packages)
+
+    def _keep_only(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
+        wanted = {self.path(bundle) for bundle in bundles}
+        for path in self._all(kind):
+            if path not in wanted:
+                self._uninstall(kind, path)
+
+    def _all(self, kind: Kind) -> Iterator[Path]:
+        for versions in self._versions(kind):
+            yield from (path for path in versions.iterdir() if not files.is_leftover(path.name))
+
+    def _versions(self, kind: Kind) -> Iterator[Path]:
+        """The directories that hold all versions of one job or package each."""
+        with suppress(FileNotFoundError):
+            yield from (path for path in self._installed(kind).iterdir() if path.is_dir() and not path.is_symlink())
+
+    def _uninstall(self, kind: Kind, path: Path) -> None:
+        """Take it out of use, then take away its name, then take it apart."""
+        link = self._links(kind) / path.parent.name
+        if link.is_symlink() and link.readlink() == path:
+            link.unlink()
+        aside = files.sibling(path)
+        try:
+            path.rename(aside)
+        except OSError as exc:
+            if exc.errno != errno.EXDEV:  # a directory of an image layer cannot be renamed
+                raise files.failed(f"remove {path}", exc) from exc
+            aside = path
+        files.remove_tree(aside)
+
+    def _remove_strays(self, wanted: Collection[str]) -> None:
+        for path in self._paths.packages.iterdir():
+            if path.name not in wanted:
+                files.remove_tree(path)
+
+    def _create(self, bundle: Bundle, path: Path) -> None:
+        if path.exists():
+            self._uninstall(bundle.kind, path)
+        for directory in (path.parent, path):
+            files.make_dir(directory, DIRECTORY_MODE[bundle.kind], self._paths.shared_owner)
+        self._activate(bundle.kind, [bundle])
+
+    def _make_job_dirs(self, names: Iterable[str]) -> None:
+        for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
+            if not os.path.lexists(path):
+                files.make_dir(path, 0o770, self._paths.shared_owner)
+
+
+def _link(target: Path, link: Path) -> None:
+    with suppress(OSError):  # it is no link, or there is none
+        if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
+            return
+    files.swap_link(target, link)
+
+
+BPM: Final = "bpm"
+"""The name under which our ``bpm`` stands among jobs and packages."""
+
+
+def put_bpm_in_front(paths: Paths) -> None:
+    """Have our ``bpm`` stand where scripts call it, whether a release brings its own or not."""
+    ours = str(Path(__file__).parents[2])
+    # Without site and runpy: half of the time that -m takes.
+    code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
+    launcher = (
+        "#!/bin/sh\n"
+        "# agent-shim in place of bpm: asks the running agent.\n"
+        f'export BPM_BOSH_ROOT="${{BPM_BOSH_ROOT:-{paths.base}}}"\n'
+        f'exec {shlex.quote(sys.executable)} -I -S -c {shlex.quote(code)} "$@"\n'
+    )
+    for directory in (paths.jobs, paths.packages):
+        path = directory / BPM / "bin/bpm"
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not path.is_file() or path.read_bytes() != launcher.encode():
+            files.write_atomic(path, launcher.encode(), mode=0o755)
+
+
+def settle(kind: str, tree: Path, owner: str | None) -> None:
+    """Give an unpacked tree the modes and owners it has when installed (agent/applier/jobs/owner_fix.go).
+
+    In a job everything is ``owner``'s, directories are 0750, files below ``bin`` 0750, all others 0640. A package keeps
+    what its archive says, but for the directory itself.
+    """
+    if kind != "job":
+        files.make_dir(tree, 0o755, owner if kind == "package" else None)
+        return
+    uid, gid = files.owner_ids(owner)
+    for here, directories, names, fd in os.fwalk(tree):
+        is_bin = Path(here).is_relative_to(tree / "bin")
+        os.fchown(fd, uid, gid)
+        os.fchmod(fd, 0o750)
+        for name in names + directories:
+            os.chown(name, uid, gid, dir_fd=fd, follow_symlinks=False)
+        for name in names:
+            if not os.path.islink(os.path.join(here, name)):  # noqa: PTH114, PTH118 - once for each file
+                os.chmod(name, 0o750 if is_bin else 0o640, dir_fd=fd)

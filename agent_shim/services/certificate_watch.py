@@ -1,0 +1,70 @@
+"""Certificates near their end: people are told in time, by a metric, a line in ``status`` and a warning in the log.
+
+Only the wall clock can say it; nothing but these words depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Final, NoReturn
+
+from agent_shim.core.x509 import Validity, validities
+
+logger = logging.getLogger(__name__)
+
+PERIOD: Final = 60.0
+"""Seconds between looks; the credentials of a new VM live for an hour or less."""
+DAY: Final = 86400.0
+NEAR: Final = 30 * DAY
+"""Near the end is the last month, but never more than the last fifth of a certificate's life."""
+SHARE: Final = 0.2
+DOOR: Final = "server"
+"""The certificate of the HTTPS door at which the bosh CLI calls; all others are the agent's on the bus."""
+
+
+class Expiry:
+    """``ends`` are the ends of certificates by name (seconds since 1970), as of the last look."""
+
+    def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:
+        """``certificates`` are PEM texts by name; of several in one text the last to end counts."""
+        self.ends: dict[str, float] = {}
+        self.warnings: list[str] = []
+        self._certificates = certificates
+        self._clock = clock
+
+    async def watch(self) -> NoReturn:
+        """Look for ever."""
+        while True:
+            self.look()
+            await asyncio.sleep(PERIOD)
+
+    def look(self) -> None:
+        """Look once; what was not said at the last look is logged."""
+        now, before = self._clock(), self.warnings
+        lasting = {
+            name: max(found, key=lambda validity: validity.ends)
+            for name, pem in self._certificates().items()
+            if (found := validities(pem))
+        }
+        self.ends = {name: validity.ends for name, validity in lasting.items()}
+        self.warnings = [text for name, validity in lasting.items() if (text := _warning(name, validity, now))]
+        for text in self.warnings:
+            if text not in before:
+                logger.warning("%s", text)
+
+
+def _warning(name: str, validity: Validity, now: float) -> str:
+    """What is to be said of a certificate, or ""; the same words until it has ended."""
+    if validity.ends - now > min(NEAR, SHARE * (validity.ends - validity.begins)):
+        return ""
+    end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    what, follows = f"the {name} certificate of the bus", "the agent cannot come back to the bus"
+    if name == DOOR:
+        what, follows = "the certificate of the HTTPS door", "the bosh CLI refuses it (give it another in the manifest)"
+    if validity.ends <= now:
+        return f"{what} has ended, at {end}: {follows}"
+    return f"{what} ends at {end}: it has to be rotated before"

@@ -1,0 +1,203 @@
+"""Compiling a package: its source is unpacked, its packaging script run, what that has installed packed and uploaded.
+
+What the script sees, where it logs and the texts of failures are the Go agent's (agent/compiler/concrete_compiler.go,
+compiler_unix.go, agent/cmdrunner/file_logging_cmd_runner.go). What differs: nothing that a compilation has started or
+unpacked outlives it, and the same source compiled twice gives the same bytes as far as its own tools do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, proc, process, worker_client
+from agent_shim.host.worker_client import BlobRef
+
+SHOWN: Final = 10 * 1024
+"""Bytes of each output that an error tells, the last ones (app/app.go)."""
+GRACE: Final = 1.0
+"""Seconds between TERM and KILL for what has to end; it has nothing to hand over."""
+PATIENCE: Final = 5.0
+"""Seconds that what was killed may take to go."""
+MARK: Final = "BOSH_COMPILE_TARGET"
+"""A variable of everything that a packaging script starts: so it is found when it has left the process group, or when
+the agent was killed. Its value is the directory of the sources.
+"""
+OLDEST: Final = 315_532_800
+"""1980, before which some archives (zip, wheels) know no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What to compile, and where the result goes: to the signed URL or, without one, to the blobstore.
+
+    ``headers`` are those of the upload.
+    """
+
+    name: str
+    version: str
+    source: BlobRef
+    signed_url: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class Compiler:
+    """Compiles one package at a time; ``environ`` is what packaging scripts inherit."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        environ: Mapping[str, str],
+        work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = worker_client.work,
+    ) -> None:
+        self._paths = paths
+        self._environ = _inherited(paths, environ)
+        self._work = work
+
+    async def compile(
+        self, package: Package, target: Path, store: Blobstore, report: Callable[[str], None]
+    ) -> worker_client.Done:
+        """Fill ``target``, an empty bundle that is in use, and upload it: the id of the blob and its digests.
+
+        What the package depends on is in use as well. ``report`` is told what is being done. Raises ``ActionError``.
+        """
+        report("fetching the source")
+        source = await self._fetch(package, store)
+        newest = max(source.newest, OLDEST)
+        if (self._directory(package) / "packaging").exists():
+            report("running the packaging script")
+            await self._run(package, newest)
+        await self.clean()  # before packing: the archive may need the room
+        archive = files.sibling(self._paths.tmp / "compiled")
+        try:
+            report("packing")
+            pack = worker_client.Pack([worker_client.Tree(str(target))], str(archive), source.compressed, newest=newest)
+            packed = await self._asked("Compressing compiled package", pack)
+            report("uploading")
+            put = worker_client.Put(
+                str(self._paths.base), store, str(archive), package.signed_url, dict(package.headers)
+            )
+            uploaded = await self._asked("Uploading compiled package", put)
+            return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
+        finally:
+            await asyncio.to_thread(files.remove_tree, archive)
+
+    async def clean(self) -> None:
+        """End and remove whatever compilations have left, those of an agent that was killed too."""
+        await self._end_strays()
+        try:
+            await asyncio.to_thread(self._remove_sources)
+        except OSError as exc:
+            raise ActionError(f"Removing sources: {exc}") from exc
+
+    async def _fetch(self, package: Package, store: Blobstore) -> worker_client.Outcome:
+        what = f"Fetching package {package.name}"
+        if not package.source.blob_id and not package.source.signed_url:
+            raise ActionError(f"{what}: No blobstore reference for package '{package.name}'")
+        target = worker_client.Target("source", package.name, str(self._directory(package)), package.source)
+        done = await self._asked(what, worker_client.Install(str(self._paths.base), store, 1, [target]))
+        outcome = done.outcomes[0]
+        if outcome.error:
+            raise ActionError(f"{what}: {outcome.error}")
+        return outcome
+
+    async def _asked(self, what: str, request: worker_client.Request) -> worker_client.Done:
+        try:
+            return await self._work(request)
+        except ActionError as exc:
+            raise ActionError(f"{what}: {exc}") from exc
+
+    async def _run(self, package: Package, newest: int) -> None:
+        """Run ``packaging``; its output of this time alone is in the logs. However it ends, its group ends with it."""
+        log = self._paths.log / "compilation"
+        stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
+        try:
+            await asyncio.to_thread(_make_anew, log)
+            script = process.spawn(
+                ["bash", "-x", "packaging"],
+                env=self._environment(package, newest),
+                cwd=self._directory(package),
+                stdout=stdout,
+                stderr=stderr,
+            )
+            try:
+                status = await script.wait()
+            finally:
+                await script.terminate(GRACE)
+            text = "" if status == 0 else await asyncio.to_thread(_failure, status, stdout, stderr)
+        except OSError as exc:
+            text = str(exc)
+        if text:
+            raise ActionError(f"Running packaging script: Running packaging script: {text}")
+
+    def _environment(self, package: Package, newest: int) -> dict[str, str]:
+        return {
+            **self._environ,
+            MARK: str(self._directory(package)),
+            "BOSH_INSTALL_TARGET": str(self._paths.packages / package.name),
+            "BOSH_PACKAGE_NAME": package.name,
+            "BOSH_PACKAGE_VERSION": package.version,
+            # What tools write into their output instead of the time of day (reproducible-builds.org).
+            "SOURCE_DATE_EPOCH": str(newest),
+        }
+
+    def _directory(self, package: Package) -> Path:
+        return self._paths.compile / package.name
+
+    async def _end_strays(self) -> None:
+        """Kill what carries our mark and wait until it is gone; what hangs in the kernel longer is left."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE
+        while loop.time() < deadline:
+            census = await asyncio.to_thread(proc.census, MARK)
+            targets = [target for target in census.marked if Path(target).parent == self._paths.compile]
+            strays = {pid for target in targets for pid in census.marked[target]}
+            if not strays:
+                return
+            for pid in strays:
+                process.send(census.processes[pid].identity, signal.SIGKILL)
+            await asyncio.sleep(process.POLL)
+
+    def _remove_sources(self) -> None:
+        if self._paths.compile.is_dir():
+            for path in self._paths.compile.iterdir():
+                files.remove_tree(path)
+
+
+def _inherited(paths: Paths, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of scripts with the agent's programs first in PATH."""
+    own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
+    return {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
+
+
+def _make_anew(directory: Path) -> None:
+    files.remove_tree(directory)
+    files.make_dir(directory, 0o750)
+
+
+def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
+    return f"Command exited with {status}; {_told('stdout', stdout)}, {_told('stderr', stderr)}"
+
+
+def _told(name: str, path: Path) -> str:
+    """The end of an output, from the beginning of a line if there is one near, with a title that says if it is cut.
+
+    The Go agent leaves the first line out even when nothing is cut.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        text = os.pread(file.fileno(), SHOWN, max(0, size - SHOWN))
+    if size <= SHOWN:
+        return f"{name.capitalize()}: {text.decode(errors='replace')}"
+    text = text[text.find(b"\n", 0, SHOWN // 4) + 1 :]
+    return f"Truncated {name}: {text.decode(errors='replace').lstrip(chr(0xFFFD))}"

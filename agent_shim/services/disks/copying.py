@@ -1,0 +1,45 @@
+"""The copy of a migration, made by a process of its own that may take hours and be killed at any time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.paths import Paths
+from agent_shim.host import worker_client
+from agent_shim.host.copytree import Progress
+from agent_shim.services.disks.markers import OURS
+
+Report = Callable[[Progress], None]
+Copy = Callable[[Path, Path, Report], Awaitable[None]]
+"""Makes the second directory hold what the first holds, and tells how far it is (``host.copytree``)."""
+
+LOOK: Final = 1.0
+"""Seconds between two looks at how far it is."""
+
+
+def in_worker(paths: Paths) -> Copy:
+    """The copy that a worker makes; raises ``ActionError`` with the worker's text."""
+
+    async def copy(source: Path, target: Path, report: Report) -> None:
+        progress = paths.shim_run / "migration.json"
+        watching = asyncio.create_task(_watch(progress, report), name="migration progress")
+        try:
+            await worker_client.work(worker_client.Mirror(str(source), str(target), sorted(OURS), str(progress)))
+        finally:
+            watching.cancel()
+            await asyncio.to_thread(progress.unlink, missing_ok=True)
+
+    return copy
+
+
+async def _watch(progress: Path, report: Report) -> None:
+    while True:
+        await asyncio.sleep(LOOK)
+        with suppress(OSError, ValueError):  # not written yet, or being written
+            report(msgspec.json.decode(await asyncio.to_thread(progress.read_bytes), type=Progress))

@@ -1,0 +1,134 @@
+"""What a CPI says of a disk: every form of a hint, and the file in which hints that came by action are kept.
+
+Member names and meanings are the Go agent's (settings/settings.go, DiskSettings; persistent_disk_hints.json).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agent_shim.core import wire
+from agent_shim.core.settings import Env
+from agent_shim.host import files
+
+logger = logging.getLogger(__name__)
+
+
+class IscsiSettings(msgspec.Struct, frozen=True, rename="pascal"):
+    """Kept for the file's sake: nothing here speaks iSCSI."""
+
+    initiator_name: str = ""
+    username: str = ""
+    target: str = ""
+    password: str = ""
+
+
+_NAMES: Final = {
+    "cid": "ID",
+    "device_id": "DeviceID",
+    "volume_id": "VolumeID",
+    "lun": "Lun",
+    "host_device_id": "HostDeviceID",
+    "path": "Path",
+    "iscsi": "ISCSISettings",
+    "file_system": "FileSystemType",
+    "mount_options": "MountOptions",
+    "partitioner": "Partitioner",
+}
+
+
+class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
+    """One disk as the file has it; all members are always there."""
+
+    cid: str = ""
+    device_id: str = ""
+    volume_id: str = ""
+    lun: str = ""
+    host_device_id: str = ""
+    path: str = ""
+    iscsi: IscsiSettings = IscsiSettings()
+    file_system: str = ""
+    mount_options: list[str] | None = None
+    partitioner: str = ""
+
+    @property
+    def place(self) -> Path | None:
+        """Where the volume is visible: the first member that is an absolute path; None when the CPI named none."""
+        named = (self.path, self.volume_id, self.device_id)
+        return next((Path(os.path.normpath(text)) for text in named if text.startswith("/")), None)
+
+    def __str__(self) -> str:
+        """As the Go agent prints it into replies, without what is secret."""
+        return f"{{ID:{self.cid} DeviceID:{self.device_id} VolumeID:{self.volume_id} Path:{self.path}}}"
+
+
+_MEMBERS: Final = {
+    "path": "path",
+    "volume_id": "volume_id",
+    "id": "device_id",
+    "lun": "lun",
+    "host_device_id": "host_device_id",
+}
+_ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "target", "password")}
+
+
+def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
+    """Read a hint: a string is path and volume id, an object has members, anything else says nothing.
+
+    Members that are no strings are taken as text (the Go agent dies of them), null ones as absent.
+    """
+    disk = DiskSettings(
+        cid=cid,
+        file_system=env.persistent_disk_fs,
+        mount_options=env.persistent_disk_mount_options or None,
+        partitioner=env.persistent_disk_partitioner,
+    )
+    if isinstance(hint, str):
+        return msgspec.structs.replace(disk, path=hint, volume_id=hint)
+    if not isinstance(hint, Mapping):
+        return disk
+    iscsi = hint.get("iscsi_settings")
+    if isinstance(iscsi, Mapping):
+        disk = msgspec.structs.replace(disk, iscsi=IscsiSettings(**_texts(iscsi, _ISCSI_MEMBERS)))
+    return msgspec.structs.replace(disk, **_texts(hint, _MEMBERS))
+
+
+def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, str]:
+    return {ours: str(given[theirs]) for theirs, ours in members.items() if given.get(theirs) is not None}
+
+
+def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
+    """All disks by cid: those of the settings, and over them the stored hints.
+
+    A hint that names no place does not hide one in the settings: the two ways in which CPIs tell differ in age. The
+    empty cid names no disk.
+    """
+    found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
+    for cid, disk in stored.items():
+        if cid and (disk.place is not None or cid not in found or found[cid].place is None):
+            found[cid] = disk
+    return found
+
+
+def load(path: Path) -> dict[str, DiskSettings]:
+    """The stored hints. A file that cannot be read is set aside: hints come again with the disks they belong to."""
+    try:
+        return wire.convert(msgspec.json.decode(path.read_bytes()), dict[str, DiskSettings])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as exc:
+        aside = path.with_suffix(".json.unreadable")
+        logger.error("cannot use %s: %s; it is kept as %s", path, exc, aside)
+        path.replace(aside)
+        return {}
+
+
+def save(path: Path, stored: Mapping[str, DiskSettings]) -> None:
+    """Store hints, which may hold passwords."""
+    files.write_atomic(files.behind(path), msgspec.json.encode(stored), mode=0o600)

@@ -1,0 +1,350 @@
+"""What the Director asks of disks: the half that waits.
+
+Every request looks anew at settings, hints, markers and places, so that nothing remembered can be wrong. What changes
+anything comes through the task lane, one request at a time. Failures are ``ActionError`` or ``HostError``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import DiskAssociation, Effective
+from agent_shim.host import files, process, volumes
+from agent_shim.host.copytree import Progress
+from agent_shim.services.disks import hints
+from agent_shim.services.disks.copying import Copy, in_worker
+from agent_shim.services.disks.hints import DiskSettings
+from agent_shim.services.disks.markers import Disk
+from agent_shim.services.disks.mounting import InUseError, Places, View, plain
+
+logger = logging.getLogger(__name__)
+
+DEVICES: Final = Path("/dev")
+SHARED_MEMORY: Final = DEVICES / "shm"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds."""
+
+    arrival: float = 30.0
+    """A volume may come this much later than the request that names it."""
+    use: float = 20.0
+    """Whoever uses a disk that has to go has this long to leave it."""
+    grace: float = 5.0
+    """Between TERM and KILL for a process of a job among them."""
+    look: float = 0.2
+    rival: float = 40.0
+    """The agent of a VM that is gone may have died with the disk: its lease is over when it was not renewed for a while
+    before our own eyes, which begin to look when the Director asks (``fencing.Pace``)."""
+
+
+class Disks:
+    """The persistent and dynamic disks of this instance.
+
+    ``settings`` and ``instance`` (the id in the apply spec, or "") are asked each time; ``of_jobs`` gives the numbers
+    of processes that may be ended when they keep a disk busy that has to go. ``hold`` gets a private directory on a
+    volume, keeps other agents from it, and says who has it instead; ``let_go`` gives it back.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        settings: Callable[[], Effective],
+        instance: Callable[[], str],
+        of_jobs: Callable[[], Collection[int]],
+        *,
+        hold: Callable[[Path], str] = lambda _: "",
+        let_go: Callable[[Path], None] = lambda _: None,
+        copy: Copy | None = None,
+        patience: Patience = Patience(),
+    ) -> None:
+        self._paths = paths
+        self._settings = settings
+        self._of_jobs = of_jobs
+        self._copy = copy or in_worker(paths)
+        self._patience = patience
+        self._places = Places(paths, settings, instance, hold, let_go)
+        self._doing = ""
+        self._trouble = ""
+        self._progress: Progress | None = None
+        self._is_mounted = False
+
+    def is_mounted(self) -> bool:
+        """True while a disk is on the store, also one that nobody named, as of the last look; free to ask."""
+        return self._is_mounted
+
+    def progress(self) -> Progress | None:
+        """How far a migration is; None when there is none."""
+        return self._progress
+
+    # --- restarts ---------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Put every disk that was mounted back in its place; what cannot be done is said by ``problem``."""
+        await self._settled()
+        for wanted in self._settings().update.disk_associations:
+            try:
+                await asyncio.to_thread(self._places.link, wanted)
+            except (ActionError, OSError) as exc:
+                logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
+
+    async def problem(self) -> str:
+        """Why no job may be started: a disk that belongs on the store is not there. "" where there is no reason."""
+        if self._doing:
+            return f"{self._doing} is under way"
+        view = await self._look()
+        decided = self._places.plan(view)
+        if decided.problem or decided.store in ("", view.store):
+            return decided.problem
+        return f"disk {decided.store} is not on {self._paths.store}: {self._trouble or 'nobody has mounted it'}"
+
+    async def _settled(self) -> View:
+        """A look, after what was mounted has come back to its place as far as that goes."""
+        try:
+            await asyncio.to_thread(self._places.settle)
+            self._trouble = ""
+        except (ActionError, OSError) as exc:
+            self._trouble = str(exc)
+            logger.warning("cannot bring the disks to their places: %s", exc)
+        return await self._look()
+
+    async def _look(self) -> View:
+        view = await asyncio.to_thread(self._places.look)
+        self._is_mounted = bool(view.store) or view.has_stranger
+        return view
+
+    # --- hints ------------------------------------------------------------------------------------------------------
+
+    async def add(self, cid: str, hint: Any) -> None:
+        """Keep what the CPI says of a disk; raises ``ActionError`` for a disk without a cid.
+
+        The Go agent keeps such a hint. In a :class:`View` the empty cid means a place without a known disk.
+        """
+        if not cid:
+            raise ActionError("cannot keep the hint: the disk has no cid")
+        await asyncio.to_thread(self._change_hints, cid, hints.from_hint(cid, hint, self._settings().source.env))
+
+    async def remove(self, cid: str) -> None:
+        """Forget a hint, if there is one."""
+        await asyncio.to_thread(self._change_hints, cid, None)
+
+    def _change_hints(self, cid: str, disk: DiskSettings | None) -> None:
+        before = hints.load(self._paths.disk_hints)
+        after = {other: known for other, known in before.items() if other != cid}
+        if disk is not None:
+            after[cid] = disk
+        if after != before:
+            hints.save(self._paths.disk_hints, after)
+
+    async def find(self, cid: str) -> DiskSettings:
+        """What is known of a disk; raises ``ActionError`` in the Go agent's words (settings/service.go)."""
+        known = await asyncio.to_thread(self._places.known)
+        if cid in known:
+            return known[cid]
+        view = await self._look()
+        if self._places.place_of(view, cid) is not None:  # mounted, though its hint is gone
+            return DiskSettings(cid=cid)
+        raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
+
+    # --- list, mount, unmount ---------------------------------------------------------------------------------------
+
+    async def list(self) -> list[str]:
+        """The disks that are mounted, the one on the store first; what belongs there and is not is mounted before."""
+        view = await (self._look() if self._doing else self._settled())
+        linked = await asyncio.to_thread(self._places.linked, view)
+        return list(dict.fromkeys(cid for cid in (view.store, view.target, *linked) if cid))
+
+    async def mount(self, cid: str) -> None:
+        """Mount a disk on the store, or on the migration target while another is there; twice is as good as once."""
+        with self._alone(f"mount_disk {cid}"):
+            await self._arrival(cid)
+            await self._mount(cid)
+            await self._look()
+
+    async def _mount(self, cid: str) -> None:
+        deadline = time.monotonic() + self._patience.rival
+        while True:
+            try:
+                await asyncio.to_thread(self._places.mount, cid)
+                return
+            except InUseError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(self._patience.look)
+
+    async def unmount(self, cid: str) -> str:
+        """Take a disk down from wherever it is mounted; the text to answer with."""
+        known = await self.find(cid)
+        with self._alone(f"unmount_disk {cid}"):
+            view = await self._look()
+            links = (await asyncio.to_thread(self._places.linked, view)).get(cid, [])
+            place = self._places.place_of(view, cid)
+            if place is not None:
+                await self._rest(place, view.disks.get(cid))
+            await asyncio.to_thread(self._places.take_down, view, cid)
+            for link in links:
+                await asyncio.to_thread(files.remove_tree, link)
+            await self._look()
+        return f"Unmounted partition of {known}" if place or links else f"Partition of {known} is not mounted"
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if self._doing:
+            raise ActionError(f"cannot {what}: {self._doing} is under way")
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = ""
+
+    async def _arrival(self, cid: str) -> None:
+        """Wait for the volume of a known disk to be there."""
+        deadline = time.monotonic() + self._patience.arrival
+        while True:
+            disk = (await self._look()).disks.get(cid)
+            if disk is None:
+                raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
+            if disk.volume is not None:
+                return
+            if _is_device(disk.place):
+                raise ActionError(
+                    f"cannot use disk {cid}: {disk.place} is a block device, and no directory with its files "
+                    "(have the CPI mount the volume into the container and name that directory as path in the hint)"
+                )
+            if time.monotonic() > deadline:
+                raise ActionError(f"the volume of disk {cid} is not there: {_missing(disk.place)}")
+            await asyncio.sleep(self._patience.look)
+
+    async def _rest(self, place: Path, disk: Disk | None) -> None:
+        """Wait until nobody uses a disk; of those that do, only processes of jobs are ended."""
+        used = [path for path in {place, disk.volume if disk else None} if path is not None]
+        deadline = time.monotonic() + self._patience.use
+        while holders := await asyncio.to_thread(volumes.holders, used):
+            if not await self._end_jobs(holders) and time.monotonic() > deadline:
+                raise ActionError(f"{place} is in use: {'; '.join(map(str, holders))}")
+            await asyncio.sleep(self._patience.look)
+
+    async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
+        """Whether any ended: then it is worth another look."""
+        of_jobs, ended = self._of_jobs(), False
+        for holder in holders:
+            if holder.pid in of_jobs and (leftover := process.adopt(holder.pid, holder.start_ticks)):
+                logger.warning("ending a process of a job: %s", holder)
+                await leftover.terminate(self._patience.grace)
+                ended |= not leftover.is_alive
+        return ended
+
+    # --- migrate ----------------------------------------------------------------------------------------------------
+
+    async def migrate(self, old: str = "", new: str = "") -> None:
+        """Copy the disk on the store to the one on the migration target, compare, and swap them.
+
+        Without cids those are meant that are mounted there. A migration that was interrupted at any point goes on; one
+        that was finished is not done again.
+        """
+        with self._alone(f"migrate_disk {old} {new}".rstrip()):
+            view = await asyncio.to_thread(self._places.settle)
+            if _is_migrated(view, old, new):
+                return
+            source, target = self._pair(view, old, new)
+            await self._rest(self._paths.store, source)
+            try:
+                await asyncio.to_thread(self._places.prepare, source, target)
+                await self._copy(source.there, target.there, self._advance)
+                await self._rest(self._paths.store, source)
+                await asyncio.to_thread(self._places.swap, source, target)
+            finally:
+                self._progress = None
+                await self._settled()
+
+    def _advance(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def _pair(self, view: View, old: str, new: str) -> tuple[Disk, Disk]:
+        """The disks to copy from and to; what is asked for must be what is mounted."""
+        found = []
+        places = (self._paths.store, view.store, old), (self._paths.store_migration_target, view.target, new)
+        for place, there, wanted in places:
+            if there == "" or wanted not in ("", there):
+                text = f"disk {wanted} is not on {place}" if wanted else f"no disk is on {place}"
+                raise ActionError(f"{text}: disk {there} is" if there else text)
+            if there not in view.disks:
+                raise ActionError(f"Persistent disk with volume id '{there}' could not be found")
+            found.append(view.disks[there])
+        return found[0], found[1]
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    async def associate(self, wanted: Collection[DiskAssociation]) -> None:
+        """Link ``instance/disks/NAME`` to each disk; raises ``ActionError`` as update_settings of the Go agent does."""
+        known = await asyncio.to_thread(self._places.known)
+        for each in wanted:
+            if each.cid not in known:
+                raise ActionError(
+                    f"Fetching disk settings: Persistent disk with volume id '{each.cid}' could not be found"
+                )
+            try:
+                await self._existence(known[each.cid].place)
+                await asyncio.to_thread(self._places.link, each)
+            except (ActionError, OSError) as exc:
+                raise ActionError(f"Associating disk with name {each.name}: {exc}") from exc
+
+    async def add_dynamic(self, cid: str, hint: Any) -> None:
+        """Link ``data/dynamic_disks/CID`` to what the hint names (platform/linux_platform.go, SetupDynamicDisk)."""
+        place = hints.from_hint(cid, hint, self._settings().source.env).place
+        link = self._paths.dynamic_disks / plain(cid)
+        try:
+            await self._existence(place)
+        except ActionError as exc:
+            raise ActionError(f"Timed out resolving device path for {cid}: {exc}") from exc
+        assert place is not None, "it exists"
+        await asyncio.to_thread(files.swap_link, place, link)
+
+    async def remove_dynamic(self, cid: str) -> None:
+        """Remove that link, if it is there."""
+        link = self._paths.dynamic_disks / plain(cid)
+        await asyncio.to_thread(link.unlink, missing_ok=True)
+
+    async def _existence(self, place: Path | None) -> None:
+        """Wait for a volume, a device or a file to be at ``place``."""
+        deadline = time.monotonic() + self._patience.arrival
+        while place is None or not await asyncio.to_thread(self._is_there, place):
+            if place is None or time.monotonic() > deadline:
+                raise ActionError(_missing(place))
+            await asyncio.sleep(self._patience.look)
+
+    def _is_there(self, place: Path) -> bool:
+        return place.exists() and not self._places.is_bare(place)
+
+
+def _is_migrated(view: View, old: str, new: str) -> bool:
+    """True when the disk on the store is the finished copy that is asked for."""
+    there = view.disks.get(view.store)
+    if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.target:
+        return False
+    return new in ("", there.cid) and old in ("", there.marker.source)
+
+
+def _is_device(place: Path | None) -> bool:
+    """True for a block device, and for the name of one that this container does not have: waiting brings neither."""
+    if place is None:
+        return False
+    return place.is_block_device() or (place.is_relative_to(DEVICES) and not place.is_relative_to(SHARED_MEMORY))
+
+
+def _missing(place: Path | None) -> str:
+    if place is None:
+        return "the CPI has named no path"
+    if not place.exists():
+        return f"there is no {place}"
+    return f"nothing is mounted at {place}" if place.is_dir() else f"{place} is no directory"

@@ -1,0 +1,195 @@
+"""Names in files: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
+
+bosh-dns reads ``records.json``, byte for byte what the Director wrote; so that comes first and decides. ``/etc/hosts``
+is a help for those who do not ask bosh-dns: in a pod it may be read-only or a mount, which must not make DNS stale.
+``localhost`` and the host name stand in it from the boot on, with or without a Director: some CPIs unmount the file of
+the container runtime, and the one below is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, hostname, mounts
+
+logger = logging.getLogger(__name__)
+
+FETCH: Final = 45.0
+"""Seconds that the fetch of a blob may take in all; the Director listens for ten."""
+
+_ADDRESS: Final = re.compile(r"[0-9A-Fa-f.:]{2,45}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+LOCALHOST: Final = "localhost"
+
+
+class _Blob(msgspec.Struct, frozen=True):
+    """``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``; the rest is between the Director and bosh-dns."""
+
+    version: int = 0
+    records: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+class Dns:
+    """Keeps the newest records; both ``sync_dns`` and ``sync_dns_with_signed_url`` come here."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._turn = asyncio.Lock()
+
+    async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
+        """See that the records are those of ``version`` or newer; ``fetch`` gets the verified blob when it is needed.
+
+        Raises ``ActionError`` in the words of agent/action/sync_dns.go, and what ``fetch`` raises.
+        """
+        if await self._has(version):
+            return
+        async with self._turn:
+            if not await self._has(version):
+                try:
+                    async with asyncio.timeout(FETCH):
+                        records = await fetch()
+                except TimeoutError:
+                    raise ActionError(f"fetching new DNS records: no blob within {FETCH:g} seconds") from None
+                await asyncio.to_thread(self._store, records, version, agent_id)
+
+    async def restore(self, agent_id: str) -> bool:
+        """Write the stored records into the hosts file again: a new container has a fresh one. False without any.
+
+        Raises ``ActionError``.
+        """
+        async with self._turn:
+            return await asyncio.to_thread(self._restore, agent_id)
+
+    async def name_self(self, agent_id: str) -> str | None:
+        """Give the container its host name, and ``localhost`` and that name an address in the hosts file.
+
+        A boot step: returns why the host name stays another one, or None. Raises ``ActionError``.
+        """
+        async with self._turn:
+            return await asyncio.to_thread(self._name_self, agent_id)
+
+    async def _has(self, version: int) -> bool:
+        return await asyncio.to_thread(stored_version, self._paths.dns_records) >= version
+
+    def _store(self, raw: bytes, version: int, agent_id: str) -> None:
+        try:
+            blob = msgspec.json.decode(raw, type=_Blob)
+        except msgspec.DecodeError as exc:
+            raise ActionError(f"unmarshalling DNS records: {exc}") from exc
+        if blob.version != version:
+            raise ActionError("version from unpacked dns blob does not match version supplied by director")
+        records = self._paths.dns_records
+        try:
+            files.make_dir(self._paths.instance, 0o755)
+            files.make_dir(records.parent, 0o755)
+            files.write_atomic(records, raw, mode=0o640, owner=self._paths.shared_owner)
+        except OSError as exc:
+            raise ActionError(f"saving local DNS state: {exc}") from exc
+        try:
+            self._write_hosts(blob, agent_id)
+        except ActionError as exc:
+            logger.warning("%s", exc)
+
+    def _restore(self, agent_id: str) -> bool:
+        if (blob := self._stored()) is None:
+            return False
+        self._write_hosts(blob, agent_id)
+        return True
+
+    def _stored(self) -> _Blob | None:
+        """The records of the last ``sync_dns``; None without one."""
+        try:
+            return msgspec.json.decode(self._paths.dns_records.read_bytes(), type=_Blob)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as exc:
+            raise ActionError(f"cannot read {self._paths.dns_records}: {exc}") from exc
+
+    def _name_self(self, agent_id: str) -> str | None:
+        kept = hostname.set_host_name(agent_id) if self._paths.is_system else "the machine is left alone"
+        hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
+        missing = [name for name in (LOCALHOST, host_name) if not lines_naming(name, hosts)]
+        if missing and mounts.is_mount_point(hosts):
+            text = hosts.read_text(errors="replace")
+            text += "" if text.endswith("\n") or not text else "\n"
+            files.write_atomic(hosts, "\n".join([text + own_lines(missing), ""]).encode())
+        elif missing:
+            self._write_hosts(self._stored() or _Blob(), agent_id)
+        return kept or None
+
+    def _write_hosts(self, blob: _Blob, agent_id: str) -> None:
+        hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
+        try:
+            records = msgspec.json.decode(blob.records, type=list[list[str]] | None) or []
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            kept = lines_naming(host_name, hosts) if agent_id != host_name else []
+            files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ActionError(f"{hosts} holds no names of other instances: {exc}") from exc
+
+
+def stored_version(records: Path) -> int:
+    """The version of a ``records.json``; -1, which is older than any, if there is none that can be read."""
+    try:
+        return msgspec.json.decode(records.read_bytes(), type=_Blob).version
+    except (OSError, msgspec.DecodeError):
+        return -1
+
+
+def lines_naming(name: str, hosts: Path) -> list[str]:
+    """The lines of a hosts file that give ``name`` an address."""
+    if not hosts.exists():
+        return []
+    lines = hosts.read_text(errors="replace").splitlines()
+    return [line for line in lines if name in line.partition("#")[0].split()[1:]]
+
+
+def own_lines(names: Sequence[str]) -> str:
+    """Lines by which ``names`` lead to this machine, for a hosts file that another program has written."""
+    good = [name for name in names if _NAME.fullmatch(name)]
+    lines = [f"127.0.0.1 {name}" for name in good]
+    lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in good else []
+    return "\n".join(lines)
+
+
+def hosts_text(agent_id: str, host_name: str, kept: Iterable[str], records: Iterable[list[str]]) -> str:
+    """A hosts file in which the agent id is this machine (platform/linux_platform.go, SaveDNSRecords).
+
+    ``kept`` are the lines that the container runtime has written for ``host_name``; without one that name leads to this
+    machine as well. A record that is not an address and a name is left out: a line break in it would make lines of its
+    own. So is one that names ``localhost``, which would have two addresses.
+    """
+    own = f"{agent_id} {LOCALHOST}" if _NAME.fullmatch(agent_id) else LOCALHOST
+    header = [
+        f"127.0.0.1 {own}",
+        f"::1 {own} ip6-localhost ip6-loopback",
+        "fe00::0 ip6-localnet",
+        "ff00::0 ip6-mcastprefix",
+        "ff02::1 ip6-allnodes",
+        "ff02::2 ip6-allrouters",
+        "ff02::3 ip6-allhosts",
+    ]
+    kept = list(kept)
+    if not kept and host_name not in own.split():
+        kept = list(filter(None, [own_lines([host_name])]))
+    taken = {LOCALHOST, "ip6-localhost", "ip6-loopback"}
+    good = [
+        f"{record[0]} {record[1]}"
+        for record in records
+        if len(record) >= 2
+        and _ADDRESS.fullmatch(record[0])
+        and _NAME.fullmatch(record[1])
+        and record[1].lower().rstrip(".") not in taken
+    ]
+    known = {*header, *good}
+    return "\n".join([*header, *(line for line in dict.fromkeys(kept) if line not in known), *good, ""])

@@ -1,0 +1,152 @@
+"""Logs as archives: sent to where the Director wants them, or left on disk for somebody who fetches them by ssh.
+
+Kinds, names in the archive, patterns and texts are the Go agent's (agent/logstarprovider/logs_tar_provider.go,
+agent/action/fetch_logs.go, bundle_logs.go). What differs: the logs are not copied before they are packed, no link is
+followed, and what changed or vanished meanwhile is listed in the archive instead of failing the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, worker_client
+
+REMARKS: Final = "agent_shim.remarks.txt"
+"""The entry of an archive that says what is not in it as it was on disk; there is none when all is."""
+KEPT: Final = 24 * 3600.0
+"""Seconds after which an archive that nobody has removed goes."""
+NICE: Final = 5
+"""How much nicer than the agent packing is: jobs go first."""
+
+PACK_TIMEOUT_S: Final = 1500.0
+"""For all of it: the packer stops by itself before that, unless a disk does not answer."""
+
+_GENTLY: Final = partial(worker_client.work, nice=NICE)
+_BUNDLE: Final = re.compile(r"logs-[0-9a-f]{16}\.tgz")
+
+
+class Logs:
+    """All methods raise ``ActionError``."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = _GENTLY,
+    ) -> None:
+        self._paths = paths
+        self._work = work
+        self._turn = asyncio.Lock()
+
+    async def send(
+        self,
+        kinds: str,
+        patterns: Sequence[str],
+        store: Blobstore,
+        report: Callable[[str], None],
+        *,
+        signed_url: str = "",
+        headers: Mapping[str, str] = {},
+    ) -> worker_client.Done:
+        """Upload an archive, to the signed URL or else the blobstore; returns its digests and the id of the blob.
+
+        ``kinds`` are ``job``, ``agent``, ``system`` with commas between them; without patterns all files are meant.
+        ``report`` is told what is being done.
+        """
+        archive = files.sibling(self._paths.tmp / "logs")
+        try:
+            report("packing")
+            packed = await self._pack(kinds, patterns, archive)
+            report("uploading")
+            put = worker_client.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
+            uploaded = await self._asked("Create file on blobstore", put)
+            return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
+        finally:
+            await asyncio.to_thread(files.remove_tree, archive)
+
+    async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
+        """Leave an archive on disk: its path and its sha512 (hex). It belongs to ``owner``, a user or ``user:group``.
+
+        One is made at a time.
+        """
+        async with self._turn:
+            await self.tidy()
+            archive = self._paths.bundled_logs / f"logs-{secrets.token_hex(8)}.tgz"
+            done = await self._pack(kinds, patterns, archive)
+            try:
+                if owner:
+                    await asyncio.to_thread(files.chown, archive, owner)
+            except OSError as exc:
+                await asyncio.to_thread(files.remove_tree, archive)
+                raise ActionError(str(exc)) from exc
+            return archive, done.sha512
+
+    async def remove(self, path: str) -> None:
+        """Remove an archive that ``bundle`` has left. What is not there need not be removed, wherever it would be."""
+        if self._is_bundle(Path(path)):
+            try:
+                await asyncio.to_thread(files.remove_tree, Path(path))
+            except OSError as exc:
+                raise ActionError(str(exc)) from exc
+        elif await asyncio.to_thread(os.path.lexists, path):
+            raise ActionError(f"cannot remove {path}: it is no archive that bundle_logs has left")
+
+    async def tidy(self) -> None:
+        """Remove half an archive, and whole ones that have been waiting for long."""
+        try:
+            await asyncio.to_thread(_tidy, self._paths.bundled_logs)
+        except OSError as exc:
+            raise ActionError(f"Making logs tarball: {exc}") from exc
+
+    def _is_bundle(self, path: Path) -> bool:
+        """True for a name that only we give, in a directory where only root writes."""
+        return path.parent == self._paths.bundled_logs and _BUNDLE.fullmatch(path.name) is not None
+
+    async def _pack(self, kinds: str, patterns: Sequence[str], archive: Path) -> worker_client.Done:
+        # Of equal names the later kind counts: a kind that is named again is packed once, in its last place.
+        named = reversed(dict.fromkeys(reversed(kinds.split(","))))
+        trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
+        try:
+            async with asyncio.timeout(PACK_TIMEOUT_S):
+                return await self._asked(
+                    "Making logs tarball", worker_client.Pack(trees, str(archive), remarks=REMARKS)
+                )
+        except TimeoutError:
+            raise ActionError(f"Making logs tarball: it has taken more than {PACK_TIMEOUT_S:g} seconds") from None
+
+    def _tree(self, kind: str, patterns: list[str]) -> worker_client.Tree:
+        match kind:
+            case "job":
+                return worker_client.Tree(str(self._paths.sys / "log"), patterns=patterns)
+            case "agent":
+                return worker_client.Tree(str(self._paths.agent_log), patterns=patterns)
+            case "system":
+                return worker_client.Tree(str(self._paths.system_log), prefix="var/log/", patterns=patterns)
+        raise ActionError("Invalid log type")
+
+    async def _asked(self, what: str, request: worker_client.Request) -> worker_client.Done:
+        try:
+            return await self._work(request)
+        except ActionError as exc:
+            raise ActionError(f"{what}: {exc}") from exc
+
+
+def _tidy(directory: Path) -> None:
+    """Make the directory, through which others may reach what they know the name of, and remove what is old in it."""
+    files.make_dir(directory, 0o711)
+    os.utime(directory)
+    now = directory.stat().st_mtime
+    for path in directory.iterdir():
+        if files.is_leftover(path.name) or now - path.lstat().st_mtime > KEPT:
+            files.remove_tree(path)

@@ -1,0 +1,304 @@
+"""The scripts of jobs: lifecycle scripts side by side, drain with its protocol of integers, errands with their output.
+
+What scripts see (arguments, environment, directory, niceness) and the texts of failures are the Go agent's
+(agent/script/, agent/action/run_errand.go). Output goes to files: a pipe would be held open by what a script leaves
+behind. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.wire import MAX_REPLY
+from agent_shim.host import files, process
+from agent_shim.host.process import Process
+
+logger = logging.getLogger(__name__)
+
+PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
+"""What scripts search, whatever the agent itself searches (agent/script/pathenv/pathenv.go)."""
+DIRECTORY: Final = Path("/")
+"""Where scripts begin: the Go agent's own directory on a stemcell."""
+NICE: Final = 5
+"""How much nicer than the agent lifecycle scripts are; drain and errands are as the agent."""
+GRACE: Final = 10.0
+"""Between TERM and KILL for a script that is cancelled."""
+SHOWN: Final = MAX_REPLY - 4096
+"""Bytes of JSON that both outputs of an errand may take in its reply."""
+
+STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
+_INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,18}")
+_NEXT_STATE: Final = "BOSH_JOB_NEXT_STATE"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSpec:
+    """What drain scripts are told of an apply spec; ``packages`` maps names to digests, the disk is in MiB."""
+
+    has_jobs: bool
+    configuration_hash: str
+    packages: Mapping[str, str]
+    persistent_disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """How an errand ended; ``exit_code`` is 128+N when signal N killed it."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+
+
+def drain_arguments(kind: str, current: DrainSpec, new: DrainSpec | None) -> list[str]:
+    """What happens to the job, to its configuration, and the packages that change (agent/script/drain/*_params.go)."""
+    if kind == "shutdown":
+        return ["job_shutdown", "hash_unchanged"]
+    if kind != "update":
+        raise ActionError(f"Unexpected call with drain type '{kind}'")
+    if new is None:
+        raise ActionError("Drain update requires new spec")
+    if not current.configuration_hash:
+        change = "hash_new"
+    else:
+        change = "hash_unchanged" if current.configuration_hash == new.configuration_hash else "hash_changed"
+    packages = [name for name, digest in new.packages.items() if current.packages.get(name) != digest]
+    return ["job_changed" if current.has_jobs else "job_new", change, *sorted(packages)]
+
+
+def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, str]:
+    """The persistent disk there is and, where a new spec is known, the one there will be."""
+    states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
+    return {
+        name: json.dumps({"persistent_disk": spec.persistent_disk}, separators=(",", ":"))
+        for name, spec in states.items()
+    }
+
+
+class Scripts:
+    """Runs what lies in ``jobs/<job>/bin``; ``environ`` is inherited by every script."""
+
+    def __init__(self, paths: Paths, environ: Mapping[str, str], *, grace: float = GRACE) -> None:
+        self._paths = paths
+        self._environ = {**environ, "PATH": PATH}
+        self._grace = grace
+
+    async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
+        """Run ``bin/NAME`` of every job that has it and wait for all, as long as it takes.
+
+        Output is appended to the job's logs. Raises ``ActionError`` when one has failed.
+        """
+        never = asyncio.Event()
+
+        async def run(job: str) -> bool:
+            log = self._log_directory(job)
+            script = process.spawn(
+                [str(self._script(job, name))],
+                env={**self._environ, **env},
+                cwd=DIRECTORY,
+                stdout=log / f"{name}.stdout.log",
+                stderr=log / f"{name}.stderr.log",
+                nice=NICE,
+            )
+            status = await self._end(script, never)
+            if status != 0:
+                logger.warning("%s of job %s failed: exit status %s", name, job, status)
+            return status == 0
+
+        await _side_by_side(name, self._having(name, jobs), run)
+
+    async def drain(
+        self,
+        jobs: Sequence[str],
+        arguments: Sequence[str],
+        current: DrainSpec,
+        new: DrainSpec | None,
+        cancelled: asyncio.Event,
+    ) -> None:
+        """Run the drain scripts and wait until every job has handed over its work.
+
+        Setting ``cancelled`` terminates the scripts and ends the wait; that is no failure. Raises ``ActionError`` when
+        a script has not said how long to wait.
+        """
+        environment = drain_environment(current, new)
+
+        async def run(job: str) -> bool:
+            return await self._drain_job(job, arguments, environment, cancelled)
+
+        try:
+            await _side_by_side("drain", self._having("drain", jobs), run)
+        except ActionError:
+            if not cancelled.is_set():
+                raise
+
+    async def _drain_job(
+        self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
+    ) -> bool:
+        """A negative answer means: wait so long, then ask again (agent/script/drain/concrete_script.go)."""
+        while True:
+            answer = await self._ask_drain(job, arguments, environment, cancelled)
+            if cancelled.is_set():
+                return True  # whatever it printed
+            if _INTEGER.fullmatch(answer) is None:
+                logger.warning("drain of job %s failed: it printed %r, not a number of seconds", job, answer[:80])
+                return False
+            seconds = int(answer)
+            if await _is_set_within(cancelled, abs(seconds)) or seconds >= 0:
+                return True
+            arguments = STATUS_ARGUMENTS
+            environment = {name: value for name, value in environment.items() if name != _NEXT_STATE}
+
+    async def _ask_drain(
+        self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
+    ) -> bytes:
+        """What the script prints; its exit code says nothing."""
+        with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
+            script = process.spawn(
+                [str(self._script(job, "drain")), *arguments],
+                env={**self._environ, **environment},
+                cwd=DIRECTORY,
+                stdout=stdout.fileno(),
+                stderr=self._log_directory(job) / "drain.stderr.log",
+            )
+            await self._end(script, cancelled)
+            return os.pread(stdout.fileno(), 4096, 0).strip()
+
+    async def errand(self, job: str, cancelled: asyncio.Event) -> Errand:
+        """Run ``bin/run`` of ``job``; setting ``cancelled`` terminates it, and how it ended is a result as any other.
+
+        An output too long for a reply is cut in the middle and stays in a file until the next errand of the job.
+        """
+        outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
+        opened: list[int] = []
+        kept: list[Path] = []
+        try:
+            for output in outputs:
+                output.unlink(missing_ok=True)
+                opened.append(os.open(output, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            script = process.spawn(
+                [str(self._script(job, "run"))],
+                env=self._environ,
+                cwd=DIRECTORY,
+                stdout=opened[0],
+                stderr=opened[1],
+            )
+            status = await self._end(script, cancelled)
+            if status is None:
+                raise ActionError("Running errand script: its exit status is unknown")
+            stdout, stderr, kept = await asyncio.to_thread(_shown_together, *outputs)
+            return Errand(stdout, stderr, status)
+        except OSError as exc:
+            raise ActionError(f"Running errand script: {exc}") from exc
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+            for output in outputs:
+                if output not in kept:
+                    output.unlink(missing_ok=True)
+
+    def _having(self, name: str, jobs: Sequence[str]) -> list[str]:
+        """The jobs that have the script."""
+        return [job for job in jobs if self._script(job, name).exists()]
+
+    def _script(self, job: str, name: str) -> Path:
+        for part in (job, name):
+            if part in ("", ".", "..") or "/" in part or "\0" in part:
+                raise ActionError(f"cannot run script {name!r} of job {job!r}: {part!r} is not a name")
+        return self._paths.jobs / job / "bin" / name
+
+    def _log_directory(self, job: str) -> Path:
+        log = self._paths.log / job
+        if not log.is_dir():
+            files.make_dir(log, 0o750)
+        return log
+
+    async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
+        """How the script ended; when ``cancelled`` is set, or we are, it is made to end first, its group with it."""
+        ended, stop = asyncio.ensure_future(script.wait()), asyncio.ensure_future(cancelled.wait())
+        try:
+            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return ended.result() if ended.done() else await script.terminate(self._grace)
+        except asyncio.CancelledError:
+            await script.terminate(self._grace)
+            raise
+        finally:
+            ended.cancel()
+            stop.cancel()
+
+
+async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
+    """Run all; the error lists jobs in the order in which they ended (agent/script/parallel_script.go)."""
+    passed: list[str] = []
+    failed: list[str] = []
+
+    async def one(job: str) -> None:
+        try:
+            (passed if await run(job) else failed).append(job)
+        except OSError as exc:
+            logger.warning("%s of job %s failed: %s", name, job, exc)
+            failed.append(job)
+
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            group.create_task(one(job))
+            await asyncio.sleep(0)  # a spawn holds the loop: one at a time between other work
+    if failed:
+        text = f"{len(failed)} of {len(jobs)} {name} scripts failed. Failed Jobs: {', '.join(failed)}."
+        raise ActionError(f"{text} Successful Jobs: {', '.join(passed)}." if passed else text)
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for the event, so many seconds at most."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return event.is_set()
+
+
+def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
+    """Both outputs, within what a reply can carry, and the files that hold more than is shown."""
+    errors = shown(stderr, SHOWN // 2)
+    output = shown(stdout, SHOWN - _encoded(errors[0]))
+    return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]
+
+
+def shown(path: Path, limit: int) -> tuple[str, bool]:
+    """The text of a file, and whether it is cut in the middle because its JSON would take more than ``limit`` bytes."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = min(size, limit)
+        while True:
+            text = _head_and_tail(file.fileno(), size, keep, path)
+            taken = _encoded(text)
+            if taken <= limit or keep == 0:
+                return text, keep < size
+            # Escapes make the JSON longer than the bytes: shrink by what was measured, and always by something.
+            keep = max(0, min(keep - 1, keep * limit // taken - len(text) // 1000))
+
+
+def _head_and_tail(file: int, size: int, keep: int, path: Path) -> str:
+    """``keep`` bytes of a file of ``size``; what is no UTF-8 becomes replacement characters."""
+    if keep >= size:
+        return os.pread(file, size, 0).decode(errors="replace")
+    head = os.pread(file, keep // 2, 0)
+    tail = os.pread(file, keep - len(head), size - (keep - len(head)))
+    note = f"\n[... {size - keep} bytes are left out here; the whole output is in {path} ...]\n"
+    return head.decode(errors="replace") + note + tail.decode(errors="replace")
+
+
+def _encoded(text: str) -> int:
+    return len(msgspec.json.encode(text))

@@ -1,0 +1,188 @@
+"""The settings on disk: found, waited for, read again, kept.
+
+Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document; on top of
+either comes ``update_settings.json`` (settings/service.go of the Go agent). A file that is absent, empty, half written
+or wrong is waited for: CPIs write it after the container has started. Each state of it is logged once.
+
+Beside them lie the credentials of the bus that were in use before the last rotation, for a boot at which the present
+ones turn out to be no good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core import settings
+from agent_shim.core.errors import HostError, SettingsError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files
+
+logger = logging.getLogger(__name__)
+
+LOOK: Final = 0.5
+"""Seconds between two looks at the files; they are few and a look is a stat."""
+SELDOM: Final = 4
+"""So many times as long it is between two looks once there are settings."""
+
+
+class SettingsStore:
+    """Reads settings and keeps ``update_settings``; ``current`` is what was read last."""
+
+    def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = LOOK, needs_bus: bool = True) -> None:
+        self._paths = paths
+        self._sources = tuple(sources)
+        self._look = look
+        self._needs_bus = needs_bus
+        self._current: settings.Effective | None = None
+        self._former: settings.Mbus | None = None
+        self._said = ""
+        self._ignored: list[str] = []
+
+    @property
+    def current(self) -> settings.Effective:
+        """The settings; there are some from the moment ``wait`` has returned."""
+        if self._current is None:
+            raise SettingsError("cannot use the settings: none were read yet")
+        return self._current
+
+    async def wait(self) -> settings.Effective:
+        """Return as soon as there are settings to work with, however long that takes."""
+        while True:
+            try:
+                return await self.refreshed()
+            except SettingsError as exc:
+                self._say(logging.WARNING, f"{exc}; waiting for it to change")
+            await asyncio.sleep(self._look)
+
+    async def refreshed(self) -> settings.Effective:
+        """Read everything again; raises ``SettingsError`` and keeps what was if that fails."""
+        source, raw, origin = await asyncio.to_thread(self._read_source)
+        update = await asyncio.to_thread(self._read_update)
+        self._former = await asyncio.to_thread(_read_mbus, self._paths.former_mbus)
+        found = settings.Effective(source, update)
+        if self._needs_bus and not found.mbus.urls:
+            raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
+        if origin != self._paths.settings_cache:
+            await self._keep(raw)
+        self._current = found
+        return found
+
+    def merged(self, news: settings.UpdateSettings) -> settings.Effective:
+        """What the settings would be with what ``update_settings`` brought."""
+        return settings.Effective(self.current.source, self.current.update.merged(news))
+
+    async def save_update(self, update: settings.UpdateSettings) -> None:
+        """Store ``update`` as it is and use it."""
+        await files.save(files.behind(self._paths.update_settings), msgspec.json.encode(update), mode=0o600)
+        self._current = settings.Effective(self.current.source, update)
+
+    async def keep_former(self, mbus: settings.Mbus) -> None:
+        """Keep credentials that work while others take their place; failing to is no reason not to rotate."""
+        self._former = mbus
+        try:
+            await files.save(files.behind(self._paths.former_mbus), msgspec.json.encode(mbus), mode=0o600)
+        except HostError as exc:
+            self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
+
+    def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
+        """What to try when these do not lead to the bus: in turn the present ones, the former ones, those of the CPI.
+
+        A restart between a rotation and its end, a CPI that made the container anew, or a bus that was restored from a
+        backup can leave any of them stale.
+        """
+        present, *others = self.current.known_mbus
+        known = list(dict.fromkeys([present, *([self._former] if self._former else []), *others]))
+        return known[(known.index(refused) + 1) % len(known)] if refused in known else present
+
+    async def watch(self, changed: Callable[[settings.Effective], Awaitable[None]]) -> None:
+        """For ever: look at the files and call ``changed`` when their content means something new."""
+        seen = self._stamps()
+        told = self._current
+        while True:
+            await asyncio.sleep(SELDOM * self._look)
+            stamps = self._stamps()
+            if stamps == seen:
+                continue
+            try:
+                found = await self.refreshed()
+            except SettingsError as exc:
+                self._say(logging.WARNING, f"{exc}; going on with the settings read before")
+                continue
+            finally:
+                seen = stamps
+            # Not what was read last: an action may have read the news before us, and told nobody.
+            if found != told:
+                logger.info("the settings have changed")
+                told = found
+                await changed(found)
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        # Not in a thread: this is some ten microseconds, and a thread, twice a second, took a quarter of all idle time.
+        return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
+
+    def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
+        """The first source that can be used; the error is that of the first file that exists."""
+        problem: SettingsError | None = None
+        for path in (*self._sources, self._paths.settings_cache):
+            try:
+                raw = path.read_bytes()
+                ignored: list[str] = []
+                found = settings.parse(raw, origin=str(path), ignored=ignored)
+                if ignored != self._ignored:
+                    self._ignored = ignored
+                    for member in ignored:
+                        logger.warning("ignoring a member of the settings in %s: %s", path, member)
+                return found, raw, path
+            except SettingsError as exc:
+                problem = problem or exc
+            except FileNotFoundError:
+                continue
+            except OSError as exc:
+                problem = problem or SettingsError(f"cannot read settings from {path}: {exc.strerror}")
+        raise problem or SettingsError(f"cannot read settings from {', '.join(map(str, self._sources))}: no such file")
+
+    def _read_update(self) -> settings.UpdateSettings:
+        path = self._paths.update_settings
+        try:
+            return settings.parse_update(path.read_bytes(), origin=str(path))
+        except FileNotFoundError:
+            return settings.UpdateSettings()
+        except (OSError, SettingsError) as exc:
+            # Never a reason to stay away from the bus: half a file is read again when it changes.
+            self._say(logging.ERROR, f"cannot use {path}: {exc}; going on without what it says anew")
+            return self._current.update if self._current else settings.UpdateSettings()
+
+    async def _keep(self, raw: bytes) -> None:
+        """Keep the document for a time when its source is gone; failing to is no reason not to use it."""
+        if self._current is not None and await asyncio.to_thread(_same, self._paths.settings_cache, raw):
+            return
+        try:
+            await files.save(files.behind(self._paths.settings_cache), raw, mode=0o600)
+        except OSError as exc:
+            self._say(logging.WARNING, f"cannot keep a copy of the settings in {self._paths.settings_cache}: {exc}")
+
+    def _say(self, level: int, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            logger.log(level, "%s", text)
+
+
+def _read_mbus(path: Path) -> settings.Mbus | None:
+    """Credentials that were kept; what cannot be read is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=settings.Mbus)
+    except (OSError, ValueError):
+        return None
+
+
+def _same(path: Path, raw: bytes) -> bool:
+    try:
+        return path.read_bytes() == raw
+    except OSError:
+        return False

@@ -1,0 +1,49 @@
+"""The stored apply spec, ``spec.json``: whole or old, never half (agent/applier/applyspec/concrete_v1_service.go)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from agent_shim.core import spec
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files
+
+logger = logging.getLogger(__name__)
+
+
+class SpecStore:
+    """``current`` is what the last ``apply`` stored, an empty spec before the first one."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self.current = spec.ApplySpec()
+
+    async def load(self) -> spec.ApplySpec:
+        """Read the file; an unreadable one is set aside and counts as none, so that the agent stays reachable."""
+        try:
+            self.current = spec.decode(await asyncio.to_thread(self._paths.spec.read_bytes))
+        except FileNotFoundError:
+            self.current = spec.ApplySpec()
+        except (OSError, ActionError) as exc:
+            aside = self._paths.spec.with_suffix(".json.unreadable")
+            logger.error("cannot use %s: %s; it is kept as %s", self._paths.spec, exc, aside)
+            await asyncio.to_thread(self._paths.spec.replace, aside)
+            self.current = spec.ApplySpec()
+        return self.current
+
+    async def save(self, wanted: spec.ApplySpec) -> None:
+        """Store ``wanted``; signed links in it are secrets, hence the mode."""
+        await files.save(self._paths.spec, msgspec.json.encode(wanted.members()), mode=0o600)
+        self.current = wanted
+
+    async def write_instance_files(self) -> None:
+        """``instance/{id,az,name,deployment}``: world readable, no newline, empty if unset (agent/action/apply.go)."""
+        wanted = self.current
+        await asyncio.to_thread(files.make_dir, self._paths.instance, 0o755)
+        members = {"id": wanted.id, "az": wanted.az, "name": wanted.name, "deployment": wanted.deployment}
+        for name, text in members.items():
+            await files.save(self._paths.instance / name, text.encode(), mode=0o644)

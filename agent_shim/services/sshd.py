@@ -1,0 +1,134 @@
+"""The ssh server that ``bosh ssh`` comes to: one of our own where the container has none, for as long as it is needed.
+
+The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` come in, by
+key alone, root never. The server is known by its command line, not by a number, so that an agent that was started anew
+ends the one of its predecessor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from agent_shim.core.errors import HostError, saying
+from agent_shim.core.paths import Paths
+from agent_shim.host import command, files, network, proc, process
+
+PATIENCE: Final = 10.0
+"""Seconds until a server that was started must listen."""
+GRACE: Final = 2.0
+"""Seconds between TERM and KILL; who is logged in stays so, and nobody else comes in meanwhile."""
+POLL: Final = 0.02
+LARGEST_LOG: Final = 10_000_000
+"""Bytes of the server's log from which on it starts anew."""
+
+_PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
+"""The empty directory that Debian's sshd confines its unprivileged half to; it is gone with every /run."""
+_OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
+
+_CONFIG: Final = """\
+Port {port}
+HostKey {key}
+PidFile none
+UsePAM yes
+AllowGroups bosh_sshers
+DenyUsers root
+PermitRootLogin no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+AuthorizedKeysFile .ssh/authorized_keys
+PermitUserEnvironment no
+AcceptEnv LANG LC_*
+X11Forwarding no
+PrintMotd no
+Subsystem sftp internal-sftp
+"""
+
+
+class Sshd:
+    """Sees that somebody listens on ``port`` while ``is_needed`` says so. Its methods raise ``ActionError``."""
+
+    def __init__(self, paths: Paths, port: int, is_needed: Callable[[], bool]) -> None:
+        self._paths = paths
+        self._port = port
+        self._is_needed = is_needed
+        self._key = paths.etc / "ssh/ssh_host_rsa_key"
+        self._config = paths.shim_run / "sshd_config"
+        self._log = paths.agent_log / "sshd.log"
+        self._turn = asyncio.Lock()
+
+    async def host_key(self) -> str:
+        """The text of the public RSA key; both halves are made where an image has come without."""
+        public = self._key.with_suffix(".pub")
+        async with self._turn:
+            with saying("Getting host public key"):
+                if not public.exists():
+                    await _make_host_key(self._key, public)
+                return await asyncio.to_thread(public.read_text)
+
+    async def settle(self) -> None:
+        """Start a server if one is needed and there is none, end ours if it is no longer needed."""
+        if not self._paths.is_system:
+            return
+        async with self._turn:
+            with saying("Seeing to sshd"):
+                if not self._is_needed():
+                    await self._stop()
+                elif not network.is_listening(self._port):
+                    await self._start()
+
+    async def _start(self) -> None:
+        program = shutil.which("sshd", path=command.ENVIRONMENT["PATH"])
+        if program is None:
+            raise HostError(f"nothing listens on port {self._port}, and there is no sshd (package openssh-server)")
+        if os.geteuid() != 0:
+            raise HostError(f"nothing listens on port {self._port}, and the agent is not root")
+        files.make_dir(_PRIVILEGE_SEPARATION, 0o755)
+        await files.save(self._config, _CONFIG.format(port=self._port, key=self._key).encode(), mode=0o600)
+        begin = self._log_size()
+        server = process.spawn(
+            [program, "-D", "-e", "-f", str(self._config)], env=command.ENVIRONMENT, stdout=self._log, stderr=self._log
+        )
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not network.is_listening(self._port):
+                    if not server.is_alive:
+                        status, said = await server.wait(), self._log.read_bytes()[begin:].decode(errors="replace")
+                        raise HostError(f"it ended with code {status}: {' '.join(said.split())[-500:]}")
+                    await asyncio.sleep(POLL)
+        except TimeoutError:
+            await server.terminate(GRACE)
+            raise HostError(f"it does not listen on port {self._port} after {PATIENCE:.0f} seconds") from None
+
+    async def _stop(self) -> None:
+        lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table().keys()))
+        for pid, line in lines.items():
+            if _OURS.match(line) and str(self._config) in line and (server := process.adopt(pid)) is not None:
+                await server.terminate(GRACE)
+
+    def _log_size(self) -> int:
+        """Bytes of the log, which is emptied before when it is large."""
+        size = self._log.stat().st_size if self._log.exists() else 0
+        if size > LARGEST_LOG:
+            os.truncate(self._log, 0)
+            return 0
+        return size
+
+
+async def _make_host_key(private: Path, public: Path) -> None:
+    """The public half of the private key that is there; both where there is none that sshd could use."""
+    try:
+        await files.save(public, (await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))).encode())
+    except HostError:
+        files.make_dir(private.parent, 0o755)
+        with tempfile.TemporaryDirectory(dir=private.parent) as scratch:
+            made = Path(scratch, "key")
+            await command.run("ssh-keygen", "-q", "-t", "rsa", "-b", "3072", "-N", "", "-C", "", "-f", str(made))
+            await asyncio.to_thread(made.replace, private)
+            await asyncio.to_thread(made.with_suffix(".pub").replace, public)

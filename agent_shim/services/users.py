@@ -1,0 +1,189 @@
+"""Users of the machine: those that ``bosh ssh`` works with for a while, and keys and passwords of vcap and root.
+
+Names, groups, places and the beginnings of error texts are the Go agent's (agent/action/ssh.go,
+platform/linux_platform.go). What lies in somebody's home is written as that user, so that a link there leads nowhere
+its owner may not go; a password hash is in no list of processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from agent_shim.core.errors import ActionError, HostError, saying
+from agent_shim.core.paths import Paths
+from agent_shim.host import command, files, proc
+
+PREFIX: Final = "bosh_"
+"""Users with this beginning are ours to make and to remove."""
+GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
+MOST: Final = 50
+"""Users at a time; each is an entry in files that every log-in reads."""
+NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
+"""In place of a hash: no password fits."""
+_USER: Final = re.compile(r"bosh_[a-z0-9_]{1,27}")
+_KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?")
+_HASH: Final = re.compile(r"[^\s:\0]+")
+
+ENDING: Final = 5.0
+"""Seconds in which the processes of a removed user must have ended after KILL."""
+_LOOK: Final = 0.05
+_KILL_ALL: Final = "kill -s KILL -- -1 2>/dev/null || :"
+"""Run as a user: one system call signals all of their processes, so that none that forks gets away."""
+
+_REPLACE_KEYS: Final = """
+umask 077 && cd "$HOME" && mkdir -p .ssh && chmod 700 .ssh &&
+rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/authorized_keys.new .ssh/authorized_keys
+"""
+
+# What Go's regular expressions and Python's agree on, without what a hostile one needs to take for ever: nothing that
+# is repeated is a group, and little is repeated.
+_PATTERN: Final = re.compile(
+    r"""(?: (?: [A-Za-z0-9_.-] | \\[.dDwW-] | \[\^?[A-Za-z0-9_-]+\] )   # a character or a class of them,
+            (?: [*+?] | \{\d{1,2}(?:,\d{0,2})?\} )?                   # perhaps repeated
+        | [()|^$] )*""",
+    re.VERBOSE,
+)
+_LONGEST: Final = 128
+_MOST_CHOICES: Final = 3
+
+
+class Users:
+    """Makes and removes users; one command at a time, since they all write the same files."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._turn = asyncio.Lock()
+
+    async def setup(self, user: str, public_key: str) -> None:
+        """Let ``public_key`` log in as ``user``, made if need be."""
+        if _USER.fullmatch(user) is None:
+            raise ActionError(
+                f"Creating user: cannot use the name {user[:64]!r}: it is not bosh_ and up to 27 of a-z 0-9 _"
+            )
+        if _KEY.fullmatch(public_key.strip()) is None:
+            raise ActionError("Setting ssh public key: cannot use it: it is not one line with type and key")
+        if not self._paths.is_system:
+            raise ActionError(f"Creating user: the agent works below {self._paths.base} and leaves the machine alone")
+        if os.geteuid() != 0:
+            raise ActionError("Creating user: cannot make users: the agent is not root")
+        async with self._turn:
+            known = self.ephemeral()
+            try:
+                with saying("Creating user"):
+                    await self._create(user, known)
+                with saying("Adding user to groups"):
+                    await command.run("usermod", "-G", GROUPS, user)
+                with saying("Setting ssh public key"):
+                    await _authorize(user, self._paths.ssh_home / user, public_key)
+            except BaseException:
+                if user not in known and user in self.ephemeral():
+                    with contextlib.suppress(HostError):
+                        await _remove(user)
+                raise
+
+    async def cleanup(self, user_regex: str) -> list[str]:
+        """Remove the users that the expression finds, with their homes; never one whose name has another beginning."""
+        pattern = compile_pattern(user_regex)
+        async with self._turn:
+            doomed = [user for user in self.ephemeral() if pattern.search(user)] if self._paths.is_system else []
+            with saying("SSH Cleanup: Deleting Ephemeral Users"):
+                for user in doomed:
+                    await _remove(user)
+        return doomed
+
+    async def authorize_vcap(self, keys: Sequence[str]) -> None:
+        """Make ``keys`` the ones that log in as vcap."""
+        async with self._turn:
+            with saying("cannot authorize keys for vcap"):
+                try:
+                    home = pwd.getpwnam("vcap").pw_dir
+                except KeyError:
+                    raise HostError("there is no such user") from None
+                await _authorize("vcap", Path(home), "\n".join(keys))
+
+    async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
+        """Give vcap, and root unless ``keep_root``, the password with this crypt hash."""
+        users = ["vcap"] if keep_root else ["root", "vcap"]
+        if _HASH.fullmatch(hashed) is None:
+            raise ActionError(f"cannot set the password of {' and '.join(users)}: it is not a crypt hash")
+        async with self._turn:
+            with saying(f"cannot set the password of {' and '.join(users)}"):
+                if hashed == NO_PASSWORD and not await asyncio.to_thread(self._with_password, users):
+                    return
+                await command.run("chpasswd", "-e", given="".join(f"{user}:{hashed}\n" for user in users))
+
+    async def _create(self, user: str, known: Sequence[str]) -> None:
+        """A user that is there already is set up anew."""
+        if user not in known:
+            if len(known) >= MOST:
+                raise HostError(f"there are {len(known)} already")
+            files.make_dir(self._paths.ssh_home, 0o755)
+            await command.run("useradd", "-m", "-b", str(self._paths.ssh_home), "-s", "/bin/bash", user)
+        files.make_dir(self._paths.ssh_home / user, 0o700)
+
+    def _with_password(self, users: Sequence[str]) -> bool:
+        """Whether one of them has a password that somebody could know."""
+        rows = [line.split(":") for line in (self._paths.etc / "shadow").read_text(errors="replace").splitlines()]
+        return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
+
+    def ephemeral(self) -> list[str]:
+        """The users that are ours."""
+        lines = (self._paths.etc / "passwd").read_text(errors="replace").splitlines()
+        return [name for line in lines if (name := line.partition(":")[0]).startswith(PREFIX)]
+
+
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """An expression for user names that means in Python what it means in Go, and is found in bounded time."""
+    choices = sum(text.count(character) for character in "*+?{|")
+    problem = ""
+    if len(text) > _LONGEST or choices > _MOST_CHOICES:
+        problem = f"at most {_LONGEST} characters and {_MOST_CHOICES} of * + ? {{ | go"
+    elif _PATTERN.fullmatch(text) is None:
+        problem = "only names, classes, groups and anchors go, and no repeated group"
+    else:
+        try:
+            return re.compile(text, re.ASCII)
+        except re.error as exc:
+            problem = str(exc)
+    shown = repr(text[:_LONGEST])
+    raise ActionError(f"SSH Cleanup: Deleting Ephemeral Users: cannot use the expression {shown}: {problem}")
+
+
+async def _remove(user: str) -> None:
+    """Remove a user, their home and their processes; asked twice, because of what another name would cost.
+
+    Without an account nothing new begins in their name, and the number may become the next user's: so the processes
+    end after it, and before that.
+    """
+    if not user.startswith(PREFIX):
+        raise HostError(f"cannot remove {user}: not a user of ours")
+    account = pwd.getpwnam(user)
+    await command.run("userdel", "-rf", user)
+    if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
+        return  # an account made by hand shares its number with others
+    number = str(account.pw_uid)
+    await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))
+    try:
+        async with asyncio.timeout(ENDING):
+            while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(_LOOK)
+    except TimeoutError:
+        raise HostError(f"cannot end all processes of {user}: some do not end when they are killed") from None
+
+
+def _has_processes(number: int) -> bool:
+    return any(stat.is_alive and proc.user(stat.pid) == number for stat in proc.table().values())
+
+
+async def _authorize(user: str, home: Path, keys: str) -> None:
+    """Replace the authorized keys of ``user``, acting as that user."""
+    await command.run(
+        "/bin/sh", "-c", _REPLACE_KEYS, given=keys, user=user, env=command.ENVIRONMENT | {"HOME": str(home)}
+    )

@@ -1,0 +1,194 @@
+"""How the instance is doing, in the shapes that heartbeats and ``get_state`` carry (platform/vitals/service.go).
+
+Every figure is a text but the uptime, which is a natural number: the bosh CLI fails on anything else. A figure that
+cannot be had is left out and takes none of the others with it. Where a limit of the container is tighter than the
+machine, memory, swap and processor are those of the container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.core.paths import Paths
+from agent_shim.host import cgroups, clock, host_stats, proc
+from agent_shim.host.daemon_thread import apart
+from agent_shim.host.host_stats import CpuTimes, Memory
+
+logger = logging.getLogger(__name__)
+
+WINDOW: Final = 10.0
+"""Seconds over which processor time is averaged, at least; the first sample is over all the time there was."""
+PATIENCE: Final = 1.0
+"""Seconds a disk may take to answer; one whose server is gone never does."""
+
+Usage = os.statvfs_result | OSError
+
+CONTAINER: Final = "container"
+HOST: Final = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The same in numbers: bytes and seconds, by scope (``container``, ``host``), minutes and role of a disk.
+
+    What cannot be had is missing; where nothing limits the container its memory is the machine's.
+    """
+
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+    cpu: Mapping[str, CpuTimes] = field(default_factory=dict)
+    """Since some beginning; ``total`` is 0 where it is not known how much there was."""
+    processors: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
+    disks: Mapping[str, os.statvfs_result] = field(default_factory=dict)
+    """As of the last sample."""
+    oom_kills: int | None = None
+
+
+class Vitals:
+    """Takes samples; ``persistent_mounted`` says whether there is a disk on the store."""
+
+    def __init__(self, paths: Paths, persistent_mounted: Callable[[], bool], *, proc: Path = host_stats.PROC) -> None:
+        self._paths = paths
+        self._persistent_mounted = persistent_mounted
+        self._proc = proc
+        self._cgroup = cgroups.find(proc)
+        self._times = CpuTimes(0.0, 0.0, 0.0, 0.0)
+        self._times_at = 0.0
+        self._cpu: dict[str, str] = {}
+        self._asked: dict[Path, asyncio.Future[Usage]] = {}
+        self._usages: dict[str, os.statvfs_result] = {}
+
+    async def sample(self) -> dict[str, Any]:
+        """The vitals now; takes a millisecond, and :data:`PATIENCE` at most."""
+        disks = await self._disks()
+        vitals: dict[str, Any] = {"disk": disks} if disks else {}
+        for read in (self._processor, self._memory, self._load, self._uptime):
+            try:
+                vitals |= read()
+            except (OSError, ValueError, LookupError, ArithmeticError) as exc:
+                logger.debug("vitals without %s: %s", read.__name__, exc)
+        return vitals
+
+    def figures(self) -> Figures:
+        """Now, in some tens of microseconds: no disk is asked."""
+        memory: dict[str, Memory] = {}
+        cpu: dict[str, CpuTimes] = {}
+        load: dict[str, float] = {}
+        processors = {HOST: float(os.cpu_count() or 1)}
+        processors[CONTAINER] = min(cgroups.processors(self._cgroup) or processors[HOST], processors[HOST])
+        oom_kills = None
+        with contextlib.suppress(OSError, ValueError):
+            memory[HOST] = host_stats.memory(self._proc)
+            memory[CONTAINER] = cgroups.memory(self._cgroup, memory[HOST]) or memory[HOST]
+            oom_kills = cgroups.oom_kills(self._cgroup, memory[HOST])
+        with contextlib.suppress(OSError, ValueError):
+            cpu[HOST] = host_stats.cpu_times(self._proc)
+        if (used := cgroups.cpu_used(self._cgroup)) is not None:
+            cpu[CONTAINER] = CpuTimes(used[0], used[1], 0.0, 0.0)
+        with contextlib.suppress(OSError, ValueError):
+            load = dict(zip(("1", "5", "15"), host_stats.load(self._proc), strict=True))
+        return Figures(memory, cpu, processors, load, dict(self._usages), oom_kills)
+
+    def _processor(self) -> dict[str, Any]:
+        now = clock.boot_time()
+        if not self._cpu or now - self._times_at >= WINDOW:
+            times = cgroups.cpu_times(self._cgroup, self._age()) or host_stats.cpu_times(self._proc)
+            self._cpu = shares(self._times, times)
+            self._times, self._times_at = times, now
+        return {"cpu": self._cpu}
+
+    def _memory(self) -> dict[str, Any]:
+        host = host_stats.memory(self._proc)
+        return memory_vitals(cgroups.memory(self._cgroup, host) or host)
+
+    def _load(self) -> dict[str, Any]:
+        return {"load": [f"{average:.2f}" for average in host_stats.load(self._proc)]}
+
+    def _uptime(self) -> dict[str, Any]:
+        """Left out when 0, as Go does; the member stays."""
+        seconds = int(self._age())
+        return {"uptime": {"secs": seconds} if seconds else {}}
+
+    def _age(self) -> float:
+        """Seconds since process 1 began, which is the container's age; where it is hidden, since the kernel's boot."""
+        now = clock.boot_time()
+        try:
+            return max(0.0, now - proc.parse((self._proc / "1/stat").read_bytes()).start_ticks / clock.TICKS)
+        except (OSError, ValueError, LookupError, ArithmeticError):
+            return now
+
+    async def _disks(self) -> dict[str, dict[str, str]]:
+        places = {"system": Path("/"), "ephemeral": self._paths.data}
+        if self._persistent_mounted():
+            places["persistent"] = self._paths.store
+        usages = await asyncio.gather(*(self._ask(path) for path in places.values()))
+        self._usages = {
+            name: usage for name, usage in zip(places, usages, strict=True) if isinstance(usage, os.statvfs_result)
+        }
+        return {name: disk_vitals(usage) for name, usage in self._usages.items()}
+
+    async def _ask(self, path: Path) -> Usage | None:
+        """Ask once: while a disk owes an answer it is asked nothing else."""
+        if path not in self._asked:
+            self._asked[path] = apart(partial(_usage, path), f"statvfs {path}")
+        asked = self._asked[path]
+        await asyncio.wait({asked}, timeout=PATIENCE)
+        if not asked.done():
+            logger.warning("vitals without %s: it does not answer", path)
+            return None
+        self._asked.pop(path, None)
+        if (exc := asked.exception()) is not None:
+            logger.warning("vitals without %s: %s", path, exc)
+            return None
+        return asked.result()
+
+
+def _usage(path: Path) -> Usage:
+    try:
+        return os.statvfs(path)
+    except OSError as exc:
+        return exc
+
+
+def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
+    """Percent of the processor time there was between two readings."""
+    total = after.total - before.total
+
+    def share(spent: float) -> str:
+        return f"{_percent(spent, total):.1f}"
+
+    return {
+        "user": share(after.user - before.user),
+        "sys": share(after.system - before.system),
+        "wait": share(after.wait - before.wait),
+    }
+
+
+def memory_vitals(memory: Memory) -> dict[str, Any]:
+    """KiB and percent in use."""
+
+    def part(used: int, total: int) -> dict[str, str]:
+        return {"kb": str(used // 1024), "percent": f"{_percent(used, total):.0f}"}
+
+    return {"mem": part(memory.used, memory.total), "swap": part(memory.swap_used, memory.swap_total)}
+
+
+def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
+    """What root may still use counts as free; a filesystem without inodes has 0 percent of them in use."""
+    return {
+        "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
+        "inode_percent": f"{_percent(usage.f_files - usage.f_ffree, usage.f_files):.0f}",
+    }
+
+
+def _percent(part: float, whole: float) -> float:
+    """0 to 100, also when the figures do not go together."""
+    return min(100.0, max(0.0, 100.0 * part / whole)) if whole > 0 else 0.0

@@ -1,0 +1,1 @@
+"""bpm: reading bpm.yml and running its processes without runc."""

@@ -1,0 +1,101 @@
+"""What the command ``bpm`` asks of the running agent, and what it is told. Errors are bpm's (``src/bpm/commands``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from agent_shim.core.errors import ConfigError, HostError
+from agent_shim.supervisor.bpm.runner import Bpm, UnknownProcessError
+from agent_shim.supervisor.plan import BpmCall
+
+if TYPE_CHECKING:
+    from agent_shim.supervisor.bpm import config
+
+
+async def answer(runner: Bpm, request: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"value": …}`` or ``{"error": …}``; ``request`` has a verb, and a job and a process unless it is ``list``."""
+    verb = str(request.get("verb"))
+    if verb == "list":
+        rows, complaints = await asyncio.to_thread(runner.rows)
+        return {"value": [[row.name, row.pid, row.status] for row in rows], "complaints": complaints}
+    job, name = str(request.get("job")), str(request.get("process"))
+    if any(not word or "/" in word or word.startswith(".") for word in (job, name)):
+        return {"error": f"failed to get job: {job!r} {name!r} cannot be the names of a job and a process"}
+    try:
+        return {"value": await _do(runner, verb, job, name, request)}
+    except (ConfigError, OSError) as exc:
+        return {"error": str(exc)}
+
+
+async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str, Any]) -> Any:
+    call = BpmCall("start", job, name)
+    match verb:
+        case "start":
+            await _defined(runner, job, name)
+            with _failing("start"):
+                return (await runner.start(call)).pid
+        case "stop":
+            return await runner.stop(call)
+        case "run":
+            await _defined(runner, job, name)
+            volumes = [_volume(text) for text in _texts(request, "volumes")]
+            await asyncio.to_thread(runner.check_volumes, job, volumes)
+            env = dict(_pair(text) for text in _texts(request, "env"))
+            with _failing("run"):
+                return await runner.run(call, volumes, env)
+        case "end run":
+            return await runner.end_run(call)
+        case "pid":
+            found = runner.find(job, name)
+            return found[0] if found else 0
+        case "order":
+            return await runner.shell_order(job, await _defined(runner, job, name))
+    raise HostError(f"unknown command {verb!r}")
+
+
+async def _defined(runner: Bpm, job: str, name: str) -> config.Process:
+    try:
+        return await asyncio.to_thread(runner.definition, job, name)
+    except UnknownProcessError:
+        raise
+    except (ConfigError, OSError) as exc:
+        raise ConfigError(f"failed to parse job configuration: {exc}") from exc
+
+
+@contextlib.contextmanager
+def _failing(verb: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, OSError) as exc:
+        raise HostError(f"failed to {verb} job-process: {exc}") from exc
+
+
+def _texts(request: Mapping[str, Any], name: str) -> list[str]:
+    texts = request.get(name, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"cannot read the request: {name} is no list of texts")
+    return texts
+
+
+def _volume(text: str) -> config.Volume:
+    """``PATH[:OPTION,…]``; raises ``ConfigError``."""
+    from agent_shim.supervisor.bpm import config
+
+    path, colon, options = text.partition(":")
+    if ":" in options:
+        raise ConfigError(f"invalid volume definition (format: <path>[:<options>]): {text}")
+    flags = options.split(",") if colon else []
+    for option in flags:
+        if option not in ("writable", "mount_only", "allow_executions", "shared"):
+            raise ConfigError(f"invalid volume option: {option}")
+    return config.Volume(path, **dict.fromkeys(flags, True))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f'invalid environment variable definition (format should be KEY=value): "{text}"')
+    return name, value

@@ -1,0 +1,437 @@
+"""bpm.yml: which processes a job has, and what each may do. Pure.
+
+Schema and rules are those of bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``); scalars mean what they
+mean to Go's yaml.v3, which bpm reads them with. Text is always what stands there: ``- 1.10``, ``- 0x1f``, ``- yes`` and
+``- true`` are arguments as they are written. Unknown keys are ignored, a key that stands twice is an error. Only flags
+and numbers are taken in quotes too, where bpm refuses them: templates that quote everything mean no harm.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Final, Literal, cast
+
+import yaml
+
+from agent_shim.core.errors import ConfigError
+
+ROOT: Final = PurePosixPath("/var/vcap")
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A directory or file that the process sees besides the usual ones.
+
+    Unless it is ``mount_only`` or unrestricted it is made, as a directory of vcap's, if it is missing. ``shared``: what
+    is mounted below it is seen on both sides.
+    """
+
+    path: str
+    writable: bool = False
+    allow_executions: bool = False
+    mount_only: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``memory`` and ``core_file_size`` are in bytes, ``processes`` includes threads; None is no limit."""
+
+    memory: int | None = None
+    open_files: int | None = None
+    processes: int | None = None
+    core_file_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsafe:
+    """What leaves the sandbox: root with all capabilities, volumes anywhere (paths may be globs), the host's pids."""
+
+    privileged: bool = False
+    unrestricted_volumes: tuple[Volume, ...] = ()
+    host_pid_namespace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process. ``env`` adds to the defaults and wins over them; an empty ``workdir`` is the job's directory.
+
+    ``pre_start`` runs before it, as root and outside the sandbox; "" is none. ``capabilities`` come without ``CAP_``.
+    ``ephemeral_disk`` and ``persistent_disk`` give it ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` is the first
+    one at a stop.
+    """
+
+    name: str
+    executable: str
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str = ""
+    pre_start: str = ""
+    capabilities: tuple[str, ...] = ()
+    limits: Limits = Limits()
+    ephemeral_disk: bool = False
+    persistent_disk: bool = False
+    additional_volumes: tuple[Volume, ...] = ()
+    unsafe: Unsafe = Unsafe()
+    shutdown_signal: Literal["TERM", "INT"] = "TERM"
+    line: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BpmFile:
+    """The processes of a job; none is a file that runs nothing."""
+
+    processes: tuple[Process, ...] = ()
+
+    def process(self, name: str) -> Process | None:
+        """The first with this name: that of ``-p``, or of the job."""
+        return next((process for process in self.processes if process.name == name), None)
+
+
+def parse(text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT) -> BpmFile:
+    """Read a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y``.
+
+    Additional volumes have to be below ``root`` and cannot be the disks of ``job``.
+    """
+    node = _composed(text, origin)
+    if node is None:
+        return BpmFile()
+    top = _Map(origin, "", node)
+    disks = frozenset(str(root / disk / job) for disk in ("data", "store")) if job else frozenset[str]()
+    return BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
+
+
+# --- the schema -----------------------------------------------------------------------------------------------------
+
+
+def _process(entry: _Map, root: str, disks: frozenset[str]) -> Process:
+    signal = entry.text("shutdown_signal") or "TERM"
+    if signal not in ("TERM", "INT"):
+        raise entry.error("shutdown_signal", "TERM or INT")
+    volumes = [_additional(volume, root, disks) for volume in entry.maps("additional_volumes")]
+    return Process(
+        name=entry.required("name"),
+        executable=entry.required("executable"),
+        args=entry.texts("args"),
+        env=entry.text_map("env"),
+        workdir=entry.text("workdir"),
+        pre_start=entry.map("hooks").text("pre_start"),
+        capabilities=entry.texts("capabilities"),
+        limits=_limits(entry.map("limits")),
+        ephemeral_disk=entry.flag("ephemeral_disk"),
+        persistent_disk=entry.flag("persistent_disk"),
+        additional_volumes=tuple(volumes),
+        unsafe=_unsafe(entry.map("unsafe")),
+        shutdown_signal=cast("Literal['TERM', 'INT']", signal),
+        line=entry.line,
+    )
+
+
+def _limits(entry: _Map) -> Limits:
+    return Limits(
+        memory=_bytes(entry, "memory"),
+        open_files=entry.number("open_files", 0, _UNSIGNED),
+        processes=entry.number("processes", -_SIGNED - 1, _SIGNED),
+        core_file_size=entry.number("core_file_size", 0, _UNSIGNED),
+    )
+
+
+def _bytes(entry: _Map, key: str) -> int | None:
+    """A number and a unit, all of them powers of 1024, as Cloud Foundry's bytefmt reads it."""
+    text = entry.text(key)
+    if not entry.has(key):
+        return None
+    match = _QUANTITY.fullmatch(text.strip().upper())
+    quantity = float(match[1]) * 1024 ** "BKMGTPE".index(match[2][0]) if match else math.inf
+    if quantity > _UNSIGNED:
+        raise entry.error(key, "a number and a unit, like 256M or 1G")
+    return int(quantity)
+
+
+def _unsafe(entry: _Map) -> Unsafe:
+    return Unsafe(
+        privileged=entry.flag("privileged"),
+        unrestricted_volumes=tuple(_volume(volume) for volume in entry.maps("unrestricted_volumes")),
+        host_pid_namespace=entry.flag("host_pid_namespace"),
+    )
+
+
+def _volume(entry: _Map) -> Volume:
+    return Volume(
+        path=entry.text("path"),
+        writable=entry.flag("writable"),
+        allow_executions=entry.flag("allow_executions"),
+        mount_only=entry.flag("mount_only"),
+        shared=entry.flag("shared"),
+    )
+
+
+def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
+    volume = _volume(entry)
+    if volume.path != _clean(volume.path):
+        raise entry.error("path", f"the shortest form, '{_clean(volume.path)}'")
+    if volume.path in disks:
+        raise entry.error("path", "another directory (ephemeral_disk and persistent_disk give these)")
+    if not volume.path.startswith(f"{root}/"):
+        raise entry.error("path", f"a path inside {root} (others are unrestricted_volumes)")
+    return volume
+
+
+def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
+    """Raise ``ConfigError``, in the words of bpm, for a path that an additional volume cannot have."""
+    if path != (clean := _clean(path)):
+        raise ConfigError(f"volume path must be canonical, expected {clean} but got {path}")
+    if path in (str(root / disk / job) for disk in ("data", "store")):
+        raise ConfigError(f"invalid volume path: {path} cannot conflict with default job data or store directories")
+    if not path.startswith(f"{root}/"):
+        raise ConfigError(f"invalid volume path: {path} must be within {root}")
+
+
+def _clean(path: str) -> str:
+    """The shortest path of the same meaning; unlike Go's, Python's keeps two slashes at the beginning."""
+    return re.sub("^//", "/", posixpath.normpath(path))
+
+
+# --- YAML as Go's yaml.v3 decodes it --------------------------------------------------------------------------------
+
+DEEPEST: Final = 100
+"""Levels of a file; the schema has six."""
+
+_SIGNED: Final = 2**63 - 1
+_UNSIGNED: Final = 2**64 - 1
+_LONGEST: Final = 80
+"""Characters of a number: enough for 64 bits in base 2."""
+
+_SHOWN: Final = 40
+"""Characters of a wrong value that an error shows."""
+
+_TAG: Final = "tag:yaml.org,2002:"
+_NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
+"""Keys that set nothing themselves."""
+
+_FLAGS: Final[Mapping[str, bool]] = {
+    **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
+    **dict.fromkeys(("false", "False", "FALSE", "n", "N", "no", "No", "NO", "off", "Off", "OFF"), False),
+}
+_INTEGER: Final = re.compile(r"([+-]?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO]?[0-7]+|0|[1-9][0-9]*)")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_QUANTITY: Final = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(B|[KMGTPE](?:I?B)?)")
+
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml where PyYAML was built with it."""
+
+
+class _Map:
+    """A mapping of the file; ``path`` is how it was reached. Every key may be absent or null: then it has no value."""
+
+    def __init__(self, origin: str, path: str, node: yaml.Node) -> None:
+        self.origin = origin
+        self.path = path
+        self.node = node
+        self.entries = {} if _is_null(node) else self._merged(node, {})
+
+    @property
+    def line(self) -> int:
+        return _line_of(self.node)
+
+    def error(self, key: str, expected: str) -> ConfigError:
+        """Says what stands at ``key`` and what should."""
+        return self._error(self._at(key), self.entries.get(key), expected)
+
+    def has(self, key: str) -> bool:
+        return key in self.entries and not _is_null(self.entries[key])
+
+    def text(self, key: str) -> str:
+        return self._text(self._at(key), self.entries[key]) if self.has(key) else ""
+
+    def required(self, key: str) -> str:
+        found = self.text(key)
+        if not found:
+            raise self.error(key, "a text")
+        return found
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of texts, without those that are null."""
+        return tuple(self._text(path, node) for path, node in self._items(key) if not _is_null(node))
+
+    def text_map(self, key: str) -> dict[str, str]:
+        """Texts by name; one that is null is empty."""
+        found = self.map(key)
+        return {name: found.text(name) for name in found.entries}
+
+    def map(self, key: str) -> _Map:
+        """The mapping at ``key``, an empty one if there is none."""
+        node = self.entries.get(key, _NOTHING)
+        return _Map(self.origin, self._at(key), node)
+
+    def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
+        """A list of mappings, without those that are null, if it may have such holes."""
+        found = []
+        for path, node in self._items(key):
+            if not _is_null(node):
+                found.append(_Map(self.origin, path, node))
+            elif not has_holes:
+                raise self._error(path, node, "a mapping")
+        return found
+
+    def flag(self, key: str) -> bool:
+        """True or false, in quotes also a number that is not or is 0; false if there is none."""
+        if not self.has(key):
+            return False
+        node = self.entries[key]
+        if isinstance(node, yaml.ScalarNode) and node.value in _FLAGS:
+            return _FLAGS[node.value]
+        number = _number(node) if isinstance(node, yaml.ScalarNode) and node.style else None
+        if number is None:
+            raise self.error(key, "true or false")
+        return number != 0
+
+    def number(self, key: str, least: int, most: int) -> int | None:
+        """A whole number; None if there is none."""
+        if not self.has(key):
+            return None
+        number = _number(self.entries[key])
+        if number is None or not least <= number <= most:
+            raise self.error(key, f"a whole number from {max(least, 0)} to {most}")
+        return number
+
+    def _at(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def _error(self, path: str, node: yaml.Node | None, expected: str, found: str = "") -> ConfigError:
+        place = f"line {_line_of(node or self.node)}: " + (f"{path}: " if path else "")
+        return ConfigError(f"cannot read {self.origin}: {place}found {found or _found(node)}, expected {expected}")
+
+    def _text(self, path: str, node: yaml.Node) -> str:
+        """What is written, whatever its type would be."""
+        if not isinstance(node, yaml.ScalarNode):
+            raise self._error(path, node, "a text")
+        text = _decoded(node)
+        if text is None:
+            raise self._error(path, node, "base64", found="something else")
+        if "\0" in text:
+            raise self._error(path, node, "a text", found="a NUL")
+        return text
+
+    def _items(self, key: str) -> Iterator[tuple[str, yaml.Node]]:
+        if not self.has(key):
+            return
+        node = self.entries[key]
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.error(key, "a list")
+        for number, item in enumerate(node.value):
+            yield f"{self._at(key)}[{number}]", item
+
+    def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
+        """Keys and values of a mapping with those merged into it (``<<``): its own win, then the first merged.
+
+        ``known`` are mappings that were met before: what is merged over and over is read once.
+        """
+        if id(node) in known:
+            return known[id(node)]
+        if not isinstance(node, yaml.MappingNode) or len(known) > DEEPEST:
+            raise self._error(self.path, node, "a mapping")
+        known[id(node)] = found = dict[str, yaml.Node]()
+        own: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._error(self.path, key, "a key")
+            if key.value in own:
+                raise self._error(self._at(key.value), key, "each key once")
+            own[key.value] = value
+            if key.tag == f"{_TAG}merge":
+                for other in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
+                    found.update(self._merged(other, known))
+        found.update({key.value: value for key, value in node.value if key.tag not in _NO_NAMES})
+        return found
+
+
+def _line_of(node: yaml.Node | yaml.Event) -> int:
+    """PyYAML has a mark for whatever it read."""
+    mark = node.start_mark
+    assert mark is not None
+    return mark.line + 1
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == f"{_TAG}null")
+
+
+def _found(node: yaml.Node | None) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        text = node.value if len(node.value) <= _SHOWN else f"{node.value[:_SHOWN]}..."
+        return "null" if _is_null(node) else f"'{text}'"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    return "nothing" if node is None else "a mapping"
+
+
+def _decoded(node: yaml.ScalarNode) -> str | None:
+    """The text of a scalar; None if it should be base64 and is not."""
+    if node.tag != f"{_TAG}binary":
+        return cast("str", node.value)
+    try:
+        return base64.b64decode("".join(node.value.split()), validate=True).decode("utf-8", "surrogateescape")
+    except ValueError:
+        return None
+
+
+def _number(node: yaml.Node) -> int | None:
+    """Also in base 2, 8 (``0o17`` and ``017``) or 16, with underscores, or with a point: then it is cut off."""
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    digits = node.value[:1] + node.value[1:].replace("_", "")
+    if match := _INTEGER.fullmatch(digits):
+        sign, number = match.groups()
+        base = 8 if re.fullmatch("0[0-7]+", number) else 0
+        return int(sign + number, base) if len(digits) <= _LONGEST else None
+    if _FLOAT.fullmatch(digits) and math.isfinite(figure := float(digits)):
+        return int(figure)
+    return None
+
+
+_NOTHING: Final = yaml.ScalarNode(f"{_TAG}null", "")
+
+
+def _composed(text: str, origin: str) -> yaml.Node | None:
+    """The first document; what follows it is not looked at."""
+    try:
+        _measure(text, origin)
+        loader = _LOADER(text)
+        try:
+            return cast("yaml.Node", loader.get_node()) if loader.check_node() else None
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        place = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"cannot read {origin}: {place}{exc.problem or exc.context}") from exc
+    except yaml.reader.ReaderError as exc:
+        raise ConfigError(f"cannot read {origin}: line {_line(text, exc.position)}: {exc.reason}") from exc
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"cannot read {origin}: line {_line(text, exc.start)}: found bytes that are no text") from exc
+
+
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def _measure(text: str, origin: str) -> None:
+    """Refuse what is too deep before it is composed: that goes down as deep in C and would take the process along."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.DocumentEndEvent):
+            return
+        if depth > DEEPEST:
+            place = f"line {_line_of(event)}"
+            raise ConfigError(f"cannot read {origin}: {place}: found more than {DEEPEST} levels, expected a bpm.yml")

@@ -1,0 +1,100 @@
+"""What can be wrong with a service: the kinds of monit's events, in its words and bits (monit 5.2.5 event.c). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from agent_shim.supervisor.monit.ast import (
+    Changed,
+    Checksum,
+    Connection,
+    Limit,
+    Match,
+    Missing,
+    Owner,
+    Permission,
+    Ping,
+    Restarts,
+    Test,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``bit`` is that of ``status`` in the XML; the texts are what an alert calls the event."""
+
+    bit: int
+    failed: str
+    succeeded: str
+    changed: str
+
+
+CHECKSUM: Final = Kind(0x1, "Checksum failed", "Checksum succeeded", "Checksum changed")
+CONNECTION: Final = Kind(0x20, "Connection failed", "Connection succeeded", "Connection changed")
+CONTENT: Final = Kind(0x8000, "Content failed", "Content succeeded", "Content match")
+DATA: Final = Kind(0x800, "Data access error", "Data access succeeded", "Data access changed")
+EXECUTION: Final = Kind(0x1000, "Execution failed", "Execution succeeded", "Execution changed")
+FLAGS: Final = Kind(0x2000, "Filesystem flags failed", "Filesystem flags succeeded", "Filesystem flags changed")
+GROUP: Final = Kind(0x100, "GID failed", "GID succeeded", "GID changed")
+ICMP: Final = Kind(0x4000, "ICMP failed", "ICMP succeeded", "ICMP changed")
+EXISTENCE: Final = Kind(0x200, "Does not exist", "Exists", "Existence changed")
+PERMISSION: Final = Kind(0x40, "Permission failed", "Permission succeeded", "Permission changed")
+PID: Final = Kind(0x40000, "PID failed", "PID succeeded", "PID changed")
+PARENT: Final = Kind(0x80000, "PPID failed", "PPID succeeded", "PPID changed")
+RESOURCE: Final = Kind(0x2, "Resource limit matched", "Resource limit succeeded", "Resource limit changed")
+SIZE: Final = Kind(0x10, "Size failed", "Size succeeded", "Size changed")
+TIMEOUT: Final = Kind(0x4, "Timeout", "Timeout recovery", "Timeout changed")
+TIMESTAMP: Final = Kind(0x8, "Timestamp failed", "Timestamp succeeded", "Timestamp changed")
+USER: Final = Kind(0x80, "UID failed", "UID succeeded", "UID changed")
+
+ORDER: Final = (
+    *(CHECKSUM, CONNECTION, CONTENT, DATA, EXECUTION, FLAGS, GROUP, ICMP, EXISTENCE, PERMISSION, PID, PARENT),
+    *(RESOURCE, SIZE, TIMEOUT, TIMESTAMP, USER),
+)
+"""That of monit's table: of several faults it names the first."""
+
+BITS: Final = {kind.failed: kind.bit for kind in ORDER}
+
+_LIMITS: Final = {"size": SIZE, "timestamp": TIMESTAMP}
+_CHANGES: Final = {
+    "pid": PID,
+    "ppid": PARENT,
+    "checksum": CHECKSUM,
+    "timestamp": TIMESTAMP,
+    "size": SIZE,
+    "fsflag": FLAGS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A rule that a running service breaks, and how."""
+
+    kind: Kind
+    text: str
+
+
+def kind_of(test: Test) -> Kind:
+    """Under which kind monit files the outcome of a test."""
+    match test:
+        case Limit(metric):
+            return _LIMITS.get(metric, RESOURCE)
+        case Changed(what):
+            return _CHANGES[what]
+        case Connection():
+            return CONNECTION
+        case Ping():
+            return ICMP
+        case Checksum():
+            return CHECKSUM
+        case Permission():
+            return PERMISSION
+        case Owner(what):
+            return USER if what == "uid" else GROUP
+        case Match():
+            return CONTENT
+        case Missing():
+            return EXISTENCE
+        case Restarts():
+            return TIMEOUT

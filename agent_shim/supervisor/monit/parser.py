@@ -1,0 +1,280 @@
+"""The monit control language of version 5.2.5: text to values and back. Pure.
+
+The oracle is that version itself. Text is refused where monit refuses it, except for what only a machine can say:
+whether users, groups and files exist and whether names resolve. What the files of several jobs say together is the
+business of ``problems``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, cast
+
+from agent_shim.supervisor.monit.ast import (
+    Action,
+    Changed,
+    Check,
+    Checksum,
+    Connection,
+    Ignored,
+    Kind,
+    Limit,
+    Match,
+    Missing,
+    Mode,
+    MonitFile,
+    Owner,
+    Permission,
+    Ping,
+    Program,
+    Protocol,
+    Rate,
+    Restarts,
+    Rule,
+    Test,
+)
+from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
+from agent_shim.supervisor.monit.reader import Reader
+from agent_shim.supervisor.monit.render import render
+from agent_shim.supervisor.monit.rules import (
+    ALL,
+    FILE,
+    STATUS,
+    SYSTEM,
+    read_ignore,
+    read_program,
+    read_regex,
+    read_rule,
+)
+
+__all__ = [
+    "Action",
+    "Changed",
+    "Check",
+    "Checksum",
+    "Connection",
+    "Ignored",
+    "Limit",
+    "Match",
+    "Missing",
+    "MonitFile",
+    "Owner",
+    "Permission",
+    "Ping",
+    "Problem",
+    "Program",
+    "Protocol",
+    "Rate",
+    "Restarts",
+    "Rule",
+    "Test",
+    "parse",
+    "problems",
+    "render",
+]
+
+LATER: Final = ("program", "network")
+"""Checks that only newer versions of monit know."""
+
+
+def parse(text: str, *, origin: str) -> MonitFile:
+    """Read a control file; raises ``ConfigError``: ``cannot read ORIGIN: line L column C: found X, expected Y``."""
+    reader = Reader(text, origin)
+    outside = [
+        (token.start, Ignored(f"include {text[token.start : token.end]}", line=reader.line(token)))
+        for token in reader.includes
+    ]
+    services: dict[str, Check] = {}
+    alerts: list[Ignored] = []
+    expected = "'check' or 'set'"
+    while reader.kind != "END":
+        first, token = reader.at, reader.next
+        if token.kind.startswith("check "):
+            check = _options(reader, _head(reader, services), alerts)
+            services[check.name.lower()] = check
+            expected = f"an option of {token.kind}, 'check', 'set' or the end of the file"
+        elif token.kind == "set":
+            read_set(reader)
+            outside.append((token.start, Ignored(reader.written(first), line=reader.line(token))))
+            expected = "'check', 'set' or the end of the file"
+        else:
+            raise reader.error(expected)
+    outside.sort(key=lambda found: found[0])
+    return MonitFile(tuple(services.values()), (*(statement for _, statement in outside), *alerts), origin)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
+    """What is checked; ``services`` are those before it, by name in lower case."""
+    head = reader.skip()
+    token = reader.need("a name of one word", "NAME")
+    name = token.value
+    if name.startswith("/"):
+        raise reader.error("a name that does not begin with '/'", token)
+    if other := services.get(name.lower()):
+        raise reader.error(f"another name: '{other.name}' stands in line {other.line} already", token)
+    check = Check(cast("Kind", head.kind.removeprefix("check ")), name, line=reader.line(head))
+    if check.kind == "system":
+        return check
+    if check.kind == "host":
+        reader.need("'address'", "address")
+        return replace(check, address=reader.string("a host name or address"))
+    if check.kind != "process":
+        reader.need("'path'", "path")
+        return replace(check, path=reader.path("a path"))
+    if reader.take("match"):
+        return replace(check, matching=read_regex(reader, "STRING", "PATH"))
+    hint = f" (monit 5.2.5 has no 'check {name}')" if name.lower() in LATER else ""
+    reader.need(f"'pidfile' or 'matching'{hint}", "pidfile", "path")
+    return replace(check, pidfile=reader.path("a path"))
+
+
+def _options(reader: Reader, check: Check, alerts: list[Ignored]) -> Check:
+    """What follows the head in any order, as often as it likes; ``alerts`` get those of this check."""
+    while (option := _OPTIONS.get(reader.kind)) and check.kind in option.kinds:
+        first, token = reader.at, reader.next
+        check = option.read(reader, check)
+        if token.kind in ("alert", "noalert"):
+            alerts.append(Ignored(reader.written(first), check.name, reader.line(token)))
+    if check.kind == "host" and not any(isinstance(rule.test, Connection | Ping) for rule in check.rules):
+        raise reader.error(f"'if failed port' or 'if failed icmp' for the host {check.name}")
+    return check
+
+
+def _start(reader: Reader, check: Check) -> Check:
+    return replace(check, start=read_program(reader))
+
+
+def _stop(reader: Reader, check: Check) -> Check:
+    return replace(check, stop=read_program(reader))
+
+
+def _group(reader: Reader, check: Check) -> Check:
+    reader.skip()
+    return replace(check, groups=(*check.groups, reader.need("a name of one word", "NAME").value))
+
+
+def _depends(reader: Reader, check: Check) -> Check:
+    reader.skip()
+    names = [reader.need("the name of a check, without quotes", "NAME").value]
+    while token := reader.take("NAME"):
+        names.append(token.value)
+    return replace(check, depends=(*check.depends, *names))
+
+
+def _mode(reader: Reader, check: Check) -> Check:
+    reader.skip()
+    token = reader.need("'active', 'passive' or 'manual'", "active", "passive", "manual")
+    return replace(check, mode=cast("Mode", token.kind))
+
+
+def _every(reader: Reader, check: Check) -> Check:
+    reader.skip()
+    token = reader.next
+    cycles = reader.number("a number of cycles")
+    reader.need("'cycles'", "cycle")
+    if cycles < 2:
+        raise reader.error("a number of cycles above 1", token)
+    return replace(check, every=cycles)
+
+
+def _alert(reader: Reader, check: Check) -> Check:
+    read_alert(reader)
+    return check
+
+
+def _rule(reader: Reader, check: Check) -> Check:
+    return replace(check, rules=(*check.rules, read_rule(reader, check.kind, check.address)))
+
+
+def _ignore(reader: Reader, check: Check) -> Check:
+    return replace(check, rules=(*check.rules, read_ignore(reader)))
+
+
+class _Option(NamedTuple):
+    """How an option is read into a check, and which checks have it."""
+
+    read: Callable[[Reader, Check], Check]
+    kinds: frozenset[str] = ALL
+
+
+_OPTIONS: Final[Mapping[str, _Option]] = {
+    "start": _Option(_start, ALL - STATUS),
+    "stop": _Option(_stop, ALL - STATUS),
+    "group": _Option(_group),
+    "depends": _Option(_depends),
+    "mode": _Option(_mode, ALL - SYSTEM - STATUS),
+    "every": _Option(_every),
+    "alert": _Option(_alert),
+    "noalert": _Option(_alert),
+    "if": _Option(_rule),
+    "ignore": _Option(_ignore, FILE),
+}
+
+
+# --- several files --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with several files together; ``service`` stands at ``origin`` and ``line``.
+
+    A ``duplicate`` is the later definition; a ``missing`` dependency is on a service that no file defines; a ``cycle``
+    is reported at one of its services.
+    """
+
+    kind: Literal["duplicate", "missing", "cycle"]
+    service: str
+    origin: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}: line {self.line}: {self.text}"
+
+
+def problems(files: Iterable[MonitFile]) -> list[Problem]:
+    """What monit would refuse to load these files together for: duplicates, missing and circular dependencies."""
+    found: list[Problem] = []
+    places: dict[str, tuple[Check, str]] = {}
+    for file in files:
+        for check in file.services:
+            if other := places.get(check.name.lower()):
+                text = f"'{check.name}' is defined already in {other[1]} line {other[0].line}"
+                found.append(Problem("duplicate", check.name, file.origin, check.line, text))
+            else:
+                places[check.name.lower()] = check, file.origin
+    for check, origin in places.values():
+        for name in check.depends:
+            if name.lower() not in places:
+                text = f"'{check.name}' depends on '{name}', which is not defined"
+                found.append(Problem("missing", check.name, origin, check.line, text))
+    for circle in _circles({name: [below.lower() for below in check.depends] for name, (check, _) in places.items()}):
+        check, origin = places[circle[0]]
+        text = "depends on itself: " + " -> ".join(places[name][0].name for name in [*circle, circle[0]])
+        found.append(Problem("cycle", check.name, origin, check.line, text))
+    return found
+
+
+def _circles(depends: Mapping[str, list[str]]) -> list[list[str]]:
+    """Names that depend on each other in a circle, in order; no two circles share a name."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+    for start in depends:
+        path = {start: iter(depends[start])} if start not in done else {}
+        while path:
+            name, below = next(reversed(path.items()))
+            following = next(below, None)
+            if following is None:
+                path.popitem()
+                done.add(name)
+            elif following in path:
+                circle = list(path)[list(path).index(following) :]
+                if all(set(circle).isdisjoint(other) for other in found):
+                    found.append(circle)
+            elif following in depends and following not in done:
+                path[following] = iter(depends[following])
+    return found

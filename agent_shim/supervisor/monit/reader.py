@@ -1,0 +1,129 @@
+"""Reading the words of a monit control file one after the other, and saying where one is wrong. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor.monit.lexer import KEYWORDS, URL, Token, lex
+
+DIGITS: Final = 36
+"""Most digits of a whole number. monit counts in 32 bits; this only keeps sizes in bytes exact."""
+
+LARGEST: Final = 1e18
+"""Most of a number with a point."""
+
+SHOWN: Final = 40
+"""Characters of a wrong word that an error shows."""
+
+
+class Reader:
+    """The words of one text. ``kind`` is that of the word that comes next; ``include`` statements are put aside."""
+
+    def __init__(self, text: str, origin: str) -> None:
+        self.text = text
+        self.origin = origin
+        tokens = lex(text)
+        self.includes = [token for token in tokens if token.kind == "INCLUDE"]
+        self.tokens = [token for token in tokens if token.kind != "INCLUDE"] if self.includes else tokens
+        self.at = 0
+        self.kind = self.tokens[0].kind
+        if "\0" in text:
+            at = text.index("\0")
+            raise self.error("text", Token("BAD", "a NUL byte", at, at + 1))
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[self.at]
+
+    @property
+    def second(self) -> Token:
+        """The word after the next one."""
+        return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
+
+    def skip(self) -> Token:
+        """Take the next word, whatever it is."""
+        token = self.tokens[self.at]
+        if token.kind != "END":
+            self.at += 1
+            self.kind = self.tokens[self.at].kind
+        return token
+
+    def take(self, *kinds: str) -> Token | None:
+        """Take the next word if it is of one of these kinds."""
+        return self.skip() if self.kind in kinds else None
+
+    def need(self, expected: str, *kinds: str) -> Token:
+        """Take the next word, which has to be of one of these kinds."""
+        if self.kind not in kinds:
+            raise self.error(expected)
+        return self.skip()
+
+    def string(self, expected: str) -> str:
+        hint = f" (in quotes: {self.kind} is a keyword)" if self.kind in KEYWORDS else ""
+        return self.need(expected + hint, "STRING").value
+
+    def path(self, expected: str) -> str:
+        return self.need(f"{expected}, beginning with '/'", "PATH").value
+
+    def number(self, expected: str) -> int:
+        token = self.need(expected, "NUMBER")
+        if len(token.value) > DIGITS:
+            raise self.error(f"{expected} of {DIGITS} digits at most", token)
+        return int(token.value)
+
+    def figure(self, expected: str) -> float:
+        """A number, with a point or without."""
+        if self.kind != "REAL":
+            return self.number(expected)
+        token = self.skip()
+        value = float(token.value)
+        if value > LARGEST:
+            raise self.error(f"{expected} below {LARGEST:.0e}", token)
+        return value
+
+    def url(self) -> re.Match[str]:
+        """A URL that monit can ask; its parts are the groups of ``monit_lexer.URL``."""
+        token = self.need("a URL", "URL")
+        match = URL.fullmatch(token.value)
+        if match is None or match["scheme"].lower() != "http":
+            raise self.error("'http://' (monit on a BOSH machine has no TLS)", token)
+        return match
+
+    def timeout(self, default: int) -> int:
+        """``timeout N seconds``, no other unit; ``default`` where it is not written."""
+        if not self.take("timeout"):
+            return default
+        seconds = self.number("a number of seconds")
+        self.need("'seconds'", "second")
+        return seconds
+
+    def error(self, expected: str, token: Token | None = None) -> ConfigError:
+        """Says what stands at ``token`` (the next word unless given) and what should."""
+        token = token or self.next
+        column = token.start - self.text.rfind("\n", 0, token.start)
+        place = f"line {self.line(token)} column {column}"
+        return ConfigError(f"cannot read {self.origin}: {place}: found {self._found(token)}, expected {expected}")
+
+    def line(self, token: Token) -> int:
+        return self.text.count("\n", 0, token.start) + 1
+
+    def written(self, first: int) -> str:
+        """The words from the one numbered ``first`` up to here as they stand, one blank apart."""
+        found = ""
+        for token in self.tokens[first : self.at]:
+            # A subject goes on to the end of its line.
+            found += self.text[token.start : token.end].strip() + ("\n" if token.kind == "SUBJECT" else " ")
+        return found.rstrip()
+
+    def _found(self, token: Token) -> str:
+        if token.kind == "END":
+            return "the end of the file"
+        if token.kind == "BAD":
+            return token.value
+        text = self.text[token.start : token.end].strip()
+        if text.startswith("#"):
+            return "a comment without a line end"
+        shown = text.partition("\n")[0][:SHOWN]
+        return f"'{shown}'" if shown == text else f"'{shown}...'"

@@ -1,0 +1,225 @@
+"""Values of a monit control file as text that reads back to the same values. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Final
+
+from agent_shim.supervisor.monit import ast as values
+from agent_shim.supervisor.monit.ignored_statements import UNITS
+from agent_shim.supervisor.monit.lexer import WORD
+
+BYTES: Final = frozenset({"memory", "totalmemory", "swap", "space", "size"})
+PERIODS: Final[Mapping[str, int]] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+METRICS: Final[Mapping[str, str]] = {
+    "loadavg1": "loadavg(1min)",
+    "loadavg5": "loadavg(5min)",
+    "loadavg15": "loadavg(15min)",
+    "cpu user": "cpu(user)",
+    "cpu system": "cpu(system)",
+    "cpu wait": "cpu(wait)",
+}
+
+_ESCAPES: Final[Mapping[str, str]] = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_UNSAFE: Final = re.compile(r"[\\\n\r\t\"'\udc80-\udcff]")
+_BARE_ARGUMENT: Final = re.compile(r"[^ \t\n\"'\r][^ \t\n\"]*")
+_SURROGATE: Final = 0xDC00
+
+
+def render(file: values.MonitFile) -> str:
+    """A control file that says what ``file`` says, in one spelling."""
+    lines = [ignored.statement for ignored in file.ignored if not ignored.service]
+    for check in file.services:
+        alerts = [f"  {ignored.statement}" for ignored in file.ignored if ignored.service == check.name]
+        lines += [*_check(check), *alerts]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _check(check: values.Check) -> Iterator[str]:
+    yield f"check {check.kind} {_name(check.name)}{_subject(check)}"
+    for word, program in (("start", check.start), ("stop", check.stop)):
+        if program:
+            yield f"  {word} program {_program(program)}"
+    for group in check.groups:
+        yield f"  group {_name(group)}"
+    if check.depends:
+        yield f"  depends on {', '.join(check.depends)}"
+    if check.mode != "active":
+        yield f"  mode {check.mode}"
+    if check.every != 1:
+        yield f"  every {check.every} cycles"
+    for rule in check.rules:
+        yield f"  {_rule(rule)}"
+
+
+def _subject(check: values.Check) -> str:
+    if check.kind == "system":
+        return ""
+    if check.kind == "host":
+        return f" with address {_string(check.address)}"
+    if check.kind != "process":
+        return f" with path {_path(check.path)}"
+    return f" with pidfile {_path(check.pidfile)}" if check.pidfile else f" matching {_string(check.matching)}"
+
+
+def _rule(rule: values.Rule) -> str:
+    if rule.action.kind == "ignore":
+        return f"ignore {_test(rule.test)}"
+    text = f"if {_test(rule.test)}{_rate(rule.rate)} then {_action(rule.action)}"
+    if rule.recovery.kind == "ignore" or (rule.recovery == values.ALERT and rule.recovery_rate == values.ONCE):
+        return text
+    return f"{text} else if succeeded{_rate(rule.recovery_rate)} then {_action(rule.recovery)}"
+
+
+def _rate(rate: values.Rate) -> str:
+    if rate == values.ONCE:
+        return ""
+    if rate.count == rate.cycles:
+        return f" for {rate.count} cycles"
+    return f" {rate.count} times within {rate.cycles} cycles"
+
+
+def _action(action: values.Action) -> str:
+    return f"{action.kind} {_program(action.program)}" if action.program else action.kind
+
+
+def _program(program: values.Program) -> str:
+    text = f'"{" ".join(map(_argument, program.argv))}"'
+    if program.uid:
+        text += f" as uid {_identity(program.uid)}"
+    if program.gid:
+        text += f" as gid {_identity(program.gid)}"
+    if program.timeout != values.START_TIMEOUT:
+        text += f" with timeout {program.timeout} seconds"
+    return text
+
+
+def _test(test: values.Test) -> str:
+    match test:
+        case values.Missing():
+            return "does not exist"
+        case values.Changed():
+            return f"changed {test.algorithm} {test.what}".replace("  ", " ")
+        case values.Restarts():
+            return f"{test.count} restarts within {test.cycles} cycles"
+        case values.Limit():
+            return _limit(test)
+        case values.Connection():
+            return _connection(test)
+        case values.Ping():
+            count = f" count {test.count}" if test.count != values.PING_COUNT else ""
+            return f"failed icmp type echo{count}{_timeout(test.timeout)}"
+        case values.Checksum():
+            expected = f" expect {_string(test.expected)}" if test.expected else ""
+            return f"failed {test.algorithm} checksum{expected}".replace("  ", " ")
+        case values.Permission():
+            return f"failed permission {test.mode:o}"
+        case values.Owner():
+            return f"failed {test.what} {_identity(test.name)}"
+        case values.Match():
+            negated = "not " if test.negated else ""
+            return f"{negated}match {_path(test.path) if test.path else _string(test.pattern)}"
+
+
+def _limit(limit: values.Limit) -> str:
+    if limit.percent:
+        figure = f"{_number(limit.limit)} %"
+    elif limit.metric in BYTES:
+        figure = _scaled(limit.limit, UNITS)
+    elif limit.metric == "timestamp":
+        figure = _scaled(limit.limit, PERIODS)
+    else:
+        figure = _number(limit.limit)
+    return f"{METRICS.get(limit.metric, limit.metric)} {limit.operator} {figure}"
+
+
+def _scaled(value: float, units: Mapping[str, int]) -> str:
+    """In the largest unit that leaves a whole number: so it has no more digits than when it was read."""
+    unit = max((unit for unit in units if value % units[unit] == 0), key=units.__getitem__, default=next(iter(units)))
+    whole = int(value) // units[unit]
+    return f"{whole if value == int(value) else _number(value)} {unit}"
+
+
+def _number(value: float) -> str:
+    return format(Decimal(repr(value)), "f")
+
+
+def _connection(test: values.Connection) -> str:
+    timeout = _timeout(test.timeout)
+    protocol = test.protocol
+    if test.url:
+        has_content = protocol.content or protocol.content_operator != "="
+        content = f" content {protocol.content_operator} {_string(protocol.content)}" if has_content else ""
+        return f"failed url {test.url}{content}{timeout}"
+    place = f"unixsocket {_path(test.unixsocket)}" if test.unixsocket else f"host {_string(test.host)} port {test.port}"
+    kind = " type udp" if test.type == "udp" else ""
+    return f"failed {place}{kind}{_protocol(protocol)}{timeout}"
+
+
+def _protocol(protocol: values.Protocol) -> str:
+    if protocol.name == "generic":
+        return "".join(f" {word} {_string(text)}" for word, text in protocol.dialogue)
+    if protocol.name == "default":
+        return ""
+    text = f" protocol {protocol.name}"
+    if protocol.request:
+        text += f" request {_path(protocol.request)}"
+    if protocol.checksum:
+        text += f" checksum {_string(protocol.checksum)}"
+    if protocol.hostheader:
+        text += f" hostheader {_string(protocol.hostheader)}"
+    if protocol.name == "radius":
+        text += f" secret {_string(protocol.secret)}"
+    if protocol.target:
+        text += f" target {_string(protocol.target)}"
+    if protocol.maxforward != values.MAX_FORWARD:
+        text += f" maxforward {protocol.maxforward}"
+    return text + (f" {' or '.join(map(_limit, protocol.limits))}" if protocol.limits else "")
+
+
+def _timeout(seconds: int) -> str:
+    return f" with timeout {seconds} seconds" if seconds != values.NET_TIMEOUT else ""
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def _name(name: str) -> str:
+    """A bare word, or in quotes with what a word cannot hold as escapes."""
+    if re.fullmatch(WORD, name):
+        return name
+    escaped = "".join(
+        char if re.fullmatch(WORD, char) and char != "\\" else _ESCAPES.get(char) or _hex(char) for char in name
+    )
+    return f'"{escaped}"'
+
+
+def _path(path: str) -> str:
+    return f'"{_escaped(path)}"'
+
+
+def _string(text: str) -> str:
+    """In quotes; one that begins with ``/`` would be a path."""
+    escaped = _escaped(text)
+    return f'"{_hex("/")}{escaped[1:]}"' if escaped.startswith("/") else f'"{escaped}"'
+
+
+def _identity(owner: str) -> str:
+    return owner if re.fullmatch("0|[1-9][0-9]*", owner) else _string(owner)
+
+
+def _argument(word: str) -> str:
+    """A bare word as it is, or in single quotes with escapes."""
+    return word if _BARE_ARGUMENT.fullmatch(word) else f"'{_escaped(word)}'"
+
+
+def _escaped(text: str) -> str:
+    return _UNSAFE.sub(lambda match: _ESCAPES.get(match[0]) or _hex(match[0]), text)
+
+
+def _hex(char: str) -> str:
+    """A character below 128, or a byte that was no text."""
+    code = ord(char)
+    return f"\\0x{code - _SURROGATE if code >= _SURROGATE else code:02x}"

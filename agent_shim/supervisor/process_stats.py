@@ -1,0 +1,195 @@
+"""What is told of services in numbers: age, memory, processor time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from agent_shim.host import cgroups, clock, proc
+from agent_shim.supervisor.event_kinds import ORDER, Complaint
+from agent_shim.supervisor.process_record import Identity
+from agent_shim.supervisor.service import Service
+from agent_shim.supervisor.state import MONITORED, UP
+
+MIN_SAMPLE: Final = 1.0
+"""Seconds between two readings of processor time; closer ones would say little."""
+PROCESSORS: Final = os.cpu_count() or 1
+MEMORY_KEEP: Final = 10.0
+"""Seconds for which the limit of the container's memory is known: few change it while it runs."""
+
+
+class ProcessInfo(msgspec.Struct, frozen=True):
+    """What ``get_state`` tells of a process (jobsupervisor/job_supervisor_interface.go).
+
+    ``mem_*`` is the resident memory of the process and all that descend from it, ``cpu_total`` their share in percent
+    of all processors since the last question.
+    """
+
+    name: str
+    state: str
+    uptime_secs: int = 0
+    mem_kb: int = 0
+    mem_percent: float = 0.0
+    cpu_total: float = 0.0
+
+
+class ServiceInfo(msgspec.Struct, frozen=True):
+    """What an operator is shown of a service; ``state`` is ours, ``process.state`` the Director's word."""
+
+    process: ProcessInfo
+    job: str
+    kind: str
+    groups: tuple[str, ...]
+    state: str
+    pid: int
+    restarts: int
+    last_exit: str
+    reason: str
+    parent: int = 0
+    children: int = 0
+    """All that descend from it."""
+    own_mem_kb: int = 0
+    own_mem_percent: float = 0.0
+    own_cpu: float = 0.0
+    """``own_*`` is of the process alone, in the units of ``process``."""
+    faults: tuple[str, ...] = ()
+    """What it breaks while it runs, in the words and the order of monit."""
+    mode: str = "active"
+    unheeded: tuple[str, ...] = ()
+    """Statements of its file that are not acted on."""
+    started_at: float = 0.0
+    """Seconds since 1970; 0 where nothing runs."""
+    cpu_seconds: float = 0.0
+    """Of the process, all that descend from it, and those of them that have ended and were waited for."""
+    threads: int = 0
+    exits: Mapping[str, int] = {}
+    """How often it ended by itself, by kind (``presence.KINDS``)."""
+    oom_kills: int = 0
+
+
+class _Sample(NamedTuple):
+    """Processor time of a process and its descendants at a moment, and the share that was told then."""
+
+    identity: Identity
+    taken_at: float
+    ticks: int
+    share: float
+
+
+class _Own(NamedTuple):
+    """What ``ServiceInfo`` tells of the process alone."""
+
+    parent: int = 0
+    children: int = 0
+    own_mem_kb: int = 0
+    own_mem_percent: float = 0.0
+    own_cpu: float = 0.0
+    started_at: float = 0.0
+    cpu_seconds: float = 0.0
+    threads: int = 0
+
+
+_NOTHING: Final = _Own()
+
+
+class Readings:
+    """Reads ``/proc`` once for each question; ``memory_total`` tells the bytes that percentages are of.
+
+    Without it those of the container are.
+    """
+
+    def __init__(self, memory_total: Callable[[], int] | None = None) -> None:
+        self.memory_total = memory_total or _ContainerMemory()
+        self._samples: dict[str, _Sample] = {}
+
+    def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
+        """How each of them is now; numbers are 0 where monit shows none: not monitored, or without a process."""
+        processes = proc.table()
+        children = proc.children(processes)
+        total_kb = max(1, self.memory_total() // 1024)
+        found = []
+        for service in services:
+            info = ProcessInfo(service.name, service.reported)
+            own = _NOTHING
+            process = service.process if service.process is not None and service.process.is_alive else None
+            if process is not None and process.pid in processes and service.state in MONITORED:
+                tree = [processes[pid] for pid in proc.descent(children, [process.pid])]
+                kb = sum(stat.resident_kb for stat in tree)
+                uptime = clock.uptime_of(process.start_ticks)
+                cpu = self._cpu_share(service.name, process.identity, sum(stat.cpu_ticks for stat in tree), uptime)
+                alone = processes[process.pid]
+                own = _Own(
+                    alone.parent,
+                    len(tree) - 1,
+                    alone.resident_kb,
+                    100 * alone.resident_kb / total_kb,
+                    self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
+                    clock.wall_time_of(process.start_ticks),
+                    sum(stat.cpu_ticks + stat.reaped_ticks for stat in tree) / clock.TICKS,
+                    sum(stat.threads for stat in tree),
+                )
+                info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
+            complaints = list(service.complaints.values()) if service.state in UP else []
+            found.append(
+                ServiceInfo(
+                    process=info,
+                    job=service.spec.job,
+                    kind=service.spec.kind,
+                    groups=tuple(sorted(service.spec.groups)),
+                    state=service.state.value,
+                    pid=process.pid if process is not None else 0,
+                    restarts=service.record.restarts,
+                    last_exit=service.record.last_exit,
+                    reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
+                    faults=_in_order(complaints) if complaints else (),
+                    mode=service.spec.mode,
+                    unheeded=service.spec.unheeded,
+                    exits=service.record.exits,
+                    oom_kills=service.record.oom_kills,
+                    **own._asdict(),
+                )
+            )
+        return found
+
+    def _cpu_share(self, name: str, identity: Identity, ticks: int, uptime: int) -> float:
+        """Percent of all processors since the last sample, since its start where there is none."""
+        now = time.monotonic()
+        last = self._samples.get(name)
+        if last is None or last.identity != identity:
+            seconds, used = float(uptime), ticks
+        elif now - last.taken_at < MIN_SAMPLE:
+            return last.share
+        else:
+            seconds, used = now - last.taken_at, ticks - last.ticks
+        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE) / PROCESSORS
+        # Descendants that have ended take their time with them.
+        share = min(100.0, max(0.0, share))
+        self._samples[name] = _Sample(identity, now, ticks, share)
+        return share
+
+
+def _in_order(complaints: Iterable[Complaint]) -> tuple[str, ...]:
+    """What is wrong, in the order of monit."""
+    kinds = {each.kind for each in complaints}
+    return tuple(kind.failed for kind in ORDER if kind in kinds)
+
+
+class _ContainerMemory:
+    """Bytes of memory the container may use, the machine's where no limit is tighter; read again now and then."""
+
+    def __init__(self) -> None:
+        self._cgroup = cgroups.find()
+        self._total = 0
+        self._read_at = float("-inf")
+
+    def __call__(self) -> int:
+        now = time.monotonic()
+        if now - self._read_at > MEMORY_KEEP:
+            self._read_at = now
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            self._total = cgroups.memory_total(self._cgroup, host)
+        return self._total

@@ -1,0 +1,290 @@
+"""The rules of services, looked at every ten seconds: what they find, how often, and what follows.
+
+The cycles of a service count from the start of its process, and those that are looked at at about the same time share
+one reading of ``/proc``; whatever may take its time (connections, echo requests, files) is looked
+at in a task of its own for each rule, and not again before that has ended. So nothing that hangs delays anything else.
+How failures are counted is in ``counting``, what differs from monit in docs/monit-deviations.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, NoReturn
+
+from agent_shim.host import clock, guarded, proc
+from agent_shim.supervisor import event_kinds, network_checks
+from agent_shim.supervisor.file_checks import Finding, Memory, inspect
+from agent_shim.supervisor.monit.ast import (
+    Changed,
+    Connection,
+    Limit,
+    Match,
+    Ping,
+    Rule,
+)
+from agent_shim.supervisor.plan import ACTED_ON, ProcessSpec, reaction
+from agent_shim.supervisor.process_record import Identity
+from agent_shim.supervisor.rule_counter import Tally, Turn, exceeds, percent
+from agent_shim.supervisor.service import Service
+from agent_shim.supervisor.state import UP
+
+logger = logging.getLogger(__name__)
+
+STEPS: Final = 10
+"""Parts of a cycle: services whose turn comes in the same one are looked at together."""
+INSPECT_TIMEOUT_S: Final = 60.0
+"""For a look at a file; one that hangs keeps its thread, and no other is begun for it."""
+LOADS: Final = {"loadavg1": 0, "loadavg5": 1, "loadavg15": 2}
+
+
+class _Table:
+    """All processes at the beginning of a cycle."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        self.processes = proc.table()
+        self._below = proc.children(self.processes)
+
+    def tree(self, root: int) -> list[proc.Stat]:
+        """A process, first, and all that descend from it."""
+        below = proc.descent(self._below, [root]) - {root}
+        return [self.processes[root], *(self.processes[pid] for pid in below)]
+
+
+class _Watch:
+    """What is remembered of one service, as long as it is the same process under the same rules."""
+
+    def __init__(self, service: Service, first_at: float) -> None:
+        """``first_at`` is the monotonic time of the first look."""
+        self.spec: ProcessSpec = service.spec
+        self.identity = _identity(service)
+        self.tallies = [Tally(rule) for rule in self.spec.rules]
+        self.busy: set[object] = set()
+        self._next_at = first_at
+        self._cycles = 0
+        self.memory = Memory()
+        self.parent = 0
+        self._ticks: dict[Identity, int] = {}
+        self._read_at = 0.0
+
+    def is_of(self, service: Service) -> bool:
+        """Whether it still is: a new process begins anew."""
+        return self.spec is service.spec and self.identity == _identity(service)
+
+    def is_due(self, period: float) -> bool:
+        """Whether its time has come: each ``every`` cycles; asked often, for a cycle that is missed is left out."""
+        late = time.monotonic() - self._next_at
+        if late < 0:
+            return False
+        self._next_at += period * (1 + late // period)
+        self._cycles += 1
+        return (self._cycles - 1) % self.spec.every == 0
+
+    def cpu(self, tree: list[proc.Stat], at: float) -> tuple[float, float] | None:
+        """Percent of all processors that the process, and it with its descendants, had since the last cycle."""
+        before, seconds = self._ticks, at - self._read_at
+        self._ticks, self._read_at = {stat.identity: stat.cpu_ticks for stat in tree}, at
+        if tree[0].identity not in before:
+            return None
+        used = [stat.cpu_ticks - before.get(stat.identity, 0) for stat in tree]
+        whole = seconds * clock.TICKS * (os.cpu_count() or 1)
+        return percent(used[0], whole), percent(sum(used), whole)
+
+
+class Checks:
+    """Looks at the rules of all services for ever; ``run`` is somebody's task."""
+
+    def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
+        """``memory_total`` tells the bytes that percentages are of; ``period`` is the length of a cycle in seconds."""
+        self._services = services
+        self._memory_total = memory_total
+        self._period = period
+        self._watches: dict[str, _Watch] = {}
+        self._looks: set[asyncio.Task[None]] = set()
+        self._plan_changed = asyncio.Event()
+
+    def plan_changed(self) -> None:
+        """There may be rules now where there were none."""
+        self._plan_changed.set()
+
+    async def run(self) -> NoReturn:
+        """Look at whose turn it is, ``STEPS`` times a cycle, as long as there are rules."""
+        due = time.monotonic()
+        try:
+            while True:
+                while not self._ruled():
+                    self._plan_changed.clear()
+                    await self._plan_changed.wait()
+                due = max(due + self._period / STEPS, time.monotonic())
+                await asyncio.sleep(due - time.monotonic())
+                for look in [look for look in self._looks if look.done()]:
+                    self._looks.discard(look)
+                    look.result()
+                await self._step()
+        finally:
+            for look in self._looks:
+                look.cancel()
+
+    def _ruled(self) -> list[Service]:
+        return [each for each in self._services() if each.spec.rules and each.spec.kind in ACTED_ON]
+
+    async def _step(self) -> None:
+        watched = [(service, self._watch(service)) for service in self._ruled() if service.state in UP]
+        self._watches = {service.name: watch for service, watch in watched}
+        due = [(service, watch) for service, watch in watched if watch.is_due(self._period)]
+        if not due:
+            return
+        table = await asyncio.to_thread(_Table) if any(service.spec.is_process for service, _ in due) else None
+        for service, watch in due:
+            self._look_at(service, watch, table)
+
+    def _watch(self, service: Service) -> _Watch:
+        """monit sleeps after a start: the first look at a process comes a cycle later."""
+        watch = self._watches.get(service.name)
+        if watch is None or not watch.is_of(service):
+            since = service.up_at if service.spec.is_process else time.monotonic()
+            watch = _Watch(service, since + self._period)
+        return watch
+
+    # --- what is looked at --------------------------------------------------------------------------------------------
+
+    def _look_at(self, service: Service, watch: _Watch, table: _Table | None) -> None:
+        spec = watch.spec
+        figures = self._figures(watch, table) if table is not None and spec.is_process else {}
+        findings: dict[int, Finding] = {}
+        for number, rule in enumerate(spec.rules):
+            match rule.test:
+                case Connection() as test:
+                    self._aside(service, watch, number, _connection(test))
+                case Ping() as test:
+                    self._aside(service, watch, number, _ping(spec.address, test))
+                case Limit() as test if not spec.path and (finding := _judge(test, figures)) is not None:
+                    findings[number] = finding
+                case Changed("ppid") if "parent" in figures:
+                    before, watch.parent = watch.parent, int(figures["parent"])
+                    text = f"parent process changed from {before} to {watch.parent}"
+                    findings[number] = Finding(before not in (0, watch.parent), text)
+        if findings:
+            self._begin(self._conclude(service, watch, findings))
+        if spec.path is not None and "path" not in watch.busy:
+            watch.busy.add("path")
+            self._begin(self._inspect(service, watch))
+
+    def _figures(self, watch: _Watch, table: _Table) -> Mapping[str, float]:
+        """Of a process and its tree; empty when it has just ended."""
+        pid, start = watch.identity
+        root = table.processes.get(pid)
+        if root is None or root.start_ticks != start:
+            return {}
+        tree = table.tree(pid)
+        own, total = root.resident_kb * 1024, sum(stat.resident_kb for stat in tree) * 1024
+        whole = self._memory_total()
+        figures: dict[str, float] = {
+            "memory": own,
+            "totalmemory": total,
+            "memory %": percent(own, whole),
+            "totalmemory %": percent(total, whole),
+            "children": len(tree) - 1,
+            "parent": root.parent,
+        }
+        load = os.getloadavg()
+        figures |= {name: load[index] for name, index in LOADS.items()}
+        if (cpu := watch.cpu(tree, table.at)) is not None:
+            figures |= {"cpu %": cpu[0], "totalcpu %": cpu[1]}
+        return figures
+
+    def _aside(self, service: Service, watch: _Watch, number: int, look: Coroutine[Any, Any, Finding | None]) -> None:
+        """Look in a task of its own, unless the last look goes on."""
+        if number in watch.busy:
+            look.close()
+            return
+        watch.busy.add(number)
+
+        async def run() -> None:
+            try:
+                finding = await look
+            finally:
+                watch.busy.discard(number)
+            if finding is not None:
+                await self._conclude(service, watch, {number: finding})
+
+        self._begin(run())
+
+    async def _inspect(self, service: Service, watch: _Watch) -> None:
+        spec = watch.spec
+        assert spec.path is not None
+        path = spec.path
+        try:
+            look = partial(inspect, path, spec.rules, watch.memory)
+            found = await guarded.aside(f"check {spec.name}", look, timeout=INSPECT_TIMEOUT_S)
+        except (OSError, ValueError) as exc:
+            logger.info("cannot check %s: %s", spec.name, exc)
+            return
+        finally:
+            watch.busy.discard("path")
+        await self._conclude(service, watch, {number: each for number, each in enumerate(found) if each is not None})
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._looks.add(asyncio.create_task(work, name="check"))
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    async def _conclude(self, service: Service, watch: _Watch, findings: Mapping[int, Finding]) -> None:
+        for number, finding in findings.items():
+            if service.state not in UP or not watch.is_of(service):
+                return
+            rule = watch.spec.rules[number]
+            tally = watch.tallies[number]
+            turn = tally.add(fails=finding.fails)
+            if not finding.fails and not tally.has_failed:
+                service.complaints.pop(number, None)
+            await self._follow(service, number, rule, turn, finding)
+
+    async def _follow(self, service: Service, number: int, rule: Rule, turn: Turn, finding: Finding) -> None:
+        kind = event_kinds.kind_of(rule.test)
+        is_momentary = isinstance(rule.test, Changed | Match)
+        if turn in (Turn.FAILED, Turn.STILL):
+            if not is_momentary:
+                service.complaints[number] = event_kinds.Complaint(kind, finding.text)
+            if turn is Turn.FAILED:
+                service.tell(kind.changed if is_momentary else kind.failed, rule.action.kind, finding.text)
+            await service.react(reaction(rule.action))
+        elif turn is Turn.RECOVERED:
+            service.tell(kind.succeeded, rule.recovery.kind, finding.text)
+            await service.react(reaction(rule.recovery))
+
+
+async def _connection(test: Connection) -> Finding:
+    why = await network_checks.probe(test)
+    return Finding(bool(why), why or f"connection succeeded to {network_checks.where(test)}")
+
+
+async def _ping(address: str, test: Ping) -> Finding | None:
+    why = await network_checks.ping(address, test)
+    return None if why is None else Finding(bool(why), why or f"{address} answers echo requests")
+
+
+def _judge(test: Limit, figures: Mapping[str, float]) -> Finding | None:
+    value = figures.get(f"{test.metric} %" if test.percent else test.metric)
+    if value is None:
+        return None
+    bad = exceeds(value, test)
+    figure, limit = (_worded(each, test) for each in (value, test.limit))
+    verb = "matches" if bad else "does not match"
+    return Finding(bad, f"{test.metric} of {figure} {verb} the resource limit {test.operator} {limit}")
+
+
+def _worded(value: float, test: Limit) -> str:
+    if test.percent:
+        return f"{value:.1f}%"
+    return f"{value / 1024:.0f} kB" if test.metric.endswith("memory") else f"{value:g}"
+
+
+def _identity(service: Service) -> Identity:
+    """Of its process; of what is none, always the same."""
+    return service.process.identity if service.process is not None else (0, 0)

@@ -1,0 +1,346 @@
+"""The command ``bpm`` as release scripts call it, and jobs deployed that use it, with a release of bpm and without."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agent_shim import __version__
+from agent_shim.cli import bpm as bpm_cli
+from agent_shim.core.paths import Paths
+from agent_shim.edges import control_server
+from agent_shim.host import proc, process
+from agent_shim.services.bundles import put_bpm_in_front
+from agent_shim.supervisor.bpm import bpm_api, runner
+from tests.support import jobs
+from tests.support.programs import end_marked, eventually, is_alive
+from tests.support.terminals import Terminal
+from tests.support.world import World, world
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.asynccontextmanager
+async def machine(base: Path) -> AsyncIterator[World]:
+    """A booted agent that answers on its socket."""
+    async with world(base) as found:
+
+        async def answer(request: dict[str, Any], _: bytes) -> bytes:
+            return msgspec.json.encode(await bpm_api.answer(found.agent.supervisor.bpm, request))
+
+        put_bpm_in_front(found.paths)
+        async with control_server.listening(found.paths.control_socket, answer):
+            try:
+                yield found
+            finally:
+                end_marked("AGENT_SHIM_SERVICE", f"@{found.paths.base}")
+
+
+def deploy(base: Path, script: str, more: str = "") -> None:
+    """A job in place without the Director."""
+    job = base / "vcap/jobs/web"
+    (job / "config").mkdir(parents=True)
+    (job / "bin").mkdir()
+    (job / "bin/web").write_text(f"#!/bin/sh\n{script}\n")
+    (job / "bin/web").chmod(0o755)
+    (job / "config/bpm.yml").write_text(f"processes: [{{name: web, executable: {job}/bin/web{more}}}]\n")
+
+
+async def bpm(found: World, line: str) -> tuple[int, str, str]:
+    """Exit code and output of a call."""
+    running = _spawn(found, line)
+    status = await running.wait()
+    assert status is not None
+    return status, (found.paths.base / "out").read_text(), (found.paths.base / "err").read_text()
+
+
+def _spawn(found: World, line: str, *, stdout: int | None = None, stderr: int | None = None) -> process.Process:
+    """Begin a call whose output goes to files, or to the descriptors given."""
+    for name in ("out", "err"):
+        (found.paths.base / name).write_text("")
+    tool = str(found.paths.jobs / "bpm/bin/bpm")
+    return process.spawn(
+        [tool, *line.split()],
+        env={"PATH": os.environ["PATH"]},
+        stdout=found.paths.base / "out" if stdout is None else stdout,
+        stderr=found.paths.base / "err" if stderr is None else stderr,
+    )
+
+
+async def test_start_pid_list_stop(tmp_path: Path) -> None:
+    """The life of a process, started once, however often it is asked for."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        assert await bpm(found, "list") == (0, "Name Pid Status\nweb  -   stopped\n", "")
+        assert await bpm(found, "pid web") == (1, "", "Error: process is not running or could not be found\n")
+        assert await bpm(found, "start web") == (0, "", "")
+        assert await bpm(found, "start -p web web") == (0, "", "")
+        status, out, _ = await bpm(found, "pid web")
+        pid = int(out)
+        assert (status, is_alive(pid)) == (0, True)
+        assert (found.paths.sys / "run/bpm/web/web.pid").read_text() == str(pid)
+        status, out, _ = await bpm(found, "list")
+        assert out.splitlines()[1].split() == ["web", str(pid), "running"]
+        assert await bpm(found, "stop web") == (0, "", "")
+        assert not is_alive(pid)
+        assert await bpm(found, "stop web") == (0, "", "")
+
+
+@pytest.mark.parametrize("line", ["version", "--version"])
+async def test_version(tmp_path: Path, line: str) -> None:
+    """A line on stdout."""
+    async with machine(tmp_path) as found:
+        assert await bpm(found, line) == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("start nothing", "failed to parse job configuration: cannot read {jobs}/nothing/config/bpm.yml: "),
+        ("start web -p other", 'process "other" not present in job configuration ({jobs}/web/config/bpm.yml)'),
+        ("run web -p other", 'process "other" not present in job configuration ({jobs}/web/config/bpm.yml)'),
+        ("pid web -p other", "process is not running or could not be found"),
+        ("pid nothing", "process is not running or could not be found"),
+        ("shell web", "process is not running or could not be found"),
+        ("trace web", "process is not running or could not be found"),
+        ("start ../web", "failed to get job: '../web'"),
+        ("run web -v /x:odd", "invalid volume option: odd"),
+        ("run web -v /x:", "invalid volume option: "),
+        ("run web -v /x:writable:shared", "invalid volume definition (format: <path>[:<options>]): /x:writable:shared"),
+        ("run web -v /x:writable", "invalid volume path: /x must be within {base}"),
+        ("run web -v {base}/x/../y", "volume path must be canonical, expected {base}/y but got {base}/x/../y"),
+        ("run web -v {base}/data/web", "invalid volume path: {base}/data/web cannot conflict with default job data"),
+        ("run web -e NAME", 'invalid environment variable definition (format should be KEY=value): "NAME"'),
+        ("logs web", "logs not found"),
+        ("logs ../web", "logs not found"),
+        ("frobnicate", 'unknown command "frobnicate" for "bpm"'),
+    ],
+)
+async def test_errors(tmp_path: Path, line: str, error: str) -> None:
+    """On stderr, with exit code 1; how it is used is not shown."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        status, out, err = await bpm(found, line.format(base=found.paths.base))
+
+        assert (status, out) == (1, "")
+        assert err.startswith(f"Error: {error.format(base=found.paths.base, jobs=found.paths.jobs)}")
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "error"),
+    [
+        ("", "bpm [command]", "Exit code 1"),
+        ("start", "bpm start <job-name> [flags]", "must specify a job"),
+        ("start -x web", "bpm start <job-name> [flags]", "unknown shorthand flag: 'x' in -x"),
+        ("start --odd web", "bpm start <job-name> [flags]", "unknown flag: --odd"),
+        ("start web -p", "bpm start <job-name> [flags]", "flag needs an argument: 'p' in -p"),
+        ("logs web -n x", "bpm logs <job-name> [flags]", 'invalid argument "x" for "-n, --lines" flag'),
+    ],
+)
+async def test_calls_that_cannot_be_read(tmp_path: Path, line: str, usage: str, error: str) -> None:
+    """Show on stderr how it is used, then the error."""
+    async with machine(tmp_path) as found:
+        status, out, err = await bpm(found, line)
+
+        assert (status, out) == (1, "")
+        assert err.startswith("Usage:\n")
+        assert f"  {usage}\n" in err
+        assert err.endswith(f"Error: {error}\n")
+
+
+@pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h web"])
+async def test_help(tmp_path: Path, line: str) -> None:
+    """On stdout; for a command its flags, else all commands."""
+    async with machine(tmp_path) as found:
+        status, out, err = await bpm(found, line)
+
+        assert (status, err) == (0, "")
+        wanted = ["bpm start <job-name>", "--process string"] if "start" in line else ["Available Commands:", "  stop "]
+        assert all(each in out for each in wanted)
+
+
+async def test_stop_of_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+    """Neither configured nor running; drain scripts and monit count on that."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        for line in ("stop web", "stop web -p other", "stop nothing"):
+            assert await bpm(found, line) == (0, "", ""), line
+        assert not (found.paths.sys / "log/nothing").exists()
+
+
+@pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
+async def test_flags_are_read_as_bpm_reads_them(tmp_path: Path, spelling: str) -> None:
+    """Before and after the job, with and without a blank."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        config = tmp_path / "vcap/jobs/web/config/bpm.yml"
+        config.write_text(config.read_text().replace("name: web", "name: worker"))
+        assert await bpm(found, f"start {spelling}") == (0, "", "")
+        assert (await bpm(found, f"pid {spelling}"))[0] == 0
+
+
+async def test_without_an_agent_nothing_is_done(tmp_path: Path) -> None:
+    """And that is said; who is not root is told that first, as by bpm."""
+    async with machine(tmp_path) as found:
+        pass
+    status, _, err = await bpm(found, "start web")
+
+    assert status == 1
+    assert err.startswith("Error: cannot ask the agent at " if os.geteuid() == 0 else "Error: bpm must be run as root")
+
+
+async def test_list_tells_of_bad_configurations(tmp_path: Path) -> None:
+    """On stderr; the others are listed."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "exec sleep 600")
+        other = tmp_path / "vcap/jobs/bad/config"
+        other.mkdir(parents=True)
+        (other / "bpm.yml").write_text("processes: 1\n")
+        status, out, err = await bpm(found, "list")
+
+        assert (status, out) == (0, "Name Pid Status\nweb  -   stopped\n")
+        assert err.startswith("invalid config for bad: ")
+
+
+async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> None:
+    """Both streams, in the logs as well; no pid file; variables from the command line."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "echo out $NAME; echo err >&2; exit 7")
+        failed = "Error: failed to run job-process: exit status 7 (exit status 7)\n"
+        assert await bpm(found, "run web -e NAME=value") == (7, "out value\n", f"err\n{failed}")
+        assert (found.paths.sys / "log/web/web.stdout.log").read_text() == "out value\n"
+        assert (await bpm(found, "run web -e NAME=again"))[1] == "out again\n"
+        assert await bpm(found, "logs web -n 1") == (0, "out again\n", "")
+        assert await bpm(found, "logs web -e") == (0, "err\nerr\n", "")
+        assert not (found.paths.sys / "run/bpm/web/web.pid").exists()
+
+
+@pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
+async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
+    """Escape sequences of a process are shown by their numbers there; the stream that is none gets its bytes."""
+    async with machine(tmp_path) as found:
+        orders = r"printf '\033]0;owned\007\n'"
+        deploy(tmp_path, f"{orders}; {orders} >&2")
+        with Terminal() as terminal:
+            running = _spawn(found, "run web", **dict.fromkeys(terminals, terminal.theirs))
+            async with asyncio.timeout(30):
+                assert await running.wait() == 0
+            shown = terminal.read()
+
+        assert shown.count(rb"\u001b]0;owned\u0007" + b"\r\n") == len(terminals)
+        assert b"\x1b" not in shown
+        for stream, name in (("stdout", "out"), ("stderr", "err")):
+            if stream not in terminals:
+                assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
+
+
+async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
+    """An errand that is cancelled leaves nothing."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "echo up; exec sleep 600")
+        running = _spawn(found, "run web")
+        out = found.paths.base / "out"
+        await eventually(lambda: out.read_text().strip())
+        started = proc.census("AGENT_SHIM_SERVICE").marked[f"bpm/web/web@{found.paths.base}"]
+        assert started
+        running.send(15)
+        async with asyncio.timeout(10):
+            assert await running.wait() == 143
+        assert not any(is_alive(pid) for pid in started)
+
+
+RELEASE = """#!/bin/sh
+echo the release\'s own bpm >&2
+exit 99
+"""
+
+
+@pytest.mark.parametrize("has_release", [False, True])
+async def test_release_whose_scripts_call_bpm(tmp_path: Path, has_release: bool) -> None:
+    """Deployed, drained, stopped, deployed again: pre-start starts, drain asks for the pid, post-start reads the list.
+
+    A release of bpm on the same instance brings its own command, which is not the one that is met.
+    """
+    async with machine(tmp_path) as found:
+        paths = found.paths
+        tool = paths.jobs / "bpm/bin/bpm"
+        said = tmp_path / "said"
+        for version in ("1", "2"):
+            config = f"processes:\n- name: web\n  executable: {paths.jobs}/web/bin/web\n"
+            web = {
+                "monit": f"""check process web
+  with pidfile {paths.sys}/run/bpm/web/web.pid
+  start program "{tool} start web"
+  stop program "{tool} stop web"
+  group vcap
+""",
+                "config/bpm.yml": config,
+                "bin/web": "#!/bin/sh\nexec sleep 600\n",
+                "bin/pre-start": f"#!/bin/sh\n{tool} start web && {tool} pid web >{said}.pre\n",
+                "bin/post-start": f"#!/bin/sh\n{tool} list | awk '/^web .*running/ {{print $2}}' >{said}.post\n",
+                "bin/drain": f"#!/bin/sh\n{tool} pid web >{said}.drain\necho 0\n",
+            }
+            wanted: dict[str, dict[str, str | bytes]] = {"web": dict(web)}
+            if has_release:
+                wanted["bpm"] = {"monit": "", "bin/bpm": RELEASE}
+            packages = {"bpm": {"bin/bpm": RELEASE}} if has_release else {}
+            spec = jobs.spec(tmp_path / "blobstore", wanted, packages, version=version)
+            await found.value("prepare", spec)
+            await found.value("apply", spec)
+            await found.value("run_script", "pre-start", {})
+            await found.value("start")
+            await eventually(lambda: found.agent.supervisor.job_state() == "running")
+            await found.value("run_script", "post-start", {})
+            await found.value("drain", "shutdown")
+            pids = {Path(f"{said}.{name}").read_text().strip() for name in ("pre", "post", "drain")}
+            assert len(pids) == 1
+            pid = int(pids.pop())
+            stat = proc.stat(pid)
+            assert stat is not None
+            assert stat.is_alive
+            await found.value("stop")
+            assert not is_alive(pid)
+            assert not (paths.sys / "run/bpm/web/web.pid").exists()
+
+
+def test_levels_of_the_table_are_those_that_are_used() -> None:
+    """Each key says for every level what becomes of it, and the document has just that."""
+    root = Path(__file__).resolve().parents[2]
+
+    assert runner.key_table() in (root / "docs/bpm.md").read_text()
+
+
+@pytest.mark.parametrize(("line", "asks"), [("version", False), ("pid web", True)])
+def test_a_call_loads_little(tmp_path: Path, line: str, asks: bool) -> None:
+    """What an interpreter takes long to load is not: a call takes no more than two starts of a bare one."""
+    path = str(Path(__file__).parents[2])
+    code = (
+        f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; main({line!r}.split());"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    env = {"BPM_BOSH_ROOT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.splitlines()[-1].split())
+
+    heavy = {"argparse", "asyncio", "dataclasses", "inspect", "pathlib", "runpy", "site", "subprocess", "typing"}
+    assert loaded & heavy == set()
+    assert "agent_shim.cli.bpm" in loaded
+    assert not {name for name in loaded if name.startswith("agent_shim.")} - {
+        "agent_shim.cli.bpm",
+        "agent_shim.core.errors",
+        "agent_shim.core.safetext",
+        *(["agent_shim.edges.control_client"] if asks else []),
+    }
+
+
+def test_socket_is_where_the_agent_listens() -> None:
+    assert Paths().base / bpm_cli.SOCKET == Paths().control_socket

@@ -1,0 +1,452 @@
+"""Processes of bpm.yml: real ones, run by the supervisor in a scratch tree, in both levels of isolation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.core.paths import Paths
+from agent_shim.host import capabilities, proc, process, sandbox, sandbox_exec
+from agent_shim.supervisor.bpm import runner
+from agent_shim.supervisor.plan import BpmCall, bpm_call
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.programs import eventually, is_alive
+from tests.support.programs.jobs import World, info, until
+
+needs_landlock = pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="this kernel has no Landlock")
+START = BpmCall("start", "web", "web")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    paths = world.paths
+    paths.log.mkdir(parents=True)
+    paths.sys.symlink_to(paths.data_sys)
+    yield world
+    world.end()
+
+
+def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile:
+    """A job whose one process is a shell script; ``more`` are further keys of its process."""
+    directory = world.paths.jobs / "web"
+    (directory / "bin").mkdir(parents=True, exist_ok=True)
+    (directory / "config").mkdir(exist_ok=True)
+    program = directory / "bin" / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    config = directory / "config/bpm.yml"
+    config.write_text(f"processes:\n- name: {name}\n  executable: {program}\n  args: [1.10, yes]\n{more}")
+    tool = "/var/vcap/jobs/bpm/bin/bpm"
+    flag = "" if name == "web" else f" -p {name}"
+    return JobFile(
+        "web",
+        "",
+        f"""check process {name} with pidfile {pidfile(world.paths, name)}
+  start program "{tool} start web{flag}"
+  stop program "{tool} stop web{flag}"
+  group vcap
+""",
+    )
+
+
+def pidfile(paths: Paths, name: str = "web") -> Path:
+    return paths.sys / f"run/bpm/web/{name}.pid"
+
+
+def output(world: World, stream: str = "stdout") -> str:
+    return (world.paths.sys / f"log/web/web.{stream}.log").read_text()
+
+
+async def said(world: World, text: str) -> None:
+    path = world.paths.sys / "log/web/web.stdout.log"
+    await eventually(lambda: path.exists() and text in path.read_text(), text)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+async def test_process_runs_as_bpm_says(world: World, level: int) -> None:
+    """Arguments, environment, directory, session, pid file and logs; nothing of the agent's environment."""
+    script = 'echo "args $*"; env | sort; pwd; umask; echo ready; exec sleep 600'
+    more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
+    if (await sandbox.isolation()).level > level:
+        pytest.skip("this container does not allow it")
+    file = job(world, f"ulimit -n; {script}", more)
+    async with world.supervising(file) as supervisor:
+        supervisor.bpm._level = level
+        found = await until(supervisor, "web", "running")
+        await said(world, "ready")
+
+        lines = output(world).splitlines()
+        home = world.paths.data / "web"
+        assert lines[:2] == ["123", "args 1.10 yes"]
+        environment = dict(line.partition("=")[::2] for line in lines if "=" in line)
+        assert environment.pop("AGENT_SHIM_SERVICE") == f"bpm/web/web@{world.base}"
+        assert environment.pop("PWD") == str(world.paths.jobs / "web")
+        assert environment.pop("PATH").startswith(f"{world.paths.jobs}/web/bin:/usr/local/bin:")
+        assert environment == {"NAME": "value", "LANG": "C", "HOME": str(home), "TMPDIR": f"{home}/tmp"}
+        assert int(pidfile(world.paths).read_text()) == found.pid
+        stat = proc.stat(found.pid)
+        assert stat is not None
+        assert stat.session == found.pid
+        status = Path(f"/proc/{found.pid}/status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert "CapEff:\t0000000000000000" in status
+        assert (home.stat().st_mode & 0o777, (home / "tmp").stat().st_mode & 0o777) == (0o700, 0o700)
+        assert (world.paths.sys / "log/web/web.stderr.log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+async def test_stop_signals_once_and_takes_the_pid_file_away(world: World) -> None:
+    """shutdown_signal first; what the process has left is killed; nothing is there afterwards."""
+    script = "setsid sleep 601 & trap 'echo got INT; exit 0' INT; echo ready; while :; do sleep 0.05; done"
+    file = job(world, script, "  shutdown_signal: INT\n")
+    async with world.supervising(file) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await said(world, "ready")
+        below = proc.descent(proc.children(proc.table()), [found.pid])
+        child = await eventually(
+            lambda: next((pid for pid in below if proc.command_line(pid) == "sleep 601"), 0), "a child"
+        )
+        await supervisor.stop(wait=True)
+
+        assert "got INT" in output(world)
+        assert not pidfile(world.paths).exists()
+        assert not is_alive(child)
+
+
+@pytest.mark.slow
+async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ladder of bpm, with shorter steps."""
+    monkeypatch.setattr(runner, "ASK_PATIENCE", 0.3)
+    monkeypatch.setattr(runner, "QUIT_PATIENCE", 0.3)
+    file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
+    async with world.supervising(file) as supervisor:
+        pid = (await until(supervisor, "web", "running")).pid
+        await said(world, "ready")
+        begun_at = time.monotonic()
+        await supervisor.stop(wait=True)
+
+        assert output(world).split()[-2:] == ["TERM", "QUIT"]
+        assert not is_alive(pid)
+        assert time.monotonic() - begun_at >= 0.6
+
+
+async def test_process_that_dies_is_restarted(world: World) -> None:
+    """As any other."""
+    async with world.supervising(job(world, "exec sleep 600")) as supervisor:
+        pid = (await until(supervisor, "web", "running")).pid
+        stat = proc.stat(pid)
+        assert stat is not None
+        process.send(stat.identity, signal.SIGKILL)
+        await eventually(lambda: info(supervisor, "web").pid not in (0, pid))
+
+        assert int(pidfile(world.paths).read_text()) == info(supervisor, "web").pid
+
+
+async def test_what_a_script_has_started_is_taken_up(world: World) -> None:
+    """``bpm start`` in a pre-start script, then the start of the jobs: one process."""
+    file = job(world, "echo started; exec sleep 600")
+    async with world.supervising() as supervisor:
+        first = await supervisor.bpm.start(START)
+        again = await supervisor.bpm.start(START)
+        assert again.pid == first.pid
+        await supervisor.configure([file])
+        await supervisor.start()
+        found = await until(supervisor, "web", "running")
+
+        assert found.pid == first.pid
+        await said(world, "started")
+        assert output(world) == "started\n"
+        await supervisor.stop(wait=True)
+        assert not is_alive(first.pid)
+
+
+async def test_next_agent_finds_it(world: World) -> None:
+    """The process outlives the agent and is known to the next one without its memory."""
+    job(world, "exec sleep 600")
+    async with world.supervising() as supervisor:
+        pid = (await supervisor.bpm.start(START)).pid
+    async with world.supervisor() as supervisor:
+        found = supervisor.bpm.find("web", "web")
+        assert found is not None
+        assert found[0] == pid
+        await supervisor.bpm.stop(START)
+        assert supervisor.bpm.find("web", "web") is None
+
+
+async def test_hook_runs_first_and_its_failure_is_told(world: World) -> None:
+    """With the same environment, outside the rules; without it there is no process."""
+    hook = world.base / "hook"
+    hook.write_text("#!/bin/sh\necho hook $NAME >>$LOG\nexit $WITH\n")
+    hook.chmod(0o755)
+    more = f"  hooks: {{pre_start: {hook}}}\n  env: {{NAME: n, WITH: '0', LOG: {world.log}}}\n"
+    async with world.supervising(job(world, "exec sleep 600", more)) as supervisor:
+        await until(supervisor, "web", "running")
+        assert world.lines() == ["hook n"]
+        await supervisor.stop(wait=True)
+        job(world, "exec sleep 600", more.replace("'0'", "'3'"))
+        await supervisor.start()
+        found = await until(supervisor, "web", "down")
+
+        assert found.reason.startswith(f"cannot start: the pre_start hook {hook} failed: exit 3")
+
+
+async def test_program_that_is_missing_is_named(world: World) -> None:
+    """In the state and in the error log of the process."""
+    file = job(world, "")
+    (world.paths.jobs / "web/bin/web").unlink()
+    async with world.supervising(file) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert f"cannot run {world.paths.jobs}/web/bin/web" in found.reason
+
+
+async def test_unknown_process_is_an_error(world: World) -> None:
+    """The bpm.yml has no such process."""
+    file = job(world, "exec sleep 600")
+    config = world.paths.jobs / "web/config/bpm.yml"
+    config.write_text("processes: []\n")
+    async with world.supervising(file) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert f'process "web" not present in job configuration ({config})' in found.reason
+
+
+async def test_missing_persistent_disk_is_an_error(world: World) -> None:
+    """In bpm's words."""
+    async with world.supervising(job(world, "exec sleep 600", "  persistent_disk: true\n")) as supervisor:
+        found = await until(supervisor, "web", "down")
+
+        assert "requested persistent disk does not exist" in found.reason
+
+
+async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None:
+    """An unrestricted one cannot open the job's own directory or packages for writing; beside and above them it can."""
+    file = job(world, "")
+    own = world.paths.jobs / "web"
+    (own / "config").mkdir(exist_ok=True)
+    volumes = "".join(f"{{path: {path}, writable: true}}, " for path in (own, f"{own}/*", world.paths.jobs, world.base))
+    job(world, "", f"  unsafe: {{unrestricted_volumes: [{volumes}]}}\n")
+    async with world.supervising(file) as supervisor:
+        wanted = supervisor.bpm.definition("web", "web")
+        places = supervisor.bpm._places("web", wanted, is_apart=True)
+
+    writable = [each["path"] for each in places if each["write"]]
+    assert not [path for path in writable if path.startswith(str(own))]
+    assert {str(world.paths.jobs), str(world.base)} <= set(writable)
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+async def test_what_cannot_be_had_is_named(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
+) -> None:
+    """In a warning, or as the reason why it does not run; a limit of processes needs a cgroup of its own."""
+    limits = "{processes: 5, open_files: 101, core_file_size: 102}"
+    file = job(
+        world, "exec sleep 600", f"  limits: {limits}\n  capabilities: [NET_RAW]\n  unsafe: {{privileged: true}}\n"
+    )
+    nothing = replace(capabilities.privileges(), effective=frozenset())
+    monkeypatch.setattr(capabilities, "privileges", lambda: nothing)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    async with world.supervising() as supervisor:
+        supervisor.bpm._is_strict = is_strict
+        supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
+        await supervisor.configure([file])
+        await supervisor.start()
+        found = await until(supervisor, "web", "down" if is_strict else "running")
+
+        files = "limits.open_files of 101, limits.core_file_size of 102"
+        lacking = f"capability NET_RAW, limits.processes, {files}, unsafe.privileged"
+        said = f"bpm/web/web cannot have {lacking} in this container"
+        assert said in (found.reason if is_strict else caplog.text)
+
+
+PYTHON = os.path.realpath(sys.executable)
+# The interpreter of the tests may lie anywhere, also where bpm shows nothing.
+WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}\n"
+"""Where rules about paths look for it."""
+
+HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
+
+
+async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> None:
+    """The process with what it has started, no other; it is restarted, the alert says how much."""
+    file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
+    async with world.supervising(file, world.job("other")) as supervisor:
+        other = (await until(supervisor, "other", "running")).pid
+        pid = (await until(supervisor, "web", "running")).pid
+        watching = asyncio.create_task(supervisor.run())
+        told = "Resource limit matched"
+        await eventually(lambda: any(event.event == told for event in world.events))
+        watching.cancel()
+        await eventually(lambda: info(supervisor, "web").restarts > 0)
+
+        event = next(event for event in world.events if event.event == told)
+        assert event.service == "web"
+        assert event.description.startswith("out of memory: process web of job web used ")
+        assert event.description.endswith("its limit is 48.0 MiB: it was killed")
+        assert not is_alive(pid)
+        assert info(supervisor, "other").pid == other
+        found = info(supervisor, "web")
+        # With a cgroup the kernel kills what uses most, and the shell above that ends for want of it.
+        assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
+        assert found.oom_kills == sum(found.exits.values())
+        ends = {event.description for event in world.events if event.event == "Does not exist"}
+        assert ends == {"process is not running: its limit of memory killed it, out of memory"}
+        await supervisor.stop(wait=True)
+
+
+HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20); time.sleep(600)' & done; wait"
+
+
+async def test_a_limit_of_memory_without_a_cgroup_counts_the_whole_tree(world: World) -> None:
+    """No process of it is above the limit, and the one that was started uses next to nothing."""
+    file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
+    async with world.supervising() as supervisor:
+        supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
+        await supervisor.configure([file])
+        await supervisor.start()
+        pid = (await until(supervisor, "web", "running")).pid
+        hogs = await eventually(supervisor.bpm.kill_hogs, "a hog")
+
+        (hog,) = hogs
+        assert (hog.job, hog.process, hog.limit) == ("web", "web", 64 << 20)
+        assert hog.used > hog.limit
+        await eventually(lambda: not is_alive(pid), "its end")
+        await supervisor.stop(wait=True)
+
+
+LOOK = r"""
+import json, os, signal, sys
+def can(do, *arguments):
+    try:
+        do(*arguments)
+    except OSError:
+        return False
+    return True
+other, base = int(os.environ["OTHER"]), os.environ["BASE"]
+print(json.dumps({
+    "own config": can(open, f"{base}/jobs/web/config/bpm.yml"),
+    "other's config": can(open, f"{base}/jobs/other/bin/start"),
+    "outside": can(open, f"{base}/secret", "w"),
+    "own data": can(open, f"{base}/data/web/x", "w"),
+    "own log": can(open, f"{base}/sys/log/web/x", "w"),
+    "extra": can(open, f"{base}/extra/x", "w"),
+    "own job": can(open, f"{base}/jobs/web/x", "w"),
+    "signal": can(os.kill, other, 0),
+    "memory": can(open, f"/proc/{other}/mem", "rb"),
+    "setuid": can(os.setuid, 12345),
+}))
+sys.stdout.flush()
+os.execv("/bin/sleep", ["sleep", "600"])
+"""
+
+
+@needs_landlock
+async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 2: its own files, no others; nobody outside is signalled or read."""
+    monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
+    script = world.paths.jobs / "web/look.py"
+    extra = world.base / "extra"
+    volumes = f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n"
+    file = job(world, "", WITH_PYTHON + volumes)
+    script.write_text(LOOK)
+    async with world.supervising(world.job("other")) as supervisor:
+        other = (await until(supervisor, "other", "running")).pid
+        config = world.paths.jobs / "web/config/bpm.yml"
+        text = config.read_text().replace("args: [1.10, yes]", f"env: {{OTHER: {other}, BASE: {world.base}}}")
+        (world.paths.jobs / "web/bin/web").write_text(f"#!/bin/sh\nexec {PYTHON} {script}\n")
+        config.write_text(text)
+        await supervisor.configure([world.job("other"), file])
+        await supervisor.start()
+        await said(world, "}")
+
+        allowed = {what for what, can in json.loads(output(world)).items() if can}
+        assert allowed == {"own config", "own data", "own log", "extra"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("/var/vcap/jobs/bpm/bin/bpm start web", BpmCall("start", "web", "web")),
+        ("/var/vcap/packages/bpm/bin/bpm stop web -p worker", BpmCall("stop", "web", "worker")),
+        ("/var/vcap/jobs/bpm/bin/bpm start -p worker web", BpmCall("start", "web", "worker")),
+        ("/var/vcap/jobs/bpm/bin/bpm start web --process=worker", BpmCall("start", "web", "worker")),
+        ("/var/vcap/jobs/bpm/bin/bpm start web -pworker", BpmCall("start", "web", "worker")),
+        ("/var/vcap/jobs/bpm/bin/bpm run web", None),
+        ("/var/vcap/jobs/bpm/bin/bpm start", None),
+        ("/var/vcap/jobs/bpm/bin/bpm start --help web", None),
+        ("/var/vcap/jobs/web/bin/ctl start web", None),
+    ],
+)
+def test_call_of_bpm_is_known(argv: str, expected: BpmCall | None) -> None:
+    """In all spellings of the flag; anything else is a program like others."""
+    assert bpm_call(argv.split()) == expected
+
+
+def test_supervisor_is_not_strict_by_itself(world: World) -> None:
+    """What cannot be had is a warning unless asked otherwise."""
+    assert not Supervisor(world.paths, on_event=print).bpm._is_strict
+
+
+async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
+    """``sys/log/JOB/bpm.log``, a line of JSON for each step; nothing is made for a job that is not there."""
+    file = job(world, "exec sleep 600")
+    async with world.supervising(file) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+        (world.paths.jobs / "web/bin/web").unlink()
+        config = world.paths.jobs / "web/config/bpm.yml"
+        config.write_text("processes: 1\n")
+        with pytest.raises(ConfigError):
+            await supervisor.bpm.start(START)
+        await supervisor.bpm.stop(BpmCall("stop", "nothing", "nothing"))
+
+    path = world.paths.sys / "log/web/bpm.log"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["message"] for line in lines] == [
+        "bpm.start.starting",
+        "bpm.start.complete",
+        "bpm.stop.starting",
+        "bpm.stop.complete",
+        "bpm.start.starting",
+        "bpm.start.failed-to-start",
+        "bpm.start.complete",
+    ]
+    assert lines[5]["level"] == "error"
+    assert "found '1', expected a list" in lines[5]["data"]["error"]
+    assert {line["data"]["job"] for line in lines} == {"web"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not (world.paths.sys / "log/nothing").exists()
+
+
+async def test_modes_of_directories(world: World) -> None:
+    """New ones are closed to others, those that are there keep their mode, but for volumes."""
+    volumes = [world.base / name for name in ("old", "new")]
+    volumes[0].mkdir(mode=0o755)
+    kept = world.paths.sys / "run/web"
+    kept.mkdir(parents=True)
+    kept.chmod(0o770)
+    listed = ", ".join(f"{{path: {path}, writable: true}}" for path in volumes)
+    file = job(world, "exec sleep 600", f"  ephemeral_disk: true\n  additional_volumes: [{listed}]\n")
+    async with world.supervising(file) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+    paths = world.paths
+    found = [paths.sys / "log/web", kept, paths.sys / "run/bpm/web", paths.data / "web", paths.data / "web/tmp"]
+    modes = [path.stat().st_mode & 0o7777 for path in (*found, *volumes)]
+    assert modes == [0o750, 0o770, 0o700, 0o700, 0o700, 0o700, 0o700]
+    assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755

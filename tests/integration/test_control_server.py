@@ -1,0 +1,62 @@
+"""The agent's own socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.core.errors import ConfigError, NoAgentError
+from agent_shim.edges import control_client, control_server
+
+
+async def echo(request: dict[str, Any], line: bytes) -> bytes:
+    return json.dumps({"request": request, "size": len(line)}).encode()
+
+
+async def test_a_request_is_answered_and_the_socket_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    async with control_server.listening(path, echo):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        reply = await asyncio.to_thread(control_client.ask, path, {"command": "status"})
+
+    assert reply["request"] == {"command": "status"}
+    assert not path.exists()
+
+
+async def test_a_socket_left_by_a_dead_agent_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()
+
+    async with control_server.listening(path, echo):
+        assert await asyncio.to_thread(control_client.ask, path, {})
+
+
+async def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
+    """The kernel takes 107 bytes."""
+    with pytest.raises(ConfigError, match=r"cannot listen on .*: AF_UNIX path too long; with -b choose"):
+        async with control_server.listening(tmp_path / ("x" * 120), echo):
+            pass
+
+
+@pytest.mark.parametrize("sent", [b"", b"{\n", b"[]\n", b"\xff\n", b"no newline"])
+async def test_nonsense_harms_nobody(tmp_path: Path, sent: bytes) -> None:
+    path = tmp_path / "control.sock"
+    async with control_server.listening(path, echo):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(sent)
+        writer.close()
+
+        assert await asyncio.to_thread(control_client.ask, path, {"command": "status"})
+
+
+def test_without_an_agent_the_error_says_what_to_look_at(tmp_path: Path) -> None:
+    with pytest.raises(NoAgentError, match=r"cannot ask the agent at .*control\.sock.*is it running"):
+        control_client.ask(tmp_path / "control.sock", {})

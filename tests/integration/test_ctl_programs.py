@@ -1,0 +1,126 @@
+"""How programs of services are run, and what is kept of their output."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import HostError
+from agent_shim.host import process
+from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT, Bucket, Programs
+from agent_shim.supervisor.plan import Program
+
+
+async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
+    """One file for each service, for root alone."""
+    programs = Programs(tmp_path, tmp_path / "output")
+    program = await programs.run("a/b", Program(("/bin/sh", "-c", "echo one; echo two >&2; echo")), "Started")
+    await program.wait()
+
+    assert (tmp_path / "output/a_b.log").read_text() == "one\ntwo\n\n"
+    assert (tmp_path / "output").stat().st_mode & 0o777 == 0o700
+    assert await programs.last_words("a/b") == "two"
+    assert await programs.last_words("other") == ""
+
+
+async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
+    """Its programs print into nothing then."""
+    (tmp_path / "output").write_text("no directory")
+    programs = Programs(tmp_path, tmp_path / "output")
+    program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")
+
+    assert await program.wait() == 0
+    with pytest.raises(HostError, match="cannot run /no/such"):
+        await programs.run("web", Program(("/no/such",)), "Started")
+
+
+async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
+    """The end is kept; who appends to the file goes on doing so."""
+    programs = Programs(tmp_path, tmp_path)
+    path = tmp_path / "web.log"
+    with path.open("ab", buffering=0) as writer:
+        writer.write(b"x" * MAX_OUTPUT + b"\nlast\n")
+        programs.trim()
+        writer.write(b"next\n")
+
+    assert path.stat().st_size <= MAX_OUTPUT // 2 + 5
+    assert path.read_bytes().endswith(b"x\nlast\nnext\n")
+    assert await programs.last_words("web") == "next"
+
+
+async def test_last_words_are_few(tmp_path: Path) -> None:
+    """A line without end fits an alert."""
+    (tmp_path / "web.log").write_bytes(b"y" * 10 * MAX_LAST_BYTES)
+
+    assert len(await Programs(tmp_path, tmp_path).last_words("web")) == MAX_LAST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("+ web -d\nno port\n+ exit 1\n", "no port"),
+        ("++ cat x\n+ exit 1\n", "+ exit 1"),
+        ("+1 is told\n", "+1 is told"),
+        ("\n", ""),
+    ],
+)
+async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
+    """Of a script with ``set -x`` the last line is the exit; what was wrong stands before it."""
+    (tmp_path / "web.log").write_text(printed)
+
+    assert await Programs(tmp_path, tmp_path).last_words("web") == told
+
+
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
+async def test_a_limit_that_a_script_could_not_set_is_told(tmp_path: Path, shell: str) -> None:
+    """The script goes on, with less."""
+    programs = Programs(tmp_path, tmp_path / "output")
+    script = "ulimit -n 64; ulimit -n 100000; echo on"
+    user = "nobody" if os.geteuid() == 0 else None
+    program = await programs.run("web", Program((shell, "-c", script), user=user), "Started")
+    await program.wait()
+
+    assert "ulimit: " in await programs.refused_limit("web")
+    assert await programs.refused_limit("other") == ""
+
+
+async def test_the_step_that_failed_is_told(tmp_path: Path) -> None:
+    """Not just the name of the program."""
+    programs = Programs(tmp_path, tmp_path / "output")
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+
+    with pytest.raises(HostError, match=r"cannot run .*/script: the interpreter that it names is missing"):
+        await programs.run("web", Program((str(script),)), "Started")
+    (tmp_path / "cgroup.procs").symlink_to("/dev/full")
+    with pytest.raises(HostError, match=f"cannot run /bin/true: cannot enter the cgroup {tmp_path}: No space left"):
+        process.spawn(["/bin/true"], env={}, cgroups=[str(tmp_path)])
+
+
+async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:
+    """500 restarts at once are no storm, a thousand a second are."""
+    bucket = Bucket(10, 50)
+    begun_at = time.monotonic()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(bucket.take() for _ in range(10)))
+        await asyncio.gather(*(bucket.take() for _ in range(10)))
+
+    assert time.monotonic() - begun_at >= 0.18
+
+
+async def test_who_gives_up_waiting_takes_no_turn() -> None:
+    """Services that are stopped while they wait for a restart make the others wait no longer."""
+    bucket = Bucket(1, 1 / 3600)
+    await bucket.take()
+    waiting = [asyncio.create_task(bucket.take()) for _ in range(100)]
+    await asyncio.sleep(0)
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
+
+    assert -1 < bucket._left < 1

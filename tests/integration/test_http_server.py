@@ -1,0 +1,178 @@
+"""The HTTP of metrics, probes and monit against hostile clients: bounds of a connection, ambiguous requests."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from agent_shim.edges import http_server
+from agent_shim.edges.http_server import Request, Response
+
+Where = tuple[str, int]
+
+
+@pytest.fixture
+async def heard() -> list[Request]:
+    return []
+
+
+@pytest.fixture
+async def where(heard: list[Request]) -> AsyncIterator[Where]:
+    """A responder that takes what monit's takes, and keeps what it was asked."""
+
+    def answer(request: Request) -> Response:
+        heard.append(request)
+        return Response(200, b"here")
+
+    async with http_server.listening("127.0.0.1:0", answer, "a test", ("GET", "HEAD", "POST")) as found:
+        assert found is not None
+        yield found
+
+
+async def ask(where: Where, *pieces: bytes) -> bytes:
+    """Send the pieces one after the other, and read all that comes back."""
+    reader, writer = await asyncio.open_connection(*where)
+    try:
+        async with asyncio.timeout(10):
+            with suppress(ConnectionError):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+LENGTHS = {
+    "leading zeros": b"0000000009999999999",
+    "more zeros than an int has digits": b"0" * 5000 + b"9999999999",
+    "thousands of digits": b"9" * 5000,
+    "beyond 64 bits": b"18446744073709551616",
+    "just too much": b"8192",
+}
+
+
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+async def test_a_body_that_would_be_too_large_is_refused_at_its_head(where: Where, length: bytes) -> None:
+    """However its length is written, and whatever of it comes."""
+    answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
+
+    assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+
+
+BEGINNINGS = {
+    "a body": b"POST / HTTP/1.1\r\nContent-Length: 0000000009999999999\r\n\r\n",
+    "chunks": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nfffffff\r\n",
+    "a head": b"GET / HTTP/1.1\r\nX: ",
+    "a target": b"GET /",
+    "empty lines": b"\r\n" * 100,
+    "requests": b"GET / HTTP/1.1\r\n\r\n" * 10,
+    "an upgrade": b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+async def test_no_connection_makes_us_keep_more_than_a_request(where: Where, beginning: bytes) -> None:
+    """Fifty megabytes after any beginning: the connection ends, and memory does not grow by as much."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, writer = await asyncio.open_connection(*where)
+
+    async def pour() -> None:
+        writer.write(beginning)
+        for _ in range(800):
+            writer.write(b"a" * 65536)
+            await writer.drain()
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(pour(), 30)
+    writer.close()
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
+
+
+AMBIGUOUS = {
+    "two lengths": b"Content-Length: 1\r\nContent-Length: 2\r\n",
+    "one length twice": b"Content-Length: 1\r\nContent-Length: 1\r\n",
+    "a list of lengths": b"Content-Length: 1, 1\r\n",
+    "a length and chunks": b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+    "chunks and a length": b"Transfer-Encoding: chunked\r\nContent-Length: 1\r\n",
+    "another encoding": b"Transfer-Encoding: identity\r\n",
+    "an encoding after the chunks": b"Transfer-Encoding: chunked, identity\r\n",
+    "an encoding that looks like chunks": b"Transfer-Encoding: xchunked\r\n",
+    "a length with a sign": b"Content-Length: +1\r\n",
+    "a negative length": b"Content-Length: -1\r\n",
+    "a hexadecimal length": b"Content-Length: 0x1\r\n",
+    "a blank before the colon": b"Content-Length : 1\r\n",
+    "a folded length": b"Content-Length:\r\n 1\r\n",
+    "a folded header": b"X: a\r\n b\r\n",
+    "a NUL in a value": b"X: a\0b\r\n",
+    "a NUL in a name": b"X\0: a\r\n",
+    "a header without a name": b": a\r\n",
+    "lines without CR": b"X: a\nY: b\n",
+    "a CR alone": b"X: a\rY: b\r\n",
+}
+
+
+@pytest.mark.parametrize("headers", AMBIGUOUS.values(), ids=AMBIGUOUS)
+async def test_what_two_readers_would_read_in_two_ways_is_refused(
+    where: Where, heard: list[Request], headers: bytes
+) -> None:
+    answer = await ask(where, b"POST /web HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n0\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert heard == []
+
+
+@pytest.mark.parametrize(
+    "line", [b"GET / HTTP/0.9", b"GET / HTTP/2.0", b"GET / HTTP/1.2", b"GET /\0 HTTP/1.1", b"GET /"]
+)
+async def test_another_protocol_is_refused(where: Where, heard: list[Request], line: bytes) -> None:
+    assert (await ask(where, line + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    assert heard == []
+
+
+async def test_a_second_request_on_a_connection_is_not_heard(where: Where, heard: list[Request]) -> None:
+    answer = await ask(where, b"GET /1 HTTP/1.1\r\n\r\nPOST /2 HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+
+    assert [(request.method, request.target) for request in heard] == [("GET", "/1")]
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"here")
+
+
+async def test_what_follows_a_request_does_not_change_its_method_or_version(where: Where, heard: list[Request]) -> None:
+    for follows in (b"HEAD /2 HTTP/1.1\r\n\r\n", b"DELETE /2 HTTP/1.1\r\n\r\n", b"GET /2 HTTP/0.9\r\n\r\n"):
+        answer = await ask(where, b"POST /1 HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" + follows)
+
+        request = heard.pop()
+        assert (request.method, request.target, request.body) == ("POST", "/1", b"body"), follows
+        assert answer.startswith(b"HTTP/1.1 200 "), follows
+        assert answer.endswith(b"here"), follows
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST /a?b HTTP/1.1\r\nX-Y: 1\r\nx-y: 2\r\nContent-Length: 4\r\n\r\nbody",
+        b"POST /a?b HTTP/1.1\r\nX-Y: 1\r\nx-y: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n",
+        b"POST /a?b HTTP/1.0\r\nX-Y: 1\r\nx-y: 2\r\nContent-Length: 004\r\n\r\nbody",
+    ],
+)
+async def test_a_request_is_the_same_in_one_piece_and_byte_by_byte(
+    where: Where, heard: list[Request], request_: bytes
+) -> None:
+    whole = await ask(where, request_)
+    await ask(where, *(request_[at : at + 1] for at in range(len(request_))))
+
+    assert whole.endswith(b"here")
+    assert heard[0] == heard[1]
+    assert (heard[0].method, heard[0].target, heard[0].headers["x-y"], heard[0].body) == (
+        "POST",
+        "/a?b",
+        "1,2",
+        b"body",
+    )

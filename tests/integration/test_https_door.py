@@ -1,0 +1,499 @@
+"""The HTTPS bus under callers that are slow, many, gone or hostile, and with certificates that change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import ActionError
+from agent_shim.demo.pki import Authority
+from agent_shim.edges.bus import https, tls
+from agent_shim.edges.bus.https import HttpsBus
+from agent_shim.host import worker_client
+from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer
+from tests.support.old_tls import lenient, outdated
+from tests.support.programs import eventually
+
+
+class Agent:
+    """Answers ``ping`` at once, the rest when ``released``; keeps what was begun and how it ended."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.released = asyncio.Event()
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def handle(self, data: bytes) -> tuple[str, bytes] | None:
+        method = json.loads(data)["method"]
+        if method == "break":
+            raise ValueError
+        if method != "ping":
+            self.begun.set()
+            try:
+                await self.released.wait()
+            except asyncio.CancelledError:
+                self.ended.put_nowait("cancelled")
+                raise
+            self.ended.put_nowait("done")
+        return "", json.dumps({"value": method}).encode()
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent()
+
+
+@pytest.fixture
+async def bus(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
+    async with on_https(agent.handle, tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+async def hasty(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
+    """A bus whose patience is short."""
+    async with on_https(agent.handle, tmp_path, idle=0.3, stall=0.3, request=1000, blob=2_000_000) as one:
+        yield one
+
+
+def request(method: str) -> bytes:
+    body = json.dumps({"method": method}).encode()
+    return head("POST", "/agent", len(body), basic()) + body
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What still comes before the other side closes."""
+    async with asyncio.timeout(10):
+        try:
+            return await reader.read()
+        except (ConnectionError, ssl.SSLError):
+            return b""
+
+
+# --- clients that go --------------------------------------------------------------------------------------------------
+
+
+async def test_held_poll_is_released_when_the_client_goes(bus: HttpsBus, agent: Agent) -> None:
+    async with Cli(bus.port).connected() as (_, writer):
+        writer.write(request("get_task"))
+        await agent.begun.wait()
+
+    async with asyncio.timeout(10):
+        assert await agent.ended.get() == "cancelled"
+
+
+async def test_what_was_begun_is_finished_when_the_client_goes(bus: HttpsBus, agent: Agent) -> None:
+    async with Cli(bus.port).connected() as (_, writer):
+        writer.write(request("start"))
+        await agent.begun.wait()
+    await asyncio.sleep(0.1)
+
+    agent.released.set()
+
+    async with asyncio.timeout(10):
+        assert await agent.ended.get() == "done"
+
+
+@pytest.mark.parametrize("sent", [0, 100, 300_000])
+async def test_half_an_upload_leaves_nothing(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
+    cli = Cli(bus.port)
+    await cli.put_blob("one", b"old")
+    async with cli.connected() as (_, writer):
+        writer.write(head("PUT", dav_path("one"), 400_000, basic()) + bytes(sent))
+        async with asyncio.timeout(10):
+            while len(list(tmp_path.iterdir())) < 2:
+                await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(10):
+        while [path.name for path in tmp_path.iterdir()] != ["one"]:
+            await asyncio.sleep(0.01)
+    assert (tmp_path / "one").read_bytes() == b"old"
+
+
+async def test_last_answers_leave_before_the_bus_ends(agent: Agent, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with on_https(agent.handle, tmp_path) as bus:
+            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            writer.write(request("get_task"))
+            await agent.begun.wait()
+            agent.released.set()
+            await bus.settle(1)
+
+        assert (await read_answer(reader)).status == 200
+
+
+# --- clients that are slow or many ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /ag", head("GET", "/", 0, "")])
+async def test_connection_without_a_request_is_closed(hasty: HttpsBus, said: bytes) -> None:
+    async with Cli(hasty.port).connected() as (reader, writer):
+        writer.write(said)
+
+        await until_closed(reader)
+
+
+async def test_request_that_stalls_gets_400(hasty: HttpsBus) -> None:
+    async with Cli(hasty.port).connected() as (reader, writer):
+        writer.write(head("POST", "/agent", 100, basic()) + b"{")
+
+        assert (await read_answer(reader)).status == 400
+
+
+async def test_upload_that_stalls_is_undone(hasty: HttpsBus, tmp_path: Path) -> None:
+    async with Cli(hasty.port).connected() as (reader, writer):
+        writer.write(head("PUT", dav_path("one"), 100, basic()) + b"x")
+
+        answer = await read_answer(reader)
+
+    assert (answer.status, answer.body) == (500, b"cannot keep the blob: it did not come in time")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_client_that_takes_nothing_is_dropped(hasty: HttpsBus, tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(bytes(64 * 1024 * 1024))
+    async with Cli(hasty.port).connected() as (reader, writer):
+        writer.write(head("GET", dav_path("big"), 0, basic()))
+        await reader.readexactly(1000)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+        await asyncio.sleep(1)
+
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert len(await until_closed(reader)) < 32 * 1024 * 1024
+    assert await Cli(hasty.port).value("ping") == "ping"
+
+
+async def test_too_large_bodies_are_refused(hasty: HttpsBus, tmp_path: Path) -> None:
+    cli = Cli(hasty.port)
+
+    assert (await cli.send("POST", "/agent", bytes(1001))).status == 413
+    assert (await cli.put_blob("one", bytes(2_000_001))).status == 413
+    async with cli.connected() as (reader, writer):
+        writer.write(head("PUT", dav_path("one"), 2_000_001, basic()))
+        assert (await read_answer(reader)).status == 413, "refused before it is sent"
+    chunked = head("PUT", dav_path("one"), 0, basic(), **{"Transfer-Encoding": "chunked"})
+    chunked = chunked.replace(b"Content-Length: 0\r\n", b"")
+    async with cli.connected() as (reader, writer):
+        writer.write(chunked + b"1e8481\r\n" + bytes(2_000_001))
+        assert (await read_answer(reader)).status == 413
+    assert list(tmp_path.iterdir()) == []
+    assert await cli.value("ping") == "ping"
+
+
+async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: Agent, tmp_path: Path) -> None:
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
+        cli = Cli(bus.port)
+        reader, writer = await stack.enter_async_context(cli.connected())
+        writer.write(request("ping"))
+        assert (await read_answer(reader)).status == 200
+        for _ in range(30):
+            await stack.enter_async_context(cli.connected())
+
+        assert await cli.value("ping") == "ping"
+        writer.write(request("ping"))
+        assert (await read_answer(reader)).status == 200
+
+
+async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_tls(
+    agent: Agent, tmp_path: Path
+) -> None:
+    """Connections that say nothing take descriptors of the agent for ten seconds each: they are bounded, too."""
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
+        silent = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
+            stack.callback(writer.close)
+            silent.append(reader)
+
+        for reader in silent[:12]:
+            await until_closed(reader)
+        assert [reader.at_eof() for reader in silent[12:]] == [False] * 8
+        assert await Cli(bus.port).value("ping") == "ping"
+
+
+async def test_full_door_drops_the_oldest_stranger_after_tls(agent: Agent, tmp_path: Path) -> None:
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
+        strangers = [await stack.enter_async_context(Cli(bus.port).connected()) for _ in range(9)]
+
+        await until_closed(strangers[0][0])
+        assert not any(reader.at_eof() for reader, _ in strangers[1:])
+
+
+async def test_door_that_is_full_of_callers_with_the_password_lets_nobody_else_in(agent: Agent, tmp_path: Path) -> None:
+    async with on_https(agent.handle, tmp_path, connections=3) as bus, AsyncExitStack() as stack:
+        callers = []
+        for _ in range(3):
+            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            writer.write(request("ping"))
+            assert (await read_answer(reader)).status == 200
+            callers.append((reader, writer))
+
+        with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
+            await Cli(bus.port).value("ping")
+        for reader, writer in callers:
+            writer.write(request("ping"))
+            assert (await read_answer(reader)).status == 200
+        callers[0][1].transport.abort()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert await Cli(bus.port).value("ping") == "ping"
+                    break
+                except (ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
+                    await asyncio.sleep(0.05)
+
+
+async def test_many_uploads_at_once(bus: HttpsBus, tmp_path: Path) -> None:
+    contents = {f"blob-{number}": os.urandom(300_000) for number in range(20)}
+
+    answers = await asyncio.gather(*(Cli(bus.port).put_blob(name, content) for name, content in contents.items()))
+
+    assert {answer.status for answer in answers} == {201}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == contents
+
+
+async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that came and went whole, and those that did not, for ``/metrics``."""
+    transfers = worker_client.Transfers()
+    monkeypatch.setattr(https, "transfers", transfers)
+    cli = Cli(hasty.port)
+    await cli.put_blob("one", bytes(300_000))
+    await cli.put_blob("two", bytes(2_000_001))
+    assert (await cli.send("GET", dav_path("one"))).body == bytes(300_000)
+    assert (await cli.send("GET", dav_path("none"))).status == 404
+    (tmp_path / "big").write_bytes(bytes(64 * 1024 * 1024))
+    async with cli.connected() as (reader, writer):
+        writer.write(head("GET", dav_path("big"), 0, basic()))
+        await reader.readexactly(1000)
+        writer.transport.abort()
+    await eventually(lambda: transfers.counts["download", "failed"])
+
+    assert dict(transfers.counts) == {
+        ("upload", "done"): 1,
+        ("upload", "failed"): 1,
+        ("download", "done"): 1,
+        ("download", "failed"): 1,
+    }
+    assert (transfers.sizes["upload"], transfers.sizes["download"]) == (300_000, 300_000)
+
+
+# --- clients that are wrong -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\r\n\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % number for number in range(5000)) + b"\r\n",
+        head("POST", "/agent", 0, basic(), **{"Transfer-Encoding": "chunked"}) + b"zz\r\n",
+        b"POST /agent HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST %zz HTTP/1.1\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+        os.urandom(10_000),
+    ],
+)
+async def test_what_is_no_http_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
+    cli = Cli(hasty.port)
+    async with cli.connected() as (reader, writer):
+        writer.write(said)
+        await until_closed(reader)
+
+    assert await cli.value("ping") == "ping"
+
+
+async def test_what_is_no_tls_ends_only_its_connection(bus: HttpsBus) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    await until_closed(reader)
+    writer.close()
+
+    assert await Cli(bus.port).value("ping") == "ping"
+
+
+async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who offers TLS 1.1 alone is turned away, though OpenSSL would let us; one without our rule would speak it."""
+
+    async def spoken() -> str:
+        context = ssl.create_default_context(cadata=authority().ca)
+        context.check_hostname = False
+        async with on_https(agent.handle, tmp_path) as bus:
+            _, writer = await asyncio.open_connection("127.0.0.1", bus.port, ssl=outdated(context))
+            version = str(writer.get_extra_info("ssl_object").version())
+            writer.close()
+            return version
+
+    real = tls.server_context
+    monkeypatch.setattr(tls, "server_context", lambda mbus: lenient(real(mbus)))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await spoken()
+    monkeypatch.setattr(tls, "server_context", lambda mbus: outdated(real(mbus)))
+    assert await spoken() == "TLSv1.1"
+
+
+async def test_handler_that_breaks_is_500(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
+    cli = Cli(bus.port)
+    with caplog.at_level(logging.CRITICAL):
+        assert (await cli.send("POST", "/agent", b'{"method":"break"}')).status == 500
+
+    assert await cli.value("ping") == "ping"
+
+
+async def test_client_that_waits_for_100_continue_is_told_to_go_on(bus: HttpsBus) -> None:
+    async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
+        writer.write(head("PUT", dav_path("one"), 3, basic(), Expect="100-continue"))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert (await read_answer(reader)).status == 201
+
+
+async def test_stranger_is_not_told_to_go_on(bus: HttpsBus) -> None:
+    async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
+        writer.write(head("PUT", dav_path("one"), 3, "", Expect="100-continue"))
+        assert (await read_answer(reader)).status == 401
+
+
+async def test_compressed_request_is_taken_as_it_is(bus: HttpsBus, tmp_path: Path) -> None:
+    answer = await Cli(bus.port).send("PUT", dav_path("one"), b"no gzip", **{"Content-Encoding": "gzip"})
+
+    assert answer.status == 201
+    assert (tmp_path / "one").read_bytes() == b"no gzip"
+
+
+# --- address and certificate ------------------------------------------------------------------------------------------
+
+
+async def test_port_that_is_taken_is_tried_again(agent: Agent, tmp_path: Path) -> None:
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    bus = HttpsBus(mbus(port), agent.handle, tmp_path)
+    running = asyncio.create_task(bus.run())
+    try:
+        async with asyncio.timeout(20):
+            while not bus.stats.last_error:
+                await asyncio.sleep(0.01)
+            assert bus.port == 0
+            assert "cannot listen at 127.0.0.1" in bus.stats.last_error
+            taken.close()
+            while not bus.is_connected:
+                await asyncio.sleep(0.01)
+        assert await Cli(port).value("ping") == "ping"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_address_without_a_password_lets_nobody_in(agent: Agent, tmp_path: Path) -> None:
+    async with on_https(agent.handle, tmp_path, mbus(urls=("https://127.0.0.1:0",))) as bus:
+        for auth in ("", basic("", ""), "Basic "):
+            assert (await Cli(bus.port).send("POST", "/agent", b"{}", auth=auth)).status == 401
+
+
+async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: HttpsBus) -> None:
+    other = Authority("other", bits=2048)
+    pair = other.server("agent")
+    port = bus.port
+    async with Cli(port).connected() as (reader, writer):
+        await bus.rotate(mbus(port, certificate=pair.certificate, private_key=pair.private_key))
+
+        writer.write(request("ping"))
+        assert (await read_answer(reader)).status == 200
+    assert await Cli(port, ssl.create_default_context(cadata=other.ca)).value("ping") == "ping"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        await Cli(port, ssl.create_default_context(cadata=authority().ca)).value("ping")
+
+
+async def test_certificate_that_cannot_be_used_changes_nothing(bus: HttpsBus) -> None:
+    before = bus.mbus
+
+    with pytest.raises(ActionError, match="cannot use the new bus credentials: the certificate is no PEM"):
+        await bus.rotate(mbus(bus.port, certificate="nonsense"))
+
+    assert bus.mbus == before
+    assert await Cli(bus.port).value("ping") == "ping"
+
+
+async def test_address_that_cannot_be_had_changes_nothing(agent: Agent, tmp_path: Path) -> None:
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    async with taken, on_https(agent.handle, tmp_path) as bus:
+        with pytest.raises(ActionError, match="cannot listen at 127.0.0.1"):
+            await bus.rotate(mbus(taken.sockets[0].getsockname()[1]))
+
+        assert await Cli(bus.port).value("ping") == "ping"
+
+
+async def test_broken_address_does_not_show_the_password(agent: Agent, tmp_path: Path) -> None:
+    bus = HttpsBus(mbus(urls=("https://mbus:hush/hush@127.0.0.1",)), agent.handle, tmp_path)
+    running = asyncio.create_task(bus.run())
+    async with asyncio.timeout(10):
+        while not bus.stats.last_error:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert "hush" not in bus.stats.last_error
+
+
+def test_an_agent_on_nats_does_not_load_aiohttp() -> None:
+    """It would take 9 MB of every pod."""
+    program = "import sys, agent_shim.daemon.main; sys.exit('aiohttp' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- strangers that never end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [
+        (b"GET /agent HTTP/1.1\r\n", b"X-Next: " + b"a" * 1000 + b"\r\n"),
+        (b"GET /agent HTTP/1.1\r\nX-Long: ", b"a" * 1000),
+        (b"GET /", b"a" * 1000),
+        (b"POST /agent HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1;" + b"x" * 1000),
+        (b"POST /agent HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"Trailer: " + b"a" * 1000 + b"\r\n"),
+        (b"POST /agent HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"a" * 1000),
+        (b"", b"GET /agent HTTP/1.1\r\n\r\n" * 40),
+    ],
+    ids=["headers", "header", "line", "chunk", "trailers", "body", "requests"],
+)
+async def test_what_a_stranger_sends_without_an_end_is_not_kept(bus: HttpsBus, begin: bytes, again: bytes) -> None:
+    """The connection ends, or nothing more is taken of it; it reads none of its answers."""
+    taken, most = 0, 32_000_000
+    async with Cli(bus.port).connected() as (_, writer):
+        writer.write(begin)
+        try:
+            while taken < most:
+                writer.write(again)
+                taken += len(again)
+                async with asyncio.timeout(5):
+                    await writer.drain()
+        except (ConnectionError, TimeoutError, ssl.SSLError):
+            pass
+
+    assert taken < most
+    assert (await Cli(bus.port).call("ping")) == {"value": "ping"}
+
+
+@pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
+async def test_stranger_that_sends_a_little_at_a_time_is_dropped(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
+    """Something always comes before the time is over that a whole head has."""
+    async with Cli(hasty.port).connected() as (reader, writer):
+        ended = asyncio.create_task(until_closed(reader))
+        writer.write(begin)
+        async with asyncio.timeout(20):
+            while not ended.done():
+                writer.write(again)
+                await asyncio.sleep(0.05)

@@ -1,0 +1,81 @@
+"""Libraries are imported without what they do for nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+_WATCHED = """
+import ssl
+real, reads = ssl.SSLContext.load_default_certs, []
+ssl.SSLContext.load_default_certs = lambda *args, **more: (reads.append(1), real(*args, **more))
+import {module}
+assert "aiohttp" in __import__("sys").modules
+print(len(reads), ssl.create_default_context().verify_mode.name, len(reads))
+"""
+
+
+@pytest.mark.parametrize("module", ["agent_shim.services.blobstore.transfer", "agent_shim.edges.bus.https"])
+def test_no_authorities_are_read_before_somebody_wants_them(module: str) -> None:
+    """Afterwards a context is again what it was."""
+    program = _WATCHED.format(module=module)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    assert said.split() == ["0", "CERT_REQUIRED", "1"]
+
+
+def test_metrics_bring_no_server() -> None:
+    """The registry comes without the HTTP server, the client and the mail parser behind them."""
+    script = (
+        "import sys; before = set(sys.modules); import agent_shim.edges.metrics; print(*(set(sys.modules) - before))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+
+    assert "prometheus_client.exposition" in loaded
+    assert not loaded & {
+        "gzip",
+        "http",
+        "http.client",
+        "http.server",
+        "email",
+        "socketserver",
+        "urllib.request",
+        "wsgiref",
+        "prometheus_client.metrics",
+        "prometheus_client.process_collector",
+    }
+
+
+def test_monit_needs_the_standard_library_alone() -> None:
+    """What makes it quick: nothing locked, no event loop of ours, no daemon."""
+    known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
+    code = f"import sys, json; import agent_shim.cli.monit; print({known})"
+
+    found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+
+    assert set(json.loads(found.stdout)) & {"msgspec", "asyncio"} == set()
+
+
+def test_a_probe_imports_little(tmp_path: Path) -> None:
+    """Neither the parser of options nor dataclasses, paths, the event loop: they cost more than the question."""
+    script = (
+        "import sys; before = set(sys.modules); from agent_shim.cli import main; code = main(sys.argv[1:]); "
+        "print(code, *sorted(set(sys.modules) - before))"
+    )
+    argv = [sys.executable, "-S", "-c", script, "probe", "live", "-b", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=True)
+    code, *loaded = done.stdout.split()
+
+    assert code == "69"
+    assert "is it running" in done.stderr
+    assert {"agent_shim", "agent_shim.cli", "agent_shim.cli.probe"} <= set(loaded)
+    assert not {"argparse", "dataclasses", "pathlib", "re", "asyncio", "msgspec", "agent_shim.cli.commands"} & set(
+        loaded
+    )

@@ -1,0 +1,274 @@
+"""Requests and replies over a real bus, with the permissions an agent has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import BusError
+from agent_shim.demo.director import joined
+from agent_shim.demo.pki import Authority
+from agent_shim.edges.bus import nats
+from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
+
+
+async def test_request_is_answered(tmp_path: Path) -> None:
+    """The reply goes to the subject named in the request."""
+    async with talking(tmp_path) as talk:
+        assert await talk.director.value("agent", "ping") == "ping"
+
+
+async def test_requests_begin_in_order(tmp_path: Path) -> None:
+    """Five hundred at once are all answered, each begun after the one that was sent before it."""
+    begun = []
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        begun.append(json.loads(data)["arguments"][0])
+        return await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        replies = await asyncio.gather(*(talk.director.value("agent", "count", n) for n in range(500)))
+
+    assert replies == ["count"] * 500
+    assert begun == list(range(500))
+
+
+async def test_slow_request_holds_nobody_up(tmp_path: Path) -> None:
+    """A ping overtakes an action that takes its time."""
+    async with talking(tmp_path) as talk:
+        slow = asyncio.create_task(talk.director.value("agent", "sleep", 20))
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert not slow.done()
+        slow.cancel()
+
+
+async def test_t3_subscribes_to_its_own_subject_alone() -> None:
+    """No inbox, no second subscription, nothing but the two pings of the handshake: more would be denied."""
+    seen: list[str] = []
+
+    async def script(wire: Wire) -> None:
+        await wire.greet()
+        seen.extend(wire.lines)
+        await wire.answer_pings()
+
+    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+        await connected(bus)
+
+    assert [line.split(" ")[0] for line in seen] == ["CONNECT", "PING", "SUB", "PING"]
+    assert seen[2] == "SUB agent.agent 1"
+
+
+async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
+    """Whatever a handler raises, and a handler that is cancelled, leave the bus hearing."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        match json.loads(data)["method"]:
+            case "raise":
+                raise KeyError("a bug")
+            case "cancel":
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                await asyncio.sleep(20)
+        return await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        await talk.director.tell("agent", "raise")
+        await talk.director.tell("agent", "cancel")
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.failed == 1
+        assert talk.bus.stats.connects == 1
+
+
+async def test_handler_may_drop_a_message(tmp_path: Path) -> None:
+    """What is no request is counted and not answered."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        return None
+
+    async with talking(tmp_path, handle=handle) as talk:
+        await talk.director.tell("agent", "ping")
+        await until(lambda: talk.bus.stats.rejected == 1)
+
+
+async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
+    """The server denies a reply to somebody else's subject; the link stays as it is."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        return ("director.x.other.y", b"{}") if b"elsewhere" in data else await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        await talk.director.tell("agent", "elsewhere")
+        await until(lambda: talk.bus.stats.denied == 1)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.connects == 1
+        assert "director.x.other.y" in talk.bus.stats.last_error
+
+
+@pytest.mark.parametrize(
+    ("subject", "size"),
+    [
+        ("", 2),
+        ("director.a b", 2),
+        ("director.a\r\nPUB agent.other 2\r\n{}", 2),
+        ("director.a.agent.b", 1024 * 1024 + 1),
+        ("a" * 10_000, 2),
+        ("\N{GRINNING FACE}" * 1024, 2),
+    ],
+    ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
+)
+async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
+    """A subject of more than one word, or more bytes than the server takes, cost that reply and nothing else."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        await talk.director.tell("agent", "bad")
+        await until(lambda: talk.bus.stats.unanswered == 1)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.connects == 1
+
+
+@pytest.mark.parametrize(
+    "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
+)
+async def test_a_forged_reply_to_reaches_no_one_else(tmp_path: Path, subject: str) -> None:
+    """Not even us: an answer that came back as a request would be answered without an end."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        return (subject, b"{}") if b'"bad"' in data else await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        await talk.server.add_agent("other")
+        heard: list[object] = []
+        async with joined(talk.server.mbus("other"), ("agent.other",), lambda *news: heard.append(news)):
+            await talk.director.tell("agent", "bad")
+            await until(lambda: talk.bus.stats.denied + talk.bus.stats.unanswered == 1)
+
+            assert await talk.director.value("agent", "ping") == "ping"
+            assert heard == []
+        assert talk.monitor.of("alert", "other") == []
+        assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 2)
+
+
+@pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
+async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, subject: str) -> None:
+    async with talking(tmp_path) as talk:
+        await talk.server.add_agent("other")
+        async with joined(talk.server.mbus("other"), ("agent.other",), lambda *_: None) as other:
+            await other.publish(subject, b'{"method":"ping","reply_to":"director.x.other.y"}')
+            await until(lambda: "iolation" in talk.server.log.read_text())
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.received == 1
+        assert talk.monitor.of("heartbeat", "agent") == []
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 800)])
+async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+    """What comes on top of more work than there may be is dropped and counted; then it goes on."""
+    monkeypatch.setattr(nats, limit, value)
+    async with talking(tmp_path) as talk:
+        held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
+        await until(lambda: talk.bus.stats.received == 10)
+
+        assert talk.bus.stats.flooded > 0
+        await until(lambda: sum(task.done() for task in held) == 10 - talk.bus.stats.flooded)
+        assert await talk.director.value("agent", "ping") == "ping"
+        for task in held:
+            task.cancel()
+
+
+async def test_nothing_stale_is_sent(tmp_path: Path) -> None:
+    """A message published while there is no link raises and does not turn up when there is one again."""
+    async with talking(tmp_path) as talk:
+        await talk.server.remove_agent("agent")
+        await until(lambda: not talk.bus.is_connected)
+        with pytest.raises(BusError, match=r"cannot publish to 'hm\.agent\.heartbeat\.agent"):
+            await talk.bus.publish("hm.agent.heartbeat.agent", b'"stale"')
+        await talk.server.add_agent("agent")
+        await connected(talk.bus)
+        await talk.bus.publish("hm.agent.heartbeat.agent", b'"fresh"')
+        await talk.monitor.wait_for("heartbeat", "agent", lambda body: body == "fresh")
+
+        assert [notice.body for notice in talk.monitor.notices] == ["fresh"]
+
+
+async def test_reply_waits_for_the_next_link(tmp_path: Path) -> None:
+    """A request that was held while the bus went away and came back is answered on the new link."""
+    release = asyncio.Event()
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        if b"hold" in data:
+            await release.wait()
+        return await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        held = asyncio.create_task(talk.director.value("agent", "hold"))
+        await until(lambda: talk.bus.stats.received == 1)
+        await talk.server.remove_agent("agent")
+        await until(lambda: not talk.bus.is_connected)
+        release.set()
+        await talk.server.add_agent("agent")
+
+        assert await held == "hold"
+        assert talk.bus.stats.connects == 2
+
+
+async def test_reply_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """When the Director has given up, so do we."""
+    async with talking(tmp_path, timing=replace(FAST, reply=0.1)) as talk:
+        await talk.director.tell("agent", "sleep", 0.3)
+        await until(lambda: talk.bus.stats.received == 1)
+        await talk.server.kill()
+        await until(lambda: talk.bus.stats.unanswered == 1)
+
+
+async def test_last_words_arrive(tmp_path: Path) -> None:
+    """What was published right before the bus is left still gets out."""
+    async with talking(tmp_path) as talk:
+        async with on_bus(talk.server.mbus("agent")) as other:
+            await connected(other)
+            for _ in range(6):
+                await other.publish("hm.agent.heartbeat.agent", b'"%b"' % bytes(b"x" * 1_000_000))
+            await other.publish("hm.agent.shutdown.agent", b"null")
+
+        await talk.monitor.wait_for("shutdown", "agent")
+
+
+async def test_settle_waits_for_answers(tmp_path: Path) -> None:
+    """After settling, what was being answered is answered; what takes too long is left."""
+    async with talking(tmp_path) as talk:
+        answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
+        await until(lambda: talk.bus.stats.received == 1)
+        await talk.bus.settle(20)
+
+        assert talk.bus.stats.sent == 1
+        assert await answer == "sleep"
+
+        endless = asyncio.create_task(talk.director.value("agent", "sleep", 40))
+        await until(lambda: talk.bus.stats.received == 2)
+        await talk.bus.settle(0.05)
+
+        assert talk.bus.stats.sent == 1
+        endless.cancel()
+
+
+async def test_counts(tmp_path: Path) -> None:
+    """Messages and bytes in both directions, and how often there was a link."""
+    async with talking(tmp_path) as talk:
+        await talk.director.value("agent", "ping")
+        stats = talk.bus.stats
+
+        assert (stats.received, stats.sent, stats.connects, stats.reconnects) == (1, 1, 1, 0)
+        assert stats.received_bytes > stats.sent_bytes == len(b'{"value": "ping"}')
+        assert stats.connected_at is not None

@@ -1,0 +1,482 @@
+"""Links that are refused, cut, swallowed or replaced: there is always another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.core.errors import BusError
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.pki import SERVER, Authority
+from agent_shim.edges.bus import nats
+from agent_shim.edges.bus.nats import NatsBus, Timing
+from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
+from tests.support.proxy import Proxy
+
+
+def through(proxy: Proxy, server: NatsServer) -> Mbus:
+    """The agent's way to the server by the proxy."""
+    return replace_urls(server.mbus("agent"), f"nats://127.0.0.1:{proxy.port}")
+
+
+def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
+    return replace(mbus, urls=urls)
+
+
+async def test_t2_refused_until_known(tmp_path: Path) -> None:
+    """nats-sync learns of an agent after it has booted: refusals are no end, and a word about them is enough."""
+    async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
+        await until(lambda: bus.stats.attempts >= 5)
+
+        assert not bus.is_connected
+        assert "Authorization Violation" in bus.stats.last_error
+
+        await server.add_agent("agent")
+        await connected(bus)
+
+        assert bus.stats.last_error == ""
+
+
+async def test_t2_thrown_out_and_let_in(tmp_path: Path) -> None:
+    """A user that a reload removes while it is connected comes back when the user does."""
+    async with talking(tmp_path) as talk:
+        await talk.server.remove_agent("agent")
+        await until(lambda: not talk.bus.is_connected)
+        before = talk.bus.stats.attempts
+        await until(lambda: talk.bus.stats.attempts > before + 3)
+        await talk.server.add_agent("agent")
+        await connected(talk.bus)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+
+
+async def test_t2_server_dies_and_returns(tmp_path: Path) -> None:
+    """While there is no server the bus goes on trying; then it hears again."""
+    async with talking(tmp_path) as talk:
+        await talk.server.kill()
+        before = talk.bus.stats.attempts
+        await until(lambda: talk.bus.stats.attempts > before + 5)
+        await talk.server.start()
+        await connected(talk.bus)
+        await talk.director.wait_until_ready("agent")
+
+        assert talk.bus.stats.reconnects == 1
+
+
+async def test_hanging_server_is_noticed(tmp_path: Path) -> None:
+    """A server that stops answering is given up; when it goes on, its late answers do no harm."""
+    async with talking(tmp_path) as talk:
+        talk.server.pause()
+        await until(lambda: "no answer to 2 pings" in talk.bus.stats.last_error)
+        talk.server.resume()
+        await connected(talk.bus)
+        await talk.director.wait_until_ready("agent")
+
+
+async def test_black_hole_is_noticed(tmp_path: Path) -> None:
+    """A dead link is let go at once, without the farewell of TLS that takes half a minute, and then replaced."""
+    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
+        await server.add_agent("agent")
+        async with on_bus(through(proxy, server), timing=replace(FAST, connect=0.2)) as bus:
+            await connected(bus)
+            link: Any = bus._link
+            socket = link._wire._io_writer.get_extra_info("socket")
+            proxy.swallow()
+            await until(lambda: not bus.is_connected)
+            await until(lambda: socket.fileno() < 0, timeout=10)
+            before = bus.stats.attempts
+            await until(lambda: bus.stats.attempts > before + 2)
+            proxy.flow()
+            await connected(bus)
+
+            assert bus.stats.connects == 2
+
+
+async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:
+    """Answers that come late, but come, keep the link."""
+    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
+        await server.add_agent("agent")
+        async with on_bus(through(proxy, server)) as bus:
+            await connected(bus)
+            proxy.delay = 0.15
+            await asyncio.sleep(1)
+
+            assert (bus.is_connected, bus.stats.connects) == (True, 1)
+
+
+async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
+    """A held event loop does not make the server look dead."""
+    async with talking(tmp_path) as talk:
+        for _ in range(3):
+            time.sleep(0.5)  # noqa: ASYNC251 - that is what is tested
+            await asyncio.sleep(0.01)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.connects == 1
+
+
+async def test_cut_again_and_again(tmp_path: Path) -> None:
+    """Every reset is followed by a new link, and nothing is left behind."""
+    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
+        await server.add_agent("agent")
+        async with on_bus(through(proxy, server)) as bus:
+            await connected(bus)
+            await asyncio.sleep(0.05)
+            before = _descriptors()
+            for _ in range(10):
+                proxy.cut()
+                await until(lambda: not bus.is_connected)
+                await connected(bus)
+            await until(lambda: _descriptors() <= before)
+
+            assert bus.stats.connects == 11
+
+
+async def test_what_ended_links_hold_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rings, each with TLS of its own; the collector alone would come when it has seen enough of them."""
+    monkeypatch.setattr(nats, "SWEPT", 0.01)
+    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
+        await server.add_agent("agent")
+        async with on_bus(through(proxy, server)) as bus:
+            await connected(bus)
+            gc.disable()
+            try:
+                for _ in range(5):
+                    proxy.cut()
+                    await until(lambda: not bus.is_connected)
+                    await connected(bus)
+
+                await until(lambda: sum(type(each) is nats._Link for each in gc.get_objects()) == 1)
+            finally:
+                gc.enable()
+
+
+async def test_links_that_end_together_are_swept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at everything costs tens of milliseconds: one for all, and one more for who asked in between."""
+    looks = 0
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    monkeypatch.setattr(nats, "SWEPT", 0.05)
+    monkeypatch.setattr(gc, "collect", look)
+    sweeper = nats._Sweeper()
+    for _ in range(20):
+        sweeper.ask()
+    await until(lambda: looks == 1)
+    await until(lambda: looks == 2)
+    await asyncio.sleep(0.2)
+
+    assert looks == 2
+    sweeper.ask()
+    await until(lambda: looks == 3)
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_connections_closed_at_once_are_paced() -> None:
+    """A server that takes a connection and drops it is not stormed."""
+
+    async def slam(_: Wire) -> None:
+        return
+
+    timing = replace(FAST, step=0.1, longest=0.2)
+    async with FakeServer(slam, authority=Authority()).serving() as server, on_bus(server.mbus, timing=timing) as bus:
+        await asyncio.sleep(0.5)
+
+        assert 2 <= bus.stats.attempts <= 10
+
+
+async def test_links_that_do_not_last_are_paced() -> None:
+    """Nor is one that drops the link as soon as it is up."""
+
+    async def greet_and_slam(wire: Wire) -> None:
+        await wire.greet()
+        await wire.expect("PING")
+
+    fake = FakeServer(greet_and_slam, authority=Authority())
+    timing = replace(FAST, step=0.2, longest=10)
+    async with fake.serving() as server, on_bus(server.mbus, timing=timing) as bus:
+        await asyncio.sleep(1.5)
+
+        assert 2 <= bus.stats.attempts <= 6
+
+
+async def test_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publishing to a server that takes nothing fails after a while, and never blocks."""
+    monkeypatch.setattr(nats, "MAX_BACKLOG", 1 << 20)
+
+    async def greet_and_freeze(wire: Wire) -> None:
+        await wire.greet()
+        await asyncio.sleep(60)
+
+    fake = FakeServer(greet_and_freeze, authority=Authority())
+    timing = replace(FAST, ping=20)
+    async with fake.serving() as server, on_bus(server.mbus, timing=timing) as bus:
+        await connected(bus)
+        async with asyncio.timeout(20):
+            with pytest.raises(BusError, match="does not take"):
+                await _flood(bus)
+
+        assert bus.is_connected
+
+
+async def _flood(bus: NatsBus) -> None:
+    while True:
+        await bus.publish("hm.agent.heartbeat.agent", bytes(1 << 17))
+        await asyncio.sleep(0)
+
+
+async def test_t4_any_of_several_addresses_will_do(tmp_path: Path) -> None:
+    """Dead addresses are passed over; when the server in use dies, the next one takes its place."""
+    authority = Authority()
+    async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
+        for server in (first, second):
+            await server.add_agent("agent")
+        mbus = replace_urls(
+            first.mbus("agent"), "nats://127.0.0.1:1", first.url, "nats://nowhere.invalid:4222", second.url
+        )
+        async with on_bus(mbus) as bus:
+            await connected(bus)
+            link: Any = bus._link
+            used, other = (first, second) if link.address == f"127.0.0.1:{first.port}" else (second, first)
+            await used.kill()
+            await until(lambda: bus.stats.connects == 2)
+            link = bus._link
+
+            assert link.address == f"127.0.0.1:{other.port}"
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
+    """Names lead to these addresses, one after the other; the last for ever. What is left of the answers."""
+    left = list(answers)
+
+    def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return left
+
+
+def by_name(server: NatsServer, port: int) -> Mbus:
+    return replace_urls(server.mbus("agent"), f"nats://{SERVER}:{port}")
+
+
+async def test_names_are_looked_up_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Director that was made anew has another address under the same name."""
+    async with NatsServer(tmp_path) as server:
+        left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
+        await server.add_agent("agent")
+        async with on_bus(by_name(server, server.port)) as bus:
+            await connected(bus)
+
+    assert left == ["127.0.0.1"]
+
+
+async def test_it_follows_a_name_to_another_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the server at the old one still answers; an answer that fails, or once is another, means nothing."""
+    old, new = "127.0.0.1", "127.0.0.2"
+    async with (
+        NatsServer(tmp_path) as server,
+        Proxy(server.port, old) as here,
+        Proxy(server.port, new, here.port) as there,
+    ):
+        await server.add_agent("agent")
+        left = answering(monkeypatch, old, OSError("no answer"), new, old, new, new)
+        async with on_bus(by_name(server, here.port), timing=replace(FAST, look=0.01, gone=2)) as bus:
+            await connected(bus)
+            assert (here.connections, there.connections) == (1, 0)
+            await until(lambda: there.connections == 1)
+            assert left == [new]
+            await until(lambda: bus.stats.connects == 2)
+            assert bus.is_connected
+            assert here.connections == 1
+
+
+async def test_a_name_server_that_is_silent_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the next attempt nor the end: its threads are its own."""
+    silence = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
+    try:
+        async with NatsServer(tmp_path) as server:
+            await server.add_agent("agent")
+            async with on_bus(by_name(server, server.port), timing=replace(FAST, connect=0.05)) as bus:
+                await until(lambda: bus.stats.attempts >= 10)
+                others = asyncio.create_task(asyncio.to_thread(int, 7))
+                await asyncio.wait({others}, timeout=20)
+                is_held_up = not others.done()
+                silence.set()
+                assert not is_held_up
+    finally:
+        silence.set()
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        (),
+        ("nats://",),
+        ("ws://127.0.0.1:1",),
+        ("nats://127.0.0.1:99999999",),
+        ("://",),
+        ("nats://[fd00::1:4222",),
+        ("nats://127.0.0.1:0",),
+        ("nats://a\nb:1",),
+    ],
+)
+async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) -> None:
+    """Settings without a usable address are an error that lasts, not an end."""
+    async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
+        await until(lambda: bus.stats.last_error != "")
+        await asyncio.sleep(0.1)
+
+        assert not bus.is_connected
+        assert bus.stats.last_error.startswith("cannot ")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "joe:hun/ter2@127.0.0.1:1",
+        "joe:hun?ter2@127.0.0.1:1",
+        "joe:4711/hun@127.0.0.1:1",
+        "joe:hun@[bad",
+        "joe:hun#x@h:1",
+    ],
+)
+async def test_password_that_ends_the_host_early_is_not_told(address: str) -> None:
+    """It is not what is connected to, either."""
+    authority = Authority()
+    pair = authority.agent("agent")
+    async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
+        await until(lambda: bus.stats.last_error != "")
+
+        assert bus.stats.last_error.startswith("cannot connect to the bus at an address that cannot be read: ")
+        assert not any(secret in bus.stats.last_error for secret in ("hun", "joe", "4711"))
+
+
+async def test_user_of_the_address_is_no_secret_told() -> None:
+    """A password in the address does not get into an error."""
+    authority = Authority()
+    pair = authority.agent("agent")
+    mbus = Mbus(("nats://joe:hunter2@127.0.0.1:1",), authority.ca, pair.certificate, pair.private_key)
+    async with on_bus(mbus) as bus:
+        await until(lambda: bus.stats.last_error != "")
+
+        assert "at 127.0.0.1:1:" in bus.stats.last_error
+        assert "hunter2" not in bus.stats.last_error
+
+
+@pytest.mark.parametrize("part", ["_reading_task", "_flusher_task", "_ping_interval_task"])
+async def test_link_with_a_dead_part_is_replaced(tmp_path: Path, part: str) -> None:
+    """nats-py stays connected, in its own words, when one of its loops has died: deaf or dumb."""
+    async with talking(tmp_path) as talk:
+        getattr(talk.bus._link, part).cancel()
+        await until(lambda: talk.bus.stats.connects == 2)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+
+
+async def test_tells_of_each_link(tmp_path: Path) -> None:
+    """Whoever has something to say at the beginning of a link is told of it."""
+    told = []
+    async with talking(tmp_path, on_connected=lambda: told.append(time.monotonic())) as talk:
+        assert len(told) == 1
+
+        await talk.server.kill()
+        await talk.server.start()
+        await until(lambda: talk.bus.stats.connects == 2)
+
+        assert len(told) == 2
+
+
+async def test_can_be_left_at_any_moment(tmp_path: Path) -> None:
+    """Cancelled at whichever step of a connection, it ends and leaves nothing behind."""
+    async with NatsServer(tmp_path) as server:
+        await server.add_agent("agent")
+        mbus = server.mbus("agent")
+        before, tasks = _descriptors(), len(asyncio.all_tasks())
+        for steps in [*range(60), *range(60, 700, 7)]:
+            running = asyncio.create_task(NatsBus("agent", mbus, echo, timing=FAST).run())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.wait({running}, timeout=10)
+
+            assert running.done(), f"after {steps} steps"
+        await until(lambda: _descriptors() <= before and len(asyncio.all_tasks()) <= tasks)
+
+
+async def test_cancelled_until_it_ends() -> None:
+    """A task that passes over a cancellation gets another one."""
+    begun = asyncio.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    task = asyncio.create_task(stubborn())
+    await begun.wait()
+    async with asyncio.timeout(20):
+        await nats._ended(task)
+
+    assert task.done()
+
+
+def test_t2_pauses() -> None:
+    """2, 4, 6, 8, 10, 10 s, less a part of it; soon after a link that worked; a second while we are not known."""
+    timing = Timing()
+    for _ in range(100):
+        for failures, least, most in [(1, 0.4, 2), (2, 0.8, 4), (3, 1.2, 6), (4, 1.6, 8), (5, 5, 10), (50, 5, 10)]:
+            assert least <= timing.pause(failures) <= most
+        assert 0 <= timing.pause(0) <= 2
+        assert 0.75 <= timing.early_pause() <= 1.25
+
+
+def test_a_thousand_agents_come_in_no_waves() -> None:
+    """Of all who lost their server in one moment 200 at most try in any second, once it has been away for twelve."""
+    timing, chance, tries = Timing(), random.getstate(), [0] * 40
+    random.seed(6)
+    try:
+        for _ in range(1000):
+            at, failures = timing.pause(0), 0
+            while at < 40:
+                tries[int(at)] += 1
+                failures += 1
+                at += timing.pause(failures)
+    finally:
+        random.setstate(chance)
+
+    assert max(tries[12:]) <= 200
+
+
+async def test_early_refusals_are_retried_quickly(tmp_path: Path) -> None:
+    """In the first time a refusal is followed by a try in a second, later by the longer pauses."""
+    slow = replace(FAST, step=30.0, longest=30.0)
+    async with NatsServer(tmp_path) as server:
+        async with on_bus(server.mbus("agent"), timing=slow) as early:
+            await until(lambda: early.stats.attempts > 3)
+        async with on_bus(server.mbus("agent"), timing=replace(slow, early=0.0)) as late:
+            await asyncio.sleep(0.3)
+
+            assert late.stats.attempts == 1

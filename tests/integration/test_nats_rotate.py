@@ -1,0 +1,187 @@
+"""New credentials while the agent works: nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import EXPIRED, Authority
+from benchmarks import rotation
+from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking, until
+
+
+async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
+    """A Director that asks without a pause gets one answer to each request, from before to after."""
+    handled: Counter[str] = Counter()
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        handled[json.loads(data)["reply_to"]] += 1
+        return await echo(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        stop = asyncio.Event()
+        asked = 0
+
+        async def ask() -> None:
+            nonlocal asked
+            while not stop.is_set():
+                await talk.director.value("agent", "ping", timeout=5)
+                asked += 1
+
+        askers = [asyncio.create_task(ask()) for _ in range(5)]
+        for bootstrap in (True, False):
+            await talk.bus.rotate(talk.server.mbus("agent", bootstrap=bootstrap))
+            connects = talk.bus.stats.connects
+            before = asked
+            await until(lambda before=before: asked > before + 500)  # type: ignore[misc]
+        stop.set()
+        await asyncio.gather(*askers)
+
+        assert connects == 3
+        assert talk.bus.stats.duplicates > 0
+        assert len(handled) == asked
+        assert set(handled.values()) == {1}
+
+
+@pytest.mark.slow
+async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> None:
+    """With users that come and go as nats-sync writes them. What the machine takes from everybody is not counted."""
+    faulthandler.cancel_dump_traceback_later()  # two minutes are not enough
+    async with asyncio.timeout(600):
+        found = await rotation.measure(50)
+
+    assert (found["links"], found["links_lost"], found["replies_lost"]) == (51, 0, 0)
+    assert found["replies"] > 5000
+    assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
+
+
+async def test_old_user_may_go(tmp_path: Path) -> None:
+    """When nats-sync takes the bootstrap user away, nobody notices."""
+    async with talking(tmp_path) as talk:
+        await talk.bus.rotate(talk.server.mbus("agent", bootstrap=True))
+        await talk.bus.rotate(talk.server.mbus("agent"))
+        await talk.server.add_agent("agent", bootstrap=False)
+        await asyncio.sleep(0.3)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.connects == 3
+
+
+async def test_held_reply_goes_out(tmp_path: Path) -> None:
+    """A request that came by the old link is answered by the new one."""
+    async with talking(tmp_path) as talk:
+        held = asyncio.create_task(talk.director.value("agent", "sleep", 0.5))
+        await until(lambda: talk.bus.stats.received == 1)
+        await talk.bus.rotate(talk.server.mbus("agent"))
+
+        assert await held == "sleep"
+
+
+async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
+    """What is sent twice is handled twice, also while two links hear it."""
+    handled = []
+
+    async def handle(data: bytes) -> None:
+        handled.append(data)
+
+    async with talking(tmp_path, handle=handle, timing=replace(FAST, overlap=0.5)) as talk:
+        await talk.bus.rotate(talk.server.mbus("agent"))
+        peer = talk.director._peer
+        assert peer is not None
+        for _ in range(2):
+            await peer.publish("agent.agent", b"the same")
+        await until(lambda: talk.bus.stats.received == 4)
+
+    assert len(handled) == 2
+
+
+def bad_credentials(talk: Talk, kind: str) -> Mbus:
+    """Good ones but for one thing."""
+    good = talk.server.mbus("agent")
+    match kind:
+        case "unreadable":
+            return replace(good, certificate="none")
+        case "another's key":
+            return replace(good, private_key=talk.server.authority.agent("agent").private_key)
+        case "unknown agent":
+            return talk.server.mbus("somebody")
+        case "another authority":
+            pair = Authority().agent("agent")
+            return replace(good, certificate=pair.certificate, private_key=pair.private_key)
+        case "expired":
+            pair = talk.server.authority.agent("agent", valid=EXPIRED)
+            return replace(good, certificate=pair.certificate, private_key=pair.private_key)
+        case _:
+            return replace(good, ca=Authority().ca)
+
+
+@pytest.mark.parametrize(
+    "kind", ["unreadable", "another's key", "unknown agent", "another authority", "expired", "another CA"]
+)
+async def test_refused(tmp_path: Path, kind: str) -> None:
+    """Credentials that do not work are refused with the reason, and the old link is as it was."""
+    async with talking(tmp_path) as talk:
+        with pytest.raises(ActionError, match="^cannot use the new bus credentials: "):
+            await talk.bus.rotate(bad_credentials(talk, kind))
+
+        assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.connects == 1
+
+        await talk.server.kill()
+        await talk.server.start()
+        await until(lambda: talk.bus.stats.connects == 2)
+
+
+async def test_bus_that_is_away(tmp_path: Path) -> None:
+    """Without a server nothing speaks against the credentials: they are used when it is back, however long it takes."""
+    async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
+        await talk.server.kill()
+        rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
+        before = talk.bus.stats.attempts
+        await until(lambda: talk.bus.stats.attempts > before + 30)
+        await talk.server.start()
+        await rotating
+        await connected(talk.bus)
+        await talk.director.wait_until_ready("agent")
+
+
+async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None:
+    """While the old ones lead to the bus it is the new ones that are wrong, and it is said where nobody answers."""
+    async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
+        wrong = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",))
+        with pytest.raises(
+            ActionError, match="^cannot use the new bus credentials: cannot connect to .* 127.0.0.1:1: "
+        ):
+            await talk.bus.rotate(wrong)
+
+        assert await talk.director.value("agent", "ping") == "ping"
+
+
+async def test_new_credentials_stay(tmp_path: Path) -> None:
+    """The next link after a rotation is made with them."""
+    async with talking(tmp_path) as talk:
+        await talk.bus.rotate(talk.server.mbus("agent", bootstrap=True))
+        await talk.server.add_agent("agent", bootstrap=True, permanent=False)
+        await talk.server.kill()
+        await talk.server.start()
+        await connected(talk.bus)
+        await talk.director.wait_until_ready("agent")
+
+
+async def test_leaving_in_the_midst(tmp_path: Path) -> None:
+    """A bus that is left while two links are up leaves both."""
+    async with talking(tmp_path) as talk:
+        await asyncio.sleep(0.05)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        async with on_bus(talk.server.mbus("agent"), timing=replace(FAST, overlap=20)) as other:
+            await connected(other)
+            await other.rotate(talk.server.mbus("agent"))
+        await until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)

@@ -1,0 +1,61 @@
+"""A server that greets and does not come to an end with the handshake is asked less often, and given more time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import Authority
+from agent_shim.edges.bus.nats import NatsBus, Timing
+from tests.support.bus import echo
+
+HASTY = Timing(connect=0.3, step=0.01, longest=0.02, early_step=0.01)
+
+
+def test_pause_and_patience_grow_up_to_three_times() -> None:
+    """Well below the 45 s that a Director waits."""
+    timing = Timing()
+
+    assert [timing.patience(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
+    for slow, most in ((0, 10), (1, 20), (9, 30)):
+        pauses = [timing.pause(9, slow) for _ in range(200)]
+        assert most / 2 <= min(pauses) <= max(pauses) <= most
+    assert timing.pause(0, 9) <= timing.step
+
+
+@pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
+async def test_only_a_server_that_greets_counts_as_slow(how: str) -> None:
+    """One that is away or hangs is tried as before: it costs nobody anything, and it may be back at any moment."""
+    taken: list[asyncio.StreamWriter] = []
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(writer)
+        if how == "greets":
+            writer.write(b'INFO {"server_id":"S","version":"2.10.0","max_payload":1048576,"tls_required":true}\r\n')
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    if how == "is away":
+        server.close()
+        await server.wait_closed()
+    authority = Authority()
+    pair = authority.agent("agent")
+    mbus = Mbus((f"nats://127.0.0.1:{port}",), authority.ca, pair.certificate, pair.private_key)
+    bus = NatsBus("agent", mbus, echo, timing=HASTY)
+    running = asyncio.create_task(bus.run())
+    try:
+        async with asyncio.timeout(30):
+            while bus.stats.attempts < 4 or (how == "greets" and bus._slow < 2):
+                await asyncio.sleep(0.01)
+
+        assert how == "greets" or bus._slow == 0
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        for writer in taken:
+            writer.transport.abort()
+        server.close()

@@ -1,0 +1,112 @@
+"""Who is talked to: a server that is one, by somebody it knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import SettingsError
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.broker import NatsServer
+from agent_shim.demo.pki import EXPIRED, NOT_YET_VALID, Authority, Pair
+from tests.support.bus import connected, on_bus, until
+
+AUTHORITY = Authority()
+
+
+def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
+    return replace(mbus, certificate=pair.certificate, private_key=pair.private_key)
+
+
+@pytest.mark.parametrize(
+    ("pair", "why"),
+    [
+        (AUTHORITY.server("default.director.bosh-internal"), "CommonName does not match *.nats.bosh-internal"),
+        (AUTHORITY.server(hosts=["10.0.0.5"]), "IP address mismatch"),
+        (AUTHORITY.server(hosts=[]), "mismatch"),
+        (Authority().server(), "certificate signature failure"),
+        (Authority("other").server(), "unable to get local issuer certificate"),
+        (AUTHORITY.server(valid=EXPIRED), "certificate has expired"),
+        (AUTHORITY.server(valid=NOT_YET_VALID), "certificate is not yet valid"),
+        (AUTHORITY.client("default.nats.bosh-internal"), "unsuitable certificate purpose"),
+    ],
+    ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
+)
+async def test_t1_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
+    """A server that cannot prove to be the bus is not told who we are; a right one in its place is taken."""
+    async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
+        await wrong.add_agent("agent")
+        async with on_bus(wrong.mbus("agent")) as bus:
+            await until(lambda: bus.stats.attempts >= 3)
+
+            assert why in bus.stats.last_error
+            assert not bus.is_connected
+
+            right = NatsServer(tmp_path / "right", AUTHORITY)
+            right.port = wrong.port
+            await wrong.stop()
+            async with right:
+                await right.add_agent("agent")
+                await connected(bus)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        Authority().agent("agent"),
+        AUTHORITY.agent("agent", valid=EXPIRED),
+        AUTHORITY.agent("agent", valid=NOT_YET_VALID),
+    ],
+    ids=["authority", "expired", "not yet valid"],
+)
+async def test_certificate_that_the_server_refuses(
+    tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ours is not believed: that is said, and tried again with what the settings hold by then."""
+    async with NatsServer(tmp_path, AUTHORITY) as server:
+        await server.add_agent("agent")
+        good = server.mbus("agent")
+        asked = []
+
+        def reread(refused: Mbus) -> Mbus:
+            asked.append(refused)
+            return refused if len(asked) < 3 else good
+
+        bad = with_pair(good, pair)
+        async with on_bus(bad, reread=reread) as bus:
+            await connected(bus)
+
+    # The connection may be closed before the alert of the server could be read.
+    refused = ("the server refuses our certificate", "Broken pipe", "Connection reset")
+    assert any(text in caplog.text for text in refused)
+    assert asked == [bad] * 3
+
+
+async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
+    """Settings with half a key are no end: they are read again, and that may fail as well."""
+    async with NatsServer(tmp_path, AUTHORITY) as server:
+        await server.add_agent("agent")
+        good = server.mbus("agent")
+        asked = []
+
+        def reread(refused: Mbus) -> Mbus:
+            asked.append(refused)
+            if len(asked) == 1:
+                raise SettingsError("cannot read settings")
+            return good
+
+        async with on_bus(replace(good, private_key="half"), reread=reread) as bus:
+            await connected(bus)
+
+            assert bus.stats.connects == 1
+    assert len(asked) == 2
+
+
+async def test_t1_certificates_as_a_director_makes_them(tmp_path: Path) -> None:
+    """RSA with 3072 bits for all, as on a real bus."""
+    async with NatsServer(tmp_path, Authority(bits=3072)) as server:
+        await server.add_agent("agent")
+        async with on_bus(server.mbus("agent", bootstrap=True)) as bus:
+            await connected(bus)

@@ -1,0 +1,306 @@
+"""What a server may say: nothing of it makes the agent deaf, and nothing is believed that came in the clear."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from agent_shim.demo.pki import Authority
+from agent_shim.edges.bus import tls
+from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus, until
+from tests.support.old_tls import lenient, outdated
+
+REQUEST = b'{"method":"ping","reply_to":"director.d.agent.r"}'
+
+
+def message(data: bytes, *, sid: bytes = b"1") -> bytes:
+    """A message as a server delivers it."""
+    return b"MSG agent.agent %b %d\r\n%b\r\n" % (sid, len(data), data)
+
+
+async def living(wire: Wire) -> None:
+    """A server as it should be."""
+    await wire.greet()
+    await wire.answer_pings()
+
+
+async def asking(wire: Wire) -> None:
+    """One that asks, and wants the answer."""
+    await wire.greet()
+    wire.send(message(REQUEST))
+    while (await wire.expect(""))[:4] == "PING":
+        wire.send(b"PONG\r\n")
+    assert wire.lines[-1] == "PUB director.d.agent.r  17"
+    assert json.loads(await wire.payload(17)) == {"value": "ping"}
+    await wire.answer_pings()
+
+
+def saying(words: bytes) -> Script:
+    """A server that says something once there is a link, and is dumb from then on."""
+
+    async def script(wire: Wire) -> None:
+        await wire.greet()
+        wire.send(words)
+        await wire.answer_pings()
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"-ERR 'Stale Connection'\r\n",
+        b"-ERR 'Authorization Violation'\r\n",
+        b"-ERR 'Authorization Timeout'\r\n",
+        b"-ERR 'User Authentication Expired'\r\n",
+        b"-ERR 'User Authentication Revoked'\r\n",
+        b"-ERR 'Maximum Connections Exceeded'\r\n",
+        b"-ERR 'Maximum Payload Violation'\r\n",
+        b"-ERR 'Secure Connection - TLS Required'\r\n",
+        b"-ERR 'Server Shutdown'\r\n",
+        b"-ERR 'Slow Consumer'\r\n",
+        b"-ERR 'Unknown Protocol Operation'\r\n",
+        b"-ERR 'Permissions Violation for Subscription to \"agent.agent\"'\r\n",
+        b"-ERR '\xff\xfe'\r\n",
+        b"-ERR \r\n",
+        b"NONSENSE and more\r\n",
+        b"INFO {broken\r\n",
+        b"INFO []\r\n",
+        b"MSG agent.agent x 2\r\n{}\r\n",
+    ],
+)
+async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
+    """An error or nonsense on a link costs this link; the next one hears and answers."""
+    fake = FakeServer(saying(words + b"PING\r\n" * 3), asking, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+
+        assert bus.stats.attempts == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"-ERR 'Permissions Violation for Publish to \"director.x\"'\r\n",
+        b"INFO "
+        + json.dumps({"connect_urls": [f"10.0.{n // 256}.{n % 256}:4222" for n in range(14_000)]}).encode()
+        + b"\r\n",
+        b'INFO {"ldm":true}\r\n',
+        b"+OK\r\n",
+        b"PONG\r\n" * 50,
+        message(b""),
+        message(REQUEST, sid=b"99"),
+        b"HMSG agent.agent 1 16 18\r\nNATS/1.0 503\r\n\r\n{}\r\n",
+        b"HMSG agent.agent 1 20 2\r\n{}\r\n",
+        b"MSG \xff\xff 1 2\r\n{}\r\n",
+    ],
+    ids=["denied", "long news", "lame duck", "ok", "pongs", "empty", "other sid", "headers", "no headers", "no text"],
+)
+async def test_strange_word_does_no_harm(words: bytes) -> None:
+    """What a server may rightly say, however odd, is lived with."""
+
+    async def script(wire: Wire) -> None:
+        await wire.greet()
+        wire.send(words)
+        wire.send(message(b'{"method":"after","reply_to":"director.d.agent.r"}'))
+        while not (await wire.expect("")).startswith("PUB director.d.agent.r  18"):
+            if wire.lines[-1] == "PING":
+                wire.send(b"PONG\r\n")
+        await wire.payload(18)
+        wire.send(b"PONG\r\n")
+        await wire.answer_pings()
+
+    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+
+        assert bus.stats.connects == 1
+
+
+async def test_message_in_pieces() -> None:
+    """A request that arrives byte by byte is one request."""
+    heard = []
+
+    async def handle(data: bytes) -> None:
+        heard.append(data)
+
+    async def script(wire: Wire) -> None:
+        await wire.greet()
+        for byte in message(REQUEST) * 2:
+            wire.send(bytes([byte]))
+            await asyncio.sleep(0)
+        await wire.answer_pings()
+
+    fake = FakeServer(script, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, handle=handle):
+        await until(lambda: len(heard) == 2)
+
+    assert heard == [REQUEST, REQUEST]
+
+
+async def test_news_amid_the_handshake() -> None:
+    """An INFO between CONNECT and its PONG is not taken for the answer."""
+
+    async def script(wire: Wire) -> None:
+        await wire.expect("CONNECT ")
+        await wire.expect("PING")
+        wire.send(b'INFO {"connect_info":true}\r\nPONG\r\n')
+        await wire.expect("SUB agent.agent ")
+        await wire.expect("PING")
+        wire.send(b"PONG\r\n")
+        await wire.answer_pings()
+
+    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+        await connected(bus)
+
+        assert bus.stats.attempts == 1
+
+
+async def test_connected_means_subscribed() -> None:
+    """There is no link before the server has confirmed the subscription."""
+    confirm = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        await wire.expect("CONNECT ")
+        await wire.expect("PING")
+        wire.send(b"PONG\r\n")
+        await wire.expect("SUB agent.agent ")
+        await wire.expect("PING")
+        await confirm.wait()
+        wire.send(b"PONG\r\n")
+        await wire.answer_pings()
+
+    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+        await asyncio.sleep(0.2)
+
+        assert not bus.is_connected
+
+        confirm.set()
+        await connected(bus)
+
+
+async def test_subscription_that_is_denied() -> None:
+    """Without the subscription a link is worth nothing: it is tried again."""
+
+    async def denying(wire: Wire) -> None:
+        await wire.expect("CONNECT ")
+        await wire.expect("PING")
+        wire.send(b"PONG\r\n")
+        await wire.expect("SUB agent.agent ")
+        wire.send(b"-ERR 'Permissions Violation for Subscription to \"agent.agent\"'\r\n")
+        await wire.expect("PING")
+        wire.send(b"PONG\r\n")
+        await asyncio.sleep(20)
+
+    fake = FakeServer(denying, denying, living, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus) as bus:
+        await connected(bus)
+
+        assert bus.stats.attempts == 3
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2, 3])
+async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
+    """At whichever point it stops answering, the attempt ends and another begins."""
+
+    async def silent(wire: Wire) -> None:
+        for number in range(lines):
+            await wire.expect("")
+            if number == 1:
+                wire.send(b"PONG\r\n")
+        await asyncio.sleep(20)
+
+    fake = FakeServer(silent, living, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, timing=replace(FAST, connect=0.3)) as bus:
+        await connected(bus)
+
+        assert bus.stats.attempts == 2
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        b"",
+        b"\r\n",
+        b"INFO\r\n",
+        b"INFO {}\r\n",
+        b"INFO []\r\n",
+        b"INFO {\xff\r\n",
+        b"INFO " + b"x" * 300_000 + b"\r\n",
+        b"220 mail\r\n",
+    ],
+)
+async def test_server_that_is_none(info: bytes) -> None:
+    """Something else that listens there is an error that lasts, not an end."""
+    seen = []
+
+    async def script(wire: Wire) -> None:
+        seen.append(await wire.expect(""))
+
+    fake = FakeServer(script, info=info, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, timing=replace(FAST, connect=0.2)) as bus:
+        await until(lambda: bus.stats.attempts >= 3)
+
+        assert not bus.is_connected
+        assert bus.stats.last_error.startswith("cannot connect to the bus at 127.0.0.1:")
+
+    assert seen == []
+
+
+async def test_plain_server_is_not_talked_to() -> None:
+    """Somebody in between who takes TLS out of the server's greeting gets no word from us."""
+    plain = json.loads(INFO[5:])
+    del plain["tls_required"]
+    seen = []
+
+    async def script(wire: Wire) -> None:
+        seen.append(await wire.expect(""))
+
+    fake = FakeServer(script, info=b"INFO " + json.dumps(plain).encode() + b"\r\n", authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.attempts >= 3)
+
+        assert "secure connection" in bus.stats.last_error
+
+    assert seen == []
+
+
+async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody in between who offers TLS 1.1 alone gets no word, though OpenSSL would let us; others do speak it."""
+    real, seen = tls.client_context, list[str]()
+
+    async def script(wire: Wire) -> None:
+        seen.append(await wire.expect(""))
+
+    old = FakeServer(script, authority=Authority())
+    outdated(old.context)
+    monkeypatch.setattr(tls, "client_context", lambda mbus: lenient(real(mbus)))
+    async with old.serving() as server:
+        async with on_bus(server.mbus) as bus:
+            await until(lambda: bus.stats.attempts >= 3)
+        assert seen == []
+
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert (await reader.readline()).startswith(b"INFO ")
+        await writer.start_tls(outdated(real(server.mbus)), server_hostname="127.0.0.1")
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.1"
+        writer.write(b"CONNECT {}\r\n")
+        await until(lambda: seen == ["CONNECT {}"])
+        writer.close()
+
+
+async def test_words_in_the_clear_are_not_believed() -> None:
+    """What stands behind the greeting, before TLS begins, is not taken for the server's word."""
+    heard = []
+
+    async def handle(data: bytes) -> None:
+        heard.append(data)
+
+    injected = b"PONG\r\n" + message(b"injected")
+    fake = FakeServer(living, info=INFO + injected, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, handle=handle) as bus:
+        await connected(bus)
+
+    assert heard == []

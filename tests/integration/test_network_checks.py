@@ -1,0 +1,264 @@
+"""Probes against real listeners: who answers, who does not, who answers wrongly, who never stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.supervisor import network_checks
+from agent_shim.supervisor.monit.ast import Connection, Ping, Protocol
+from tests.support.serving import Talk, serving
+
+HTTP = Protocol("http", "/health")
+
+
+@contextlib.asynccontextmanager
+async def listener(talk: Talk) -> AsyncIterator[int]:
+    """Somebody who talks on a port of loopback."""
+
+    async def talk_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await talk(reader, writer)
+            await writer.drain()
+
+    async with serving(talk_and_leave) as port:
+        yield port
+
+
+def saying(*parts: bytes, after: bytes = b"") -> Talk:
+    """Says its parts, once it has heard what comes ``after``."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if after:
+            await reader.readuntil(after)
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    return talk
+
+
+async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+async def asked(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
+    """What is found wrong with a listener."""
+    async with listener(talk) as port:
+        return await network_checks.probe(Connection("127.0.0.1", port, protocol=protocol, timeout=timeout))
+
+
+def page(status: str, body: bytes = b"", *headers: str) -> Talk:
+    head = "\r\n".join([f"HTTP/1.1 {status}", *headers, "", ""])
+    return saying(head.encode() + body, after=b"\r\n\r\n")
+
+
+async def test_open_port_is_enough() -> None:
+    """Nothing needs to be said without a protocol."""
+    assert await asked(silence) == ""
+
+
+async def test_closed_port_is_named() -> None:
+    """The place and the reason."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+        assert await network_checks.probe(Connection("127.0.0.1", port)) == (
+            f"connection failed: cannot connect to 127.0.0.1 port {port}: Connection refused"
+        )
+
+
+async def test_unknown_host_fails() -> None:
+    """Its name is looked up within the time of the probe."""
+    assert "cannot connect to no-such-host.invalid port 1" in await network_checks.probe(
+        Connection("no-such-host.invalid", 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "is_good"), [("200 OK", True), ("302 Found", True), ("401 No", False), ("500 Oh", False)]
+)
+async def test_http_status_decides(status: str, is_good: bool) -> None:
+    """From 400 on it fails; a redirect is an answer."""
+    why = await asked(page(status, b"", "Location: http://127.0.0.1:1/"), HTTP)
+
+    assert why == "" if is_good else f"answers /health with status {status[:3]}" in why
+
+
+async def test_http_request_is_monits() -> None:
+    """Path, host header and the name that access lists know."""
+    heard: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+
+    assert await asked(talk, Protocol("http", "/x?y=1", hostheader="web.example")) == ""
+    assert heard[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: web.example\r\n")
+    assert b"\r\nUser-Agent: monit/5.2.5\r\n" in heard[0]
+
+
+async def test_http_may_come_in_pieces_and_must_be_http() -> None:
+    """A head that is no head, one that never ends, and one that comes byte by byte."""
+    slow = saying(*[bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\n\r\n"], after=b"\r\n\r\n")
+
+    assert await asked(slow, HTTP) == ""
+    assert "does not answer as http does" in await asked(saying(b"SSH-2.0\r\n\r\n"), HTTP)
+    assert "does not answer as http does" in await asked(saying(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 9999), HTTP)
+    assert "does not answer as http does" in await asked(saying(b"HTTP/1.1 200"), HTTP)
+
+
+async def test_page_is_judged_by_checksum_and_content() -> None:
+    """Of as many bytes as its length says, or all; what comes after the limit is not read."""
+    body = b"all is well"
+    good = hashlib.md5(body).hexdigest()
+    exact = page("200 OK", body + b" and more", f"Content-Length: {len(body)}")
+
+    assert await asked(exact, Protocol("http", "/", checksum=good)) == ""
+    assert await asked(page("200 OK", body), Protocol("http", "/", checksum=hashlib.sha1(body).hexdigest())) == ""
+    assert "another page at /" in await asked(page("200 OK", b"ill"), Protocol("http", "/", checksum=good))
+    assert await asked(exact, Protocol("http", "/", content="is w[a-e]")) == ""
+    assert "has no 'more'" in await asked(exact, Protocol("http", "/", content="more"))
+    assert "has 'well'" in await asked(exact, Protocol("http", "/", content="well", content_operator="!="))
+
+
+async def test_endless_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning is looked at, and then it is left."""
+    monkeypatch.setattr(network_checks, "MAX_PAGE", 50_000)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            writer.write(b"x" * 10_000)
+            await writer.drain()
+
+    assert "has no 'end'" in await asked(talk, Protocol("http", "/", content="end"), timeout=30)
+
+
+async def test_silence_takes_the_time_of_the_rule_and_no_longer() -> None:
+    """A listener that accepts and says nothing: who has less time gives up first."""
+    patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
+
+    assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
+    assert not patient.done()
+    patient.cancel()
+    await asyncio.wait([patient])
+
+
+async def test_dialogue_is_sent_and_expected() -> None:
+    """In turn, in pieces, with bytes of any value."""
+    words = (("expect", "^ready [0-9]+"), ("send", "go\\0x00\r\n"), ("expect", "gone"))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"rea")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        writer.write(b"dy 12\r\n")
+        heard = await reader.readuntil(b"\r\n")
+        writer.write(b"gone" if heard == b"go\0\r\n" else b"what?")
+
+    assert await asked(talk, Protocol("generic", dialogue=words)) == ""  # type: ignore[arg-type]
+    wrong = Protocol("generic", dialogue=(("expect", "other"),))
+    assert "does not answer 'other'" in await asked(saying(b"ready\n"), wrong)
+
+
+@pytest.mark.parametrize(("name", "greeting"), [("smtp", b"220 hello\r\n"), ("ssh", b"SSH-2.0-x\r\n")])
+async def test_greeting_tells_the_protocol(name: str, greeting: bytes) -> None:
+    """The right one, another one, and the end of the connection."""
+    assert await asked(saying(greeting), Protocol(name)) == ""
+    assert f"does not greet as {name} does" in await asked(saying(b"-ERR go away\r\n"), Protocol(name))
+    assert f"does not greet as {name} does" in await asked(saying(), Protocol(name))
+
+
+async def test_unix_socket_is_asked(tmp_path: Path) -> None:
+    """One that listens, one that is missing, one whose queue is full."""
+    with socket.socket(socket.AF_UNIX) as server:
+        path = tmp_path / "s"
+        missing = await network_checks.probe(Connection(unixsocket=str(path)))
+        server.bind(str(path))
+        server.listen(0)
+
+        assert missing == f"connection failed: cannot connect to unix socket {path}: No such file or directory"
+        first = socket.socket(socket.AF_UNIX)
+        assert await network_checks.probe(Connection(unixsocket=str(path))) == ""
+        with first, socket.socket(socket.AF_UNIX) as second:
+            for each in (first, second):
+                each.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    each.connect(str(path))
+            assert "no answer" in await network_checks.probe(Connection(unixsocket=str(path), timeout=1))
+
+
+async def test_udp_fails_only_when_refused() -> None:
+    """Nobody need answer."""
+    with socket.socket(type=socket.SOCK_DGRAM) as server, socket.socket(type=socket.SOCK_DGRAM) as free:
+        server.bind(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+
+        assert await network_checks.probe(Connection("127.0.0.1", server.getsockname()[1], type="udp")) == ""
+        assert "Connection refused" in await network_checks.probe(Connection("127.0.0.1", port, type="udp"))
+
+
+async def test_echo_requests_are_answered_by_loopback() -> None:
+    """Or, where we may send none, nothing is said."""
+    assert await network_checks.ping("127.0.0.1", Ping(1, 5)) in ("", None)
+    assert "has no address" in (await network_checks.ping("no-such-host.invalid", Ping(1, 5)) or "")
+    assert network_checks.checksum(bytes.fromhex("0800000012340001")) == 0xE5CA
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.0 200\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nA: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: a\r\n folded\r\n\r\n",
+        b"HTTP/1.1 200 OK\nServer: of our own making\n\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+    ],
+)
+async def test_a_careless_server_is_a_server(answer: bytes) -> None:
+    """A probe is as lenient as monit: what is up is not restarted for its headers."""
+    assert await asked(saying(answer, after=b"\r\n\r\n"), HTTP) == ""
+
+
+async def test_chunks_are_put_together_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = ("Transfer-Encoding: chunked",)
+    assert (
+        await asked(page("200 OK", b"2\r\nab\r\n2\r\ncd\r\n0\r\n\r\n", *chunked), Protocol("http", "/", content="abcd"))
+        == ""
+    )
+    monkeypatch.setattr(network_checks, "MAX_PAGE", 50_000)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"1\r\nx\r\n" * 1000)
+            await writer.drain()
+
+    assert "has no 'y'" in await asked(talk, Protocol("http", "/", content="y"), 10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 99999999999999999999 X\r\n\r\n",
+        b"\0",
+    ],
+)
+async def test_what_has_no_status_is_no_http(answer: bytes) -> None:
+    assert "does not answer as http does" in await asked(saying(answer, after=b"\r\n\r\n"), HTTP)

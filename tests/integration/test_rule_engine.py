@@ -1,0 +1,431 @@
+"""Rules of real processes: what is found, told and done, cycle by cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agent_shim.host import clock, proc, process
+from agent_shim.supervisor import rule_engine
+from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
+from tests.support.programs import eventually
+from tests.support.programs.jobs import World, info, until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    yield world
+    world.end()
+
+
+@contextlib.asynccontextmanager
+async def checking(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
+    """A supervisor that looks at rules."""
+    async with world.supervising(*files) as supervisor:
+        running = asyncio.create_task(supervisor.run())
+        try:
+            yield supervisor
+            assert not running.done(), running
+        finally:
+            running.cancel()
+
+
+def told(world: World, event: str) -> list[tuple[str, str]]:
+    return [(each.service, each.action) for each in world.events if each.event == event]
+
+
+# --- resources ------------------------------------------------------------------------------------------------------
+
+
+async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> None:
+    """An alert once, the state for as long as it lasts, the words of monit for it."""
+    job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
+    async with checking(world, job) as supervisor:
+        before = (await until(supervisor, "web", "running")).pid
+        await eventually(lambda: info(supervisor, "web").process.state == "failing")
+        found = info(supervisor, "web")
+        await asyncio.sleep(5 * world.timing.cycle)
+
+        assert found.faults == ("Resource limit matched",)
+        assert "memory of" in found.reason
+        assert supervisor.job_state() == "failing"
+        assert info(supervisor, "web").pid == before
+        assert told(world, "Resource limit matched") == [("web", "alert")]
+
+
+async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
+    """As in monit, which sleeps after a start: a young process has time to settle."""
+    world.timing = replace(world.timing, cycle=0.5)
+    async with checking(world, world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: told(world, "Resource limit matched"))
+
+        # Each of the two times is known to a tick of the kernel's clock.
+        assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle - 2 / clock.TICKS
+
+
+async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
+    """Where there are none nobody wakes for them."""
+    async with checking(world, world.job("web", None, "exit 0")) as supervisor:
+        await until(supervisor, "web", "running")
+        await asyncio.sleep(2 * world.timing.cycle)
+        await supervisor.configure([world.job("web", None, "exit 0", "if memory > 1 kb then alert")])
+
+        await eventually(lambda: told(world, "Resource limit matched"))
+
+
+async def test_cycles_of_a_service_begin_with_its_process(world: World) -> None:
+    """Not with those of the agent: it would be judged up to a cycle later than monit does it."""
+    rule = "if memory < 1 kb then alert"
+    async with checking(world, world.job("one", None, "exit 0", rule)) as supervisor:
+        await until(supervisor, "one", "running")
+        await supervisor.configure([world.job(name, None, "exit 0", rule) for name in ("one", "two")])
+        await supervisor.start_one("two")
+        await until(supervisor, "two", "running")
+
+        for service in supervisor._services.values():
+            watch = supervisor._checks._watch(service)
+            cycles = (watch._next_at - service.up_at) / world.timing.cycle
+            assert round(cycles) >= 1
+            assert cycles == pytest.approx(round(cycles))
+
+
+def test_cycle_that_is_missed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is where it would have been; of ``every 2 cycles`` each second one is looked at."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    spec = ProcessSpec(name="web", job="web", every=2)
+    watch = rule_engine._Watch(SimpleNamespace(spec=spec, process=None), 10.0)  # type: ignore[arg-type]
+    due = []
+    for now[0] in (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0):
+        if watch.is_due(10.0):
+            due.append(now[0])
+
+    assert due == [10.0, 30.2, 70.0]
+
+
+async def test_tree_is_counted(world: World) -> None:
+    """Children are processes of the service; its own figures are of the process alone."""
+    start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
+    job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
+    async with checking(world, job) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: len(told(world, "Resource limit matched")) == 2)
+
+        reason = info(supervisor, "web").reason
+        assert "children of 3 matches" in reason
+        assert "totalmemory of" in reason
+
+
+async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
+    """Between two cycles; one that sleeps is not."""
+    rule = "if cpu > 5 % then alert"
+    jobs = [
+        world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
+        world.job("idle", None, None, rule),
+    ]
+    async with checking(world, *jobs) as supervisor:
+        await eventually(lambda: told(world, "Resource limit matched"))
+
+        assert set(told(world, "Resource limit matched")) == {("busy", "alert")}
+        assert info(supervisor, "idle").process.state == "running"
+
+
+async def test_rule_restarts_and_counts_as_restart(world: World) -> None:
+    """Another process, and while no check has seen it whole the service is not called running."""
+    statements = ("if memory > 1 kb then restart", "if 2 restarts within 64 cycles then unmonitor")
+    job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
+    async with checking(world, job) as supervisor:
+        first = (await until(supervisor, "web", "running")).pid
+        said: list[ServiceInfo] = []
+
+        def is_over() -> bool:
+            said.append(info(supervisor, "web"))
+            return said[-1].state == "unmonitored"
+
+        await eventually(is_over)
+
+        assert info(supervisor, "web").restarts == 2
+        assert len(world.lines()) == 3
+        assert told(world, "Timeout") == [("web", "unmonitor")]
+        assert all(each.process.state != "running" for each in said if each.pid not in (0, first))
+
+
+async def test_new_process_begins_anew(world: World) -> None:
+    """Misses of its predecessor do not count against it."""
+    job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
+    async with checking(world, job) as supervisor:
+        first = (await until(supervisor, "web", "running")).pid
+        await eventually(lambda: info(supervisor, "web").pid not in (0, first))
+        second = info(supervisor, "web").pid
+        looks = len(told(world, "Resource limit matched"))
+        await asyncio.sleep(2 * world.timing.cycle)
+
+        assert info(supervisor, "web").pid == second
+        assert len(told(world, "Resource limit matched")) == looks == 1
+
+
+async def test_recovery_is_told_and_acted_on(world: World) -> None:
+    """The program of ``else if recovered`` runs, and the service runs well again."""
+    start = "echo $$ >$pidfile; sleep 600 & child=$!; echo $child >$log.child; wait $child; exec sleep 600"
+    good = world.script("web", "good", "echo good >>$log")
+    rule = f'if children > 0 then alert else if recovered for 2 cycles then exec "{good}"'
+    async with checking(world, world.job("web", start, "exit 0", rule)) as supervisor:
+        await eventually(lambda: told(world, "Resource limit matched"))
+        assert info(supervisor, "web").process.state == "failing"
+        child = proc.stat(int(Path(f"{world.log}.child").read_text()))
+        assert child is not None
+        process.send(child.identity, signal.SIGTERM)
+        await eventually(lambda: world.lines() == ["good"])
+
+        assert told(world, "Resource limit succeeded") == [("web", "exec")]
+        await eventually(lambda: info(supervisor, "web").process.state == "running")
+
+
+async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
+    """As monit does; its program may call us and outlives the service."""
+    bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
+    job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
+    async with checking(world, job):
+        await eventually(lambda: len(world.lines()) >= 3)
+
+        assert told(world, "Resource limit matched") == [("web", "exec")]
+
+
+async def test_passive_service_is_only_told_of(world: World) -> None:
+    """Nothing is stopped or restarted."""
+    job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
+    async with checking(world, job) as supervisor:
+        supervisor.services()
+        await supervisor.start_one("web")
+        await eventually(lambda: told(world, "Resource limit matched"))
+        await asyncio.sleep(2 * world.timing.cycle)
+
+        assert info(supervisor, "web").state == "running"
+
+
+async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
+    """And the complaint with it."""
+    jobs = [
+        world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
+        world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
+    ]
+    async with checking(world, *jobs) as supervisor:
+        await until(supervisor, "one", "stopped")
+        await until(supervisor, "two", "unmonitored")
+
+        assert info(supervisor, "one").faults == info(supervisor, "two").faults == ()
+
+
+async def test_every_looks_less_often(world: World) -> None:
+    """One look in a thousand cycles is not seen here; each cycle is."""
+    jobs = []
+    for name, statements in (("often", ()), ("seldom", ("every 1000 cycles",))):
+        rule = f'if memory > 1 kb then exec "{world.script(name, "x", f"echo {name} >>$log")}"'
+        jobs.append(world.job(name, None, None, rule, *statements))
+    async with checking(world, *jobs):
+        await eventually(lambda: world.lines().count("often") >= 4)
+
+        assert world.lines().count("seldom") <= 1
+
+
+# --- connections ----------------------------------------------------------------------------------------------------
+
+
+async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World) -> None:
+    """One socket accepts nobody, and its rule has a minute; the rules of others go on meanwhile."""
+    with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
+        full.bind(str(world.base / "full.sock"))
+        full.listen(0)
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                each.connect(str(world.base / "full.sock"))
+        jobs = [
+            world.job(
+                "hung",
+                None,
+                None,
+                f"if failed unixsocket {world.base}/full.sock timeout 60 seconds then alert",
+                "if memory > 1 kb then alert",
+            ),
+            world.job("shut", None, None, f"if failed port {port} then alert"),
+        ]
+        async with checking(world, *jobs) as supervisor:
+            await eventually(lambda: told(world, "Connection failed") and told(world, "Resource limit matched"))
+
+            assert told(world, "Connection failed") == [("shut", "alert")]
+            assert info(supervisor, "hung").faults == ("Resource limit matched",)
+            assert "Connection refused" in info(supervisor, "shut").reason
+        for each in waiting:
+            each.close()
+
+
+async def test_result_of_a_check_counts_for_the_process_it_began_with(world: World) -> None:
+    """One goes on while the process is killed: its successor is not restarted for it, and nobody asks twice at once."""
+    asked: list[asyncio.Event] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = asyncio.Event()
+        asked.append(first)
+        if len(asked) == 1:
+            await reader.read()  # silent, until the check gives up
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        first.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
+    async with server, checking(world, world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
+        await eventually(lambda: asked)
+        await asyncio.sleep(5 * world.timing.cycle)
+        assert len(asked) == 1
+        before = info(supervisor, "web").pid
+        found = proc.stat(before)
+        assert found is not None
+        process.send(found.identity, signal.SIGKILL)
+        await eventually(lambda: info(supervisor, "web").pid not in (0, before))
+        after = info(supervisor, "web").pid
+        await eventually(asked[0].is_set)
+        await eventually(lambda: len(asked) > 3)
+
+        assert info(supervisor, "web").pid == after
+        assert told(world, "Connection failed") == []
+
+
+async def test_port_that_opens_ends_the_complaint(world: World) -> None:
+    """The service was failing and is running, and good news is an event too."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
+        async with checking(world, world.job("web", None, None, rule)) as supervisor:
+            await eventually(lambda: info(supervisor, "web").process.state == "failing")
+            server.listen()
+            await eventually(lambda: info(supervisor, "web").process.state == "running")
+
+            assert [each.event for each in world.events] == ["Connection failed", "Connection succeeded"]
+
+
+# --- what is no process ---------------------------------------------------------------------------------------------
+
+
+async def test_file_is_checked(world: World) -> None:
+    """Size, mode, change and content; its programs are those of the rules."""
+    path = world.base / "data.txt"
+    path.write_text("first\n")
+    path.chmod(0o644)
+    seen = world.script("data", "seen", "echo seen >>$log")
+    text = f"""
+check file data with path {path}
+  if size > 1 kb then alert
+  if failed permission 644 then alert
+  if changed timestamp then exec "{seen}"
+  if match "^fatal" then alert
+  group vcap
+"""
+    async with checking(world, JobFile("data", "", text)) as supervisor:
+        await until(supervisor, "data", "running")
+        await asyncio.sleep(3 * world.timing.cycle)
+        assert world.events == []
+        path.write_text("first\nfatal: no more\n" + "x" * 2000)
+        path.chmod(0o600)
+        wanted = {"Size failed", "Permission failed", "Timestamp changed", "Content match"}
+        await eventually(lambda: {each.event for each in world.events} == wanted and world.lines())
+
+        assert set(world.lines()) == {"seen"}
+        assert info(supervisor, "data").faults == ("Permission failed", "Size failed")
+
+
+async def test_filesystem_and_host_are_checked(world: World) -> None:
+    """Space in use, and a host that does not listen."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        text = f"""
+check device root with path {world.base}
+  if space usage > 0 % then alert
+  if inode usage > 100 % then alert
+  group vcap
+check host far with address 127.0.0.1
+  if failed port {free.getsockname()[1]} then alert
+  group vcap
+"""
+        async with checking(world, JobFile("data", "", text)) as supervisor:
+            await eventually(lambda: info(supervisor, "root").faults and info(supervisor, "far").faults)
+
+            assert info(supervisor, "root").faults == ("Resource limit matched",)
+            assert info(supervisor, "far").faults == ("Connection failed",)
+            assert "space usage" in info(supervisor, "root").reason
+
+
+# --- what else is told ------------------------------------------------------------------------------------------------
+
+
+async def test_death_for_want_of_memory_is_told_as_one(world: World) -> None:
+    """When the counter of the container has risen; the next death is an ordinary one again."""
+    kills = [7]
+    async with checking(world, world.job("web")) as supervisor:
+        supervisor._kills._read = lambda: kills[0]
+        supervisor._kills.count()
+        supervisor._kills._open.clear()
+        for rise in (1, 0):
+            kills[0] += rise
+            pid = (await until(supervisor, "web", "running")).pid
+            before = len(told(world, "Does not exist"))
+            found = proc.stat(pid)
+            assert found is not None
+            process.send(found.identity, signal.SIGKILL)
+            await eventually(lambda count=before: len(told(world, "Does not exist")) > count)  # type: ignore[misc]
+
+        assert [each.description for each in world.events if each.event == "Does not exist"] == [
+            "process is not running: the kernel killed it, out of memory",
+            "process is not running",
+        ]
+
+
+async def test_new_parent_is_told_by_rule(world: World) -> None:
+    """Of the same process: its parent has ended."""
+    start = "sh -c 'sleep 600 & echo $! >'$pidfile'; exec sleep 600' & echo $! >$log.parent; sleep 0.1"
+    async with checking(world, world.job("web", start, "exit 0", "if changed ppid then alert")) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: supervisor._checks._watches["web"].parent if supervisor._checks._watches else 0)
+        parent = proc.stat(int(Path(f"{world.log}.parent").read_text()))
+        assert parent is not None
+        process.send(parent.identity, signal.SIGKILL)
+        await eventually(lambda: told(world, "PPID changed"))
+
+        assert told(world, "PPID changed") == [("web", "alert")]
+        assert info(supervisor, "web").process.state == "running"
+
+
+async def test_file_that_cannot_be_used_is_told_once(world: World) -> None:
+    """With the place and the reason; again when it is wrong in another way, not when it is applied again."""
+    bad = JobFile("bad", "", "check nonsense")
+    async with checking(world, bad, world.job("web")) as supervisor:
+        found = [(each.service, each.event, each.action) for each in world.events]
+        assert found == [("bad", "Execution failed", "alert")]
+        assert world.events[0].description.startswith("cannot read bad/monit: line 1 column 15: ")
+        await supervisor.forget()
+        await supervisor.configure([bad, world.job("web")])
+        assert len(world.events) == 1
+        await supervisor.configure([JobFile("bad", "", "check other nonsense"), world.job("web")])
+
+        assert [each.service for each in world.events] == ["bad", "bad"]
+        assert info(supervisor, "bad").process.state == "failing"

@@ -1,0 +1,165 @@
+"""The last steps before a program of a job runs, as the program finds them. Only the child itself is changed."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.host import capabilities, process, sandbox, sandbox_exec
+
+NOBODY = 65534
+
+
+def order(**members: Any) -> sandbox_exec.Order:
+    """A program that prints what the kernel knows of it."""
+    return sandbox.order(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
+
+
+async def run(tmp_path: Path, wanted: sandbox_exec.Order) -> tuple[int | None, dict[str, str]]:
+    """Its exit code, and the lines it has printed by their names."""
+    descriptor = sandbox.write_order(wanted)
+    out = tmp_path / "out"
+    status = await process.spawn(sandbox.command(0), env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    os.close(descriptor)
+    lines = [
+        line.partition(":") if ":" in line else (line[:25].strip(), "", line[25:])
+        for line in out.read_text().splitlines()
+    ]
+    return status, {name: value.strip() for name, _, value in lines}
+
+
+async def test_nothing_can_be_gained(tmp_path: Path) -> None:
+    """No capability in any set, none to come."""
+    status, found = await run(tmp_path, order())
+
+    assert (status, found["NoNewPrivs"]) == (0, "1")
+    assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> None:
+    """User and group alone, one capability in all sets, the others gone from the bounding set."""
+    number = capabilities.NAMES.index("NET_BIND_SERVICE")
+    if "NET_BIND_SERVICE" not in capabilities.privileges().effective:
+        pytest.skip("we do not have it ourselves")
+    status, found = await run(tmp_path, order(uid=NOBODY, gid=NOBODY, capabilities=[number]))
+
+    assert status == 0
+    assert found["Uid"].split() == [str(NOBODY)] * 4
+    assert found["Gid"].split() == [str(NOBODY)] * 4
+    assert found["Groups"] == ""
+    for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"):
+        assert capabilities.names(found[f"Cap{name}"]) == {"NET_BIND_SERVICE"}, name
+
+
+async def test_privileges_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    """``unsafe.privileged``."""
+    _, found = await run(tmp_path, order(keeps_privileges=True))
+
+    assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
+    assert capabilities.names(found["CapEff"]) == capabilities.privileges().effective
+
+
+async def test_limits_are_set_as_far_as_they_may_be(tmp_path: Path) -> None:
+    """What is too much becomes the most, and is said."""
+    _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
+    assert found["Max open files"].split()[:2] == ["77", "77"]
+    assert found["Max core file size"].split()[:2] == ["4096", "4096"]
+
+
+async def test_limit_beyond_reach_is_said(tmp_path: Path) -> None:
+    """The most that may be had is given instead."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    beyond = 1 << 40
+    _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": beyond}))
+
+    assert found["agent-shim"] == f"RLIMIT_NOFILE is {hard}, the most that may be had, not {beyond}"
+    assert found["Max open files"].split()[0] == str(hard)
+
+
+async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+    """On stderr, with an exit code of its own."""
+    status, found = await run(tmp_path, order(argv=["/nothing"]))
+
+    assert status == sandbox_exec.FAILED
+    assert found["agent-shim"].startswith("cannot run /nothing:")
+
+
+async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
+    """Whoever starts it has written down its number by then; where that fails nothing runs."""
+    marker = tmp_path / "marker"
+    wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
+    with pytest.raises(ValueError, match="full"):
+        async with sandbox.prepared(wanted, env={}, stdout=None, stderr=None) as running:
+            raise ValueError("the disk is full")
+
+    assert await running.wait() == sandbox_exec.FAILED
+    assert not marker.exists()
+
+
+async def test_what_python_ignores_is_not_ignored_by_programs(tmp_path: Path) -> None:
+    """A shell could not even undo it."""
+    _, found = await run(tmp_path, order())
+
+    assert int(found["SigIgn"], 16) == 0
+
+
+@pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
+def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, own: int) -> None:
+    """Though the agent may be; one that goes first still does."""
+    score = tmp_path / "oom_score_adj"
+    score.write_text(inherited)
+    sandbox_exec._be_killable(str(score))
+
+    # Of a file of the kernel each write is a value; here the second one begins where the first was read.
+    assert int(score.read_text().removeprefix(inherited) or inherited) == own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has groups to give up")
+async def test_groups_of_the_agent_are_given_up(tmp_path: Path) -> None:
+    """What it was started with is not handed on."""
+    before = os.getgroups()
+    os.setgroups([0, 4, 20])
+    try:
+        status, found = await run(tmp_path, order(uid=NOBODY, gid=NOBODY))
+    finally:
+        os.setgroups(before)
+
+    assert (status, found["Groups"]) == (0, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(
+    ("members", "step"),
+    [
+        ({"uid": NOBODY, "gid": NOBODY, "cwd": "/nothing"}, "enter its directory: /nothing: No such file or directory"),
+        ({"uid": 2**32 - 2, "gid": NOBODY, "argv": ["/nothing"]}, "execute: /nothing: No such file or directory"),
+        ({"cgroups": ["/nothing"]}, "join a cgroup: /nothing/cgroup.procs: No such file or directory"),
+        ({"argv": ["/etc/passwd"], "has_init": True}, "execute: /etc/passwd: Permission denied"),
+    ],
+)
+async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any], step: str) -> None:
+    """With the place where there is one."""
+    status, found = await run(tmp_path, order(**members))
+
+    program = members.get("argv", ["/bin/cat"])[0]
+    assert status == sandbox_exec.FAILED
+    assert found["agent-shim"] == f"cannot run {program}: {step}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
+    """As in a container without CAP_SETUID and CAP_SETGID."""
+    descriptor = sandbox.write_order(order(uid=NOBODY, gid=NOBODY))
+    without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
+    out = tmp_path / "out"
+    argv = [*without, *sandbox.command(0)]
+    status = await process.spawn(argv, env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    os.close(descriptor)
+
+    assert status == sandbox_exec.FAILED
+    assert "cannot run /bin/cat: become user 65534: Operation not permitted" in out.read_text()

@@ -1,0 +1,150 @@
+"""The orderly stop of all jobs when their container ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.daemon.runtime import write_termination_log
+from agent_shim.daemon.shutdown import OrderlyStop
+from tests.contract.test_actions import deployed, running
+from tests.support import jobs
+from tests.support.world import World
+from tests.support.world import world as made
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+def traced(world: World, job: str, drain: str) -> dict[str, str]:
+    """Lifecycle scripts that write down when they ran and whether the process of their job lived then."""
+    trace = world.paths.base / "trace"
+    alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
+    line = f"#!/bin/sh\n{alive}\necho {job} {{name}} $state >> {trace}\n"
+    return {
+        "bin/pre-stop": line.format(name="pre-stop"),
+        "bin/drain": line.format(name="drain") + drain,
+        "bin/post-stop": line.format(name="post-stop"),
+    }
+
+
+def trace(world: World) -> list[str]:
+    return (world.paths.base / "trace").read_text().splitlines()
+
+
+async def started(world: World, **files: Any) -> None:
+    await deployed(world, **files)
+    await world.value("start")
+    await running(world)
+
+
+async def test_scripts_run_in_order_and_processes_stay_up_until_the_last_drain_has_ended(world: World) -> None:
+    fast, slow = traced(world, "fast", "echo 0\n"), traced(world, "slow", "sleep 0.3; echo 0\n")
+    slow["bin/drain"] += (
+        f"kill -0 $(cat {world.paths.run}/fast/fast.pid) && echo others-up >> {world.paths.base}/trace\n"
+    )
+    await started(world, fast=fast, slow=slow)
+
+    stop = OrderlyStop(20)
+    await stop.run(world.agent)
+
+    assert stop.reasons == []
+    lines = trace(world)
+    assert sorted(lines[:2]) == ["fast pre-stop up", "slow pre-stop up"]
+    assert sorted(lines[2:5]) == ["fast drain up", "others-up", "slow drain up"]
+    assert sorted(lines[5:]) == ["fast post-stop down", "slow post-stop down"]
+    assert not world.paths.stopped_marker.exists()
+
+
+async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_time(world: World) -> None:
+    await started(world, slow=traced(world, "slow", "echo 1000\n"))
+    pid = int((world.paths.run / "slow/slow.pid").read_text())
+
+    stop = OrderlyStop(2)
+    async with asyncio.timeout(60):  # the script asks for 1000
+        await stop.run(world.agent)
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
+
+    assert "drain scripts were cut short" in stop.reasons
+    assert stop.summary == "not clean: " + "; ".join(stop.reasons)
+
+
+async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: World) -> None:
+    """Drain scripts of many releases end their process themselves: it is nobody's death."""
+    gate = world.paths.base / "gate"
+    drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
+    await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
+    pid = int((world.paths.run / "web/web.pid").read_text())
+    stopping = asyncio.create_task(OrderlyStop(30).run(world.agent))
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.01)
+    (service,) = world.agent.supervisor.services()
+    gate.touch()
+    await stopping
+
+    assert service.state == "unmonitored"
+    assert [event.event for event in world.events if event.event == "Does not exist"] == []
+
+
+DEAF = """#!/bin/sh
+[ $1 = stop ] && exit
+trap '' TERM
+echo $$ >{pidfile}
+while :; do sleep 0.1; done
+"""
+
+
+async def test_what_had_to_be_killed_is_named_and_the_end_is_not_clean(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
+    ctl = DEAF.format(pidfile=world.paths.run / "web/web.pid")
+    await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/ctl": ctl})
+
+    stop = OrderlyStop(30)
+    await stop.run(world.agent)
+
+    assert stop.reasons == ["killed, as the time was up: web"]
+
+
+async def test_a_second_signal_hurries(world: World) -> None:
+    await started(world, slow=traced(world, "slow", "echo 1000\n"))
+    pid = int((world.paths.run / "slow/slow.pid").read_text())
+    stop = OrderlyStop(1000)
+    stopping = asyncio.create_task(stop.run(world.agent))
+    async with asyncio.timeout(20):
+        while not any("drain" in line for line in (trace(world) if (world.paths.base / "trace").exists() else [])):
+            await asyncio.sleep(0.01)
+
+        stop.hurry.set()
+        await stopping
+
+    assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_while_the_container_ends_nothing_that_changes_the_machine_is_done(world: World) -> None:
+    world.dispatcher.refusing = "the container ends"
+
+    assert await world.error("apply", {}) == "Action Failed apply: cannot run apply: the container ends"
+    assert await world.call("ping") == {"value": "pong"}
+    assert "value" in await world.call("get_state")
+
+
+def test_the_termination_log_is_written_over_and_never_made(tmp_path: Path) -> None:
+    """Kubernetes has mounted it; where nobody has, there is none."""
+    log = tmp_path / "termination-log"
+    write_termination_log("agent-shim: all jobs stopped in order\n", log)
+    assert not log.exists()
+
+    log.write_text("what the container before this one has left, at some length: it was killed by somebody\n")
+    write_termination_log("agent-shim: not clean: drain scripts were cut short\n", log)
+    assert log.read_text() == "agent-shim: not clean: drain scripts were cut short\n"

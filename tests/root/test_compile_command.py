@@ -1,0 +1,67 @@
+"""``bosh-agent compile`` on a real ``/var/vcap``, and as process 1 of a container."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from agent_shim.cli import release_tarball
+from tests.integration.test_compile_command import LIBRARY, release
+from tests.structure.source import ROOT
+from tests.support.machine import CODE, Machine
+
+pytestmark = pytest.mark.root
+
+CALL = "import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())"
+
+
+def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) -> None:
+    """The script has ``/var/vcap/packages/NAME``; the image's os-release and stemcell_version name the result."""
+    script = f"set -e; {LIBRARY}; stat -Lc %U:%G:%a $BOSH_INSTALL_TARGET > /var/vcap/packages/library/owner"
+    source = release(tmp_path / "in.tgz", library=(script, []))
+    (box.root / "tmp/in.tgz").write_bytes(source.read_bytes())
+    box.run("mkdir -p /var/vcap/bosh/etc; printf 1.234 > /var/vcap/bosh/etc/stemcell_version; rm -f /etc/os-release")
+    box.run("printf 'ID=ubuntu\\nVERSION_CODENAME=noble\\n' > /etc/os-release")
+    box.run(f"cd {CODE}; exec {sys.executable} -c {shlex.quote(CALL)} compile -output-directory=/tmp/out /tmp/in.tgz")
+
+    with tarfile.open(box.root / "tmp/out/small-1.10-ubuntu-noble-1.234.tgz") as packed:
+        file, blob = packed.extractfile("./release.MF"), packed.extractfile("./compiled_packages/library.tgz")
+        assert file is not None
+        manifest = release_tarball.parse_manifest(file.read())
+        with tarfile.open(fileobj=blob) as package:
+            owner = package.extractfile("./owner")
+            assert owner is not None
+            assert owner.read() == b"root:vcap:755\n"
+    assert [package.stemcell for package in manifest.compiled_packages] == ["ubuntu-noble/1.234"]
+    assert box.run("ls -A /var/vcap/packages /var/vcap/data/compile").split() == [
+        "/var/vcap/data/compile:",
+        "/var/vcap/packages:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("compile r.tgz", "bosh-agent compile r.tgz in {caller}"), ("-P ubuntu", "init -P ubuntu in {caller}")],
+)
+def test_as_process_1_it_is_no_init(tmp_path: Path, words: str, expected: str) -> None:
+    """Relative paths are those of the caller; the daemon's flags still get the init."""
+    image, caller = tmp_path / "image", tmp_path / "caller"
+    for path, name in (("init/start", "init"), ("bin/bosh-agent", "bosh-agent")):
+        program = image / path
+        program.parent.mkdir(parents=True)
+        program.write_text(f'#!/bin/sh\necho {name} "$@" in $PWD\n')
+        program.chmod(0o755)
+    caller.mkdir()
+    launch = image / "bosh-agent"
+    text = (ROOT / "stemcell_overlay/rootfs/opt/agent_shim/launch").read_text()
+    launch.write_text(text.replace("/opt/agent_shim", str(image)))
+    launch.chmod(0o755)
+    command = ["unshare", "--pid", "--fork", str(launch), *words.split()]
+    told = subprocess.run(command, cwd=caller, capture_output=True, text=True, check=True).stdout
+
+    assert told == expected.format(caller=caller) + "\n"

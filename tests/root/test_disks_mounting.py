@@ -1,0 +1,588 @@
+"""Disks with real volumes: by bind mounts, by links with every capability laid down, and where a manifest put them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.actions import disks as actions
+from agent_shim.core.errors import ActionError, HostError
+from agent_shim.core.settings import DiskAssociation
+from agent_shim.host import files, mounts, volumes
+from agent_shim.services.disks import markers
+from agent_shim.services.disks.markers import OURS, Marker
+from tests.support.machine import revealing
+from tests.support.volumes import (
+    MORE_THAN_ALL,
+    Asked,
+    Instance,
+    alone,
+    drop_capabilities,
+    fill,
+    fingerprint,
+    holding,
+    migrate_until,
+    mount_ext4,
+    mount_overlay,
+    mount_tmpfs,
+)
+
+pytestmark = pytest.mark.root
+
+Maker = Callable[[Path], object]
+
+
+def ext4(point: Path) -> None:
+    mount_ext4(point, point.with_suffix(".image"), size=64 << 20)
+
+
+def overlay(point: Path) -> None:
+    mount_overlay(point, mount_tmpfs(point.with_suffix(".layers")))
+
+
+def subpath(point: Path) -> None:
+    """A directory of a volume that other pods use as well."""
+    inside = mount_tmpfs(point.with_suffix(".whole")) / "instance-0"
+    inside.mkdir()
+    point.mkdir()
+    mounts.bind(inside, point)
+
+
+KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
+"""All below a directory with blanks in its name."""
+
+
+def by_mounts(scratch: Path) -> Instance:
+    instance = Instance(scratch, bind=True, system=True)
+    instance.disks._places._binds = None
+    return instance
+
+
+def by_links(scratch: Path) -> Instance:
+    return Instance(scratch, bind=False)
+
+
+# --- whole stories --------------------------------------------------------------------------------------------------
+
+
+async def resize(instance: Instance, between: Callable[[], None], *, as_root: bool) -> None:
+    """As a Director does it, with whatever happens to the agent between any two of its requests."""
+    agent: Any = Asked(instance)
+    await actions.mount_disk(agent, "a")
+    fill(instance.paths.store / "files", as_root=as_root)
+    wanted = fingerprint(instance.paths.store)
+    for request, arguments, listed in [
+        (actions.add_persistent_disk, ["b", str(instance.volume("b"))], ["a"]),
+        (actions.mount_disk, ["b"], ["a", "b"]),
+        (actions.migrate_disk, ["a", "b"], ["b"]),
+        (actions.remove_persistent_disk, ["a"], ["b"]),
+    ]:
+        between()
+        agent = Asked(instance)
+        await request(agent, *arguments)
+        assert await actions.list_disk(agent) == listed
+        assert fingerprint(instance.paths.store) == wanted, request
+        between()
+        assert await actions.list_disk(Asked(instance)) == listed
+        assert fingerprint(instance.paths.store) == wanted
+    assert fingerprint(instance.volume("a")) == wanted
+
+
+def nothing(_: Instance) -> None:
+    """The container stays as it is, as under Warden, which attaches live."""
+
+
+@KINDS
+@pytest.mark.parametrize("between", [nothing, Instance.start_agent, Instance.remake_container])
+@pytest.mark.parametrize("way", [by_mounts, by_links])
+@alone
+async def test_a_whole_resize(
+    tmp_path: Path, make: Maker, between: Callable[[Instance], None], way: Callable[[Path], Instance]
+) -> None:
+    instance = way(tmp_path)
+    instance.attach("a", make)
+    instance.attach("b", make)
+    del instance.persistent["b"]
+
+    def happens() -> None:
+        between(instance)
+        if instance.paths.store.exists() and between is not nothing:
+            instance.persistent["b"] = str(instance.volume("b"))  # the CPI writes all it has attached
+
+    # Attributes of root alone cannot be set on every overlay.
+    await resize(instance, happens, as_root=make is not overlay)
+
+
+@KINDS
+@alone
+async def test_a_whole_resize_without_any_capability(tmp_path: Path, make: Maker) -> None:
+    instance = Instance(tmp_path, bind=False)
+    instance.attach("a", make)
+    instance.attach("b", make)
+    drop_capabilities()
+    instance.disks._places._binds = None
+    assert not instance.disks._places.binds()
+
+    await resize(instance, instance.start_agent, as_root=False)
+
+
+@alone
+async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
+    for path in [tmp_path, *tmp_path.parents][:3]:
+        path.chmod(0o755)
+    closed, aside, back = revealing(tmp_path, tmp_path)
+    cover = f"for place in {closed}; do mount -t tmpfs -o mode=0755 tmpfs $place; done"
+    subprocess.run(["sh", "-ec", f"{aside}\n{cover}\n{back}"], check=True)  # noqa: ASYNC221 - nothing else runs yet
+    os.chown(tmp_path, 1000, 1000)
+    os.setgid(1000)
+    os.setuid(1000)
+    instance = Instance(tmp_path, bind=False)
+    instance.disks._places._binds = None
+    assert not instance.disks._places.binds()
+    instance.attach("a")
+    instance.attach("b")
+
+    await resize(instance, instance.start_agent, as_root=False)
+
+
+# --- bind mounts ----------------------------------------------------------------------------------------------------
+
+
+@alone
+async def test_a_disk_is_bound_to_the_real_store(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+
+    await instance.disks.mount("a")
+
+    assert instance.paths.store == Path("/var/vcap/store")
+    assert mounts.is_mount_point(instance.paths.store)
+    assert volumes.shows(instance.paths.store, instance.volume("a"))
+    await instance.disks.unmount("a")
+    assert not mounts.is_mount_point(instance.paths.store)
+    assert mounts.is_mount_point(instance.volume("a")), "the mount of the runtime is not ours"
+
+
+@alone
+async def test_mounting_twice_mounts_once(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", ext4)
+    await instance.disks.mount("a")
+    before = mounts.MOUNTINFO.read_bytes()
+
+    await instance.disks.mount("a")
+
+    assert mounts.MOUNTINFO.read_bytes() == before
+
+
+@alone
+async def test_a_bare_directory_is_no_volume(tmp_path: Path) -> None:
+    """What is written there is lost with the container."""
+    instance = by_mounts(tmp_path)
+    place = Path("/usr/share")
+    instance.persistent["a"] = str(place)
+
+    with pytest.raises(ActionError, match=f"nothing is mounted at {place}"):
+        await instance.disks.mount("a")
+
+
+def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
+    """An instance that sees a directory of the node, where disk ``a`` has a mount point and no mount yet."""
+    instance = Instance(scratch, bind=bind, system=True)
+    on_node = mount_tmpfs(scratch / "node/disks") / "a"
+    on_node.mkdir()
+    instance.persistent["a"] = str(on_node)
+    return instance, on_node
+
+
+@pytest.mark.parametrize("bind", [True, False])
+@alone
+async def test_a_directory_below_a_mount_is_no_volume(tmp_path: Path, bind: bool) -> None:
+    """The gap between mkdir and mount of a live attachment: what is written then stays on the node."""
+    instance, on_node = of_the_node(tmp_path, bind=bind)
+
+    with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
+        await instance.disks.mount("a")
+    assert not list(on_node.iterdir())
+    assert await instance.disks.list() == []
+
+    mount_tmpfs(on_node)
+    await instance.disks.mount("a")
+    instance.write("data", "of a job")
+    assert await instance.disks.list() == ["a"]
+    if bind:
+        mounts.unmount(instance.paths.store)
+    mounts.unmount(on_node)
+    assert not list(on_node.iterdir())
+
+
+@pytest.mark.parametrize("bind", [True, False])
+@alone
+async def test_a_disk_whose_mount_has_left_is_missed(tmp_path: Path, bind: bool) -> None:
+    """Jobs are not started on the directory of the node that the mount has uncovered."""
+    instance, on_node = of_the_node(tmp_path, bind=bind)
+    mount_tmpfs(on_node)
+    await instance.disks.mount("a")
+    if bind:
+        mounts.unmount(instance.paths.store)
+    mounts.unmount(on_node)
+
+    await instance.disks.recover()
+
+    assert await instance.disks.problem() == f"disk a was mounted and is not there: no volume at {on_node}"
+    assert await instance.disks.list() == []
+
+
+@alone
+async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> None:
+    """Links of dynamic disks and of disks with names, until something is mounted where they lead to."""
+    instance, on_node = of_the_node(tmp_path, bind=True)
+    instance.paths.dynamic_disks.mkdir()
+    wanted = [DiskAssociation(cid="a", name="data")]
+
+    with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
+        await instance.disks.add_dynamic("a", str(on_node))
+    with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
+        await instance.disks.associate(wanted)
+    mount_tmpfs(on_node)
+    await instance.disks.add_dynamic("a", str(on_node))
+    await instance.disks.associate(wanted)
+
+    assert (instance.paths.dynamic_disks / "a").readlink() == on_node
+    assert (instance.paths.instance_disks / "data").readlink() == on_node
+
+
+@alone
+async def test_a_stranger_on_the_store_is_not_mounted_over(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+    mount_tmpfs(instance.paths.store)
+    instance.write("data", "of somebody")
+
+    with pytest.raises(ActionError, match="leads to a place that is no known disk"):
+        await instance.disks.mount("a")
+    assert instance.read("data") == "of somebody"
+
+
+@alone
+async def test_options_of_the_settings_are_set(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.env = {"persistent_disk_mount_options": ["noexec", "noatime", "data=writeback"]}
+    instance.attach("a", mount_tmpfs)
+
+    await instance.disks.mount("a")
+
+    mount = mounts.mount_of(instance.paths.store)
+    assert mount is not None
+    assert {"noexec", "noatime"} <= mount.options
+
+
+@alone
+async def test_the_disk_that_is_copied_can_only_be_read(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    for cid in "ab":
+        instance.attach(cid, mount_tmpfs)
+        await instance.disks.mount(cid)
+    said: list[str] = []
+
+    async def copy(source: Path, target: Path, report: object) -> None:
+        try:
+            instance.write("late", "x")
+        except OSError as exc:
+            said.append(errno.errorcode[exc.errno or 0])
+        raise HostError("cut off")
+
+    instance.disks._copy = copy
+    with pytest.raises(HostError, match="cut off"):
+        await instance.disks.migrate("a", "b")
+
+    assert said == ["EROFS"]
+    instance.write("after", "x")
+
+
+@alone
+async def test_a_disk_that_was_left_read_only_by_a_kill_can_be_written_again(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+    await instance.disks.mount("a")
+    volumes.set_options(instance.paths.store, like=instance.volume("a"), more=["ro"])
+    instance.start_agent()
+
+    await instance.disks.recover()
+
+    instance.write("after", "x")
+
+
+@alone
+async def test_a_user_of_a_bound_disk_is_named(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+    await instance.disks.mount("a")
+    mount_tmpfs(instance.paths.store / "nested")
+
+    with holding(instance.paths.store, "cwd") as program, pytest.raises(ActionError) as caught:
+        await instance.disks.unmount("a")
+
+    assert f"pid {program.pid} (" in str(caught.value)
+    assert "works in /var/vcap/store" in str(caught.value)
+    assert "tmpfs is mounted on /var/vcap/store/nested" in str(caught.value)
+    assert await instance.disks.list() == ["a"]
+
+
+@alone
+async def test_a_failed_swap_leaves_the_old_disk_bound_to_the_store(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    for cid in "ab":
+        instance.attach(cid, mount_tmpfs)
+        await instance.disks.mount(cid)
+    show = volumes.show
+
+    def broken(volume: Path, place: Path, *, bind: bool) -> None:
+        if (volume, place) == (instance.volume("b"), instance.paths.store):
+            raise HostError("cannot bind")
+        show(volume, place, bind=bind)
+
+    volumes.show = broken
+    with pytest.raises(HostError, match="cannot bind"):
+        await instance.disks.migrate("a", "b")
+
+    assert await instance.disks.list() == ["a", "b"]
+    assert mounted_on(instance.paths.store) == 1
+    instance.write("after", "it can be written")
+
+
+def mounted_on(place: Path) -> int:
+    return sum(mount.point == place for mount in mounts.mounts())
+
+
+@pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
+@alone
+async def test_a_migration_by_mounts_killed_at_any_step_goes_on(
+    tmp_path: Path, restart: Callable[[Instance], None]
+) -> None:
+    instance = by_mounts(tmp_path)
+    for step in range(MORE_THAN_ALL):
+        for cid in "ab":
+            instance.attach(cid, mount_tmpfs)
+        (instance.volume("a") / "data").write_bytes(os.urandom(1000))
+        wanted = fingerprint(instance.volume("a"))
+        await instance.disks.mount("a")
+        await instance.disks.mount("b")
+        is_over = await migrate_until(step, instance)
+        restart(instance)
+
+        await instance.disks.recover()
+        assert await instance.disks.problem() == ""
+        assert await instance.disks.list() in (["a", "b"], ["b"]), step
+        assert fingerprint(instance.paths.store) == wanted, step
+        assert mounted_on(instance.paths.store) == 1, step
+        instance.write("probe", "it can be written")
+        (instance.paths.store / "probe").unlink()
+        os.utime(instance.paths.store)
+
+        await instance.disks.migrate("a", "b")
+        assert await instance.disks.list() == ["b"]
+        assert fingerprint(instance.paths.store) == wanted, step
+        assert instance.marker("a") == Marker("a", "")
+        if is_over:
+            return
+        await instance.disks.unmount("b")
+        for cid in "ab":
+            mounts.unmount(instance.volume(cid))
+            instance.volume(cid).rmdir()
+    pytest.fail("it never came to its end")
+
+
+# --- a manifest mounts the volume on the store ----------------------------------------------------------------------
+
+
+def manifest(instance: Instance) -> None:
+    """What the kubelet mounts before the container starts; the hint of the disk says so."""
+    mounts.bind(instance.volume("a"), instance.paths.store)
+    instance.persistent["a"] = str(instance.paths.store)
+
+
+@alone
+async def test_what_a_manifest_mounted_on_the_store_stays_there(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+    manifest(instance)
+    before = mounts.MOUNTINFO.read_bytes()
+
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+    assert mounts.MOUNTINFO.read_bytes() == before
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+    assert mounts.MOUNTINFO.read_bytes() == before
+    assert await instance.disks.list() == []
+    instance.start_agent()
+    assert await instance.disks.list() == []
+    instance.persistent.clear()
+    assert await instance.disks.list() == [], "nor when nobody names it any more"
+
+
+@alone
+async def test_a_disk_without_any_hint_is_what_a_manifest_mounted_on_the_store(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+    manifest(instance)
+    instance.persistent["a"] = None
+
+    await instance.disks.mount("a")
+
+    assert await instance.disks.list() == ["a"]
+    assert instance.marker("a") == Marker("a", "store")
+
+
+@alone
+async def test_a_disk_that_a_manifest_mounted_is_migrated_by_covering_it(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    instance.attach("a", mount_tmpfs)
+    instance.attach("b", mount_tmpfs)
+    manifest(instance)
+    await instance.disks.mount("a")
+    fill(instance.paths.store / "files", as_root=True)
+    wanted = fingerprint(instance.paths.store)
+    await instance.disks.mount("b")
+
+    await instance.disks.migrate("a", "b")
+
+    for _ in range(2):
+        assert await instance.disks.list() == ["b"]
+        assert volumes.shows(instance.paths.store, instance.volume("b"))
+        assert fingerprint(instance.paths.store) == wanted
+        assert instance.marker("a") == Marker("a", "")
+        instance.remake_container()
+        manifest(instance)
+
+
+@alone
+async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(tmp_path: Path) -> None:
+    instance = by_mounts(tmp_path)
+    for cid in "ab":
+        instance.attach(cid, mount_tmpfs)
+    manifest(instance)
+    markers.write(instance.volume("a"), Marker("a", "store"))
+    markers.write(instance.volume("b"), Marker("b", "store", source="a", generation=1))
+
+    await instance.disks.recover()
+
+    assert await instance.disks.list() == ["b"]
+    assert await instance.disks.problem() == ""
+    assert instance.marker("a") == Marker("a", "")
+    assert mounted_on(instance.paths.store) == 2, "the mount of the manifest is not ours to take away"
+
+
+@alone
+async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp_path: Path) -> None:
+    """The manifest mounts it on the store and at its hint; this container may not unmount."""
+    instance = Instance(tmp_path, bind=False)
+    instance.attach("a", mount_tmpfs)
+    mounts.bind(instance.volume("a"), instance.paths.store)
+    drop_capabilities()
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+    assert await instance.disks.list() == []
+    instance.start_agent()
+    assert await instance.disks.list() == []
+    await instance.disks.mount("a")
+    assert await instance.disks.list() == ["a"]
+
+
+@alone
+async def test_a_read_only_volume_mounted_twice_counts_as_unmounted_too(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, bind=False)
+    instance.attach("a", mount_tmpfs)
+    mounts.bind(instance.volume("a"), instance.paths.store)
+    for place in (instance.volume("a"), instance.paths.store):
+        mounts.bind(place, place, read_only=True)
+    drop_capabilities()
+    await instance.disks.mount("a")
+    assert instance.marker("a") is None
+    assert await instance.disks.list() == ["a"]
+
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+    assert await instance.disks.list() == []
+
+
+# --- SIGKILL --------------------------------------------------------------------------------------------------------
+
+POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
+FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))
+SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
+"""How often, and how much there is to copy: outside the daily tests 50, 10000 and 2147483648."""
+
+
+def in_a_process(instance: Instance, *cids: str) -> int:
+    """An agent, with its worker, that migrates; its number."""
+    pid = os.fork()
+    if pid == 0:
+        instance.start_agent()
+        asyncio.run(instance.disks.migrate(*cids))
+        os._exit(0)
+    return pid
+
+
+async def what_is_left(instance: Instance) -> list[str]:
+    """The disks that the next agent has mounted, after it was asked whether all is well."""
+    instance.start_agent()
+    await instance.disks.recover()
+    assert await instance.disks.problem() == ""
+    return await instance.disks.list()
+
+
+@pytest.mark.parametrize("way", [by_mounts, by_links])
+@alone
+def test_an_agent_that_is_killed_while_it_migrates_loses_nothing(
+    tmp_path: Path, way: Callable[[Path], Instance]
+) -> None:
+    """There and back again, killed at moments anywhere between the start of the worker and the swap."""
+    instance = way(tmp_path)
+    instance.copy = None
+    for cid in "ab":
+        instance.attach(cid, lambda point: mount_ext4(point, point.with_suffix(".image"), size=2 * SIZE + (64 << 20)))
+    old, new = "a", "b"
+    asyncio.run(instance.disks.mount(old))
+    fill(instance.paths.store / "files", as_root=True)
+    (instance.paths.store / "many").mkdir()
+    for number in range(FILES):
+        (instance.paths.store / "many" / str(number)).write_bytes(os.urandom(SIZE // FILES))
+    wanted = fingerprint(instance.paths.store)
+    asyncio.run(instance.disks.mount(new))
+    begun_at = time.monotonic()
+    os.waitpid(in_a_process(instance, old, new), 0)
+    whole = time.monotonic() - begun_at
+    killed = 0
+    while True:
+        there = asyncio.run(what_is_left(instance))
+        assert there in ([old, new], [new])
+        assert fingerprint(instance.paths.store) == wanted
+        if there == [new]:
+            if killed >= POINTS:
+                return
+            old, new = new, old
+            for path in instance.volume(new).iterdir():
+                if path.name not in OURS:
+                    files.remove_tree(path)
+            asyncio.run(instance.disks.mount(new))
+        agent = in_a_process(instance, old, new)
+        if killed < POINTS:
+            time.sleep(random.Random(killed).uniform(0.1, 1.1) * whole)
+            os.kill(agent, signal.SIGKILL)
+            killed += 1
+        os.waitpid(agent, 0)

@@ -1,0 +1,374 @@
+"""Containers with real mounts and process numbers of their own end, and the next ones come with the same volumes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from agent_shim.host import files
+from tests.support import jobs
+from tests.support.pod import AGENT, Pod
+from tests.support.pod import pod as made
+
+pytestmark = pytest.mark.root
+
+WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with made(tmp_path) as one:
+        yield one
+
+
+def writer(name: str) -> dict[str, str | bytes]:
+    """A job that writes to the store at each start and in its pre-start, which also leaves a file in /etc."""
+    files = jobs.sleeper(Paths(), name)
+    ctl = files["bin/ctl"].replace("start)", f"start) echo {name} >>/var/vcap/store/events;")
+    pre_start = f"#!/bin/sh\necho pre-start {name} >>/var/vcap/store/events\ntouch /etc/made-by-{name}\n"
+    return {"monit": files["monit"], "bin/ctl": ctl, "bin/pre-start": pre_start}
+
+
+async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
+    """What the Director does, but for pre-start; the spec."""
+    spec = jobs.spec(pod.scratch / "blobs", {name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
+    await pod.run("apply", spec)
+    await pod.run("start")
+    await pod.until("running")
+    return spec
+
+
+def events(pod: Pod, cid: str = "disk-1") -> list[str]:
+    """What the jobs have written to the disk itself; forgotten when asked."""
+    path = pod.volume(cid) / "events"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.write_text("")
+    return lines
+
+
+async def test_the_first_pong_waits_for_nothing_that_the_bus_does_not_need(pod: Pod) -> None:
+    """Authorities that a new container has to learn, say: the command takes most of a second, and here for ever."""
+    pod.start_container()
+    pod.machine.write("/mnt/for-ever", "", mode=0o755)
+    (pod.machine.root / "mnt/for-ever").write_text("#!/bin/sh\nexec sleep 1000\n")
+    pod.machine.run("mount --bind /mnt/for-ever /usr/sbin/update-ca-certificates")
+    pod.machine.run("mount -t tmpfs tmpfs /usr/local/share/ca-certificates")
+    pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    pod.machine.write("/var/vcap/bosh/update_settings.json", {"trusted_certs": pem})
+
+    await pod.start_agent()
+
+    assert await pod.director.value(AGENT, "ping", timeout=30) == "pong"
+    assert "boot step trusted certificates" not in pod.log
+    assert "boot step jobs that ran before" in pod.log
+
+
+async def with_a_disk(pod: Pod) -> None:
+    """The first container, its agent, and a disk on the store."""
+    pod.attach("disk-1")
+    await pod.start()
+    await pod.run("mount_disk", "disk-1")
+
+
+@pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
+async def test_restart_in_place(pod: Pod, prefix: tuple[str, ...]) -> None:
+    """Disk, then pre-start, then the jobs; users and names are those of before, and nothing stale is left."""
+    pod.prefix = prefix
+    await with_a_disk(pod)
+    await deploy(pod, "web", "worker")
+    assert sorted(events(pod)) == ["web", "worker"]
+    records = json.dumps({"version": 3, "records": [["10.9.8.7", "neighbour.bosh"]]}).encode()
+    blob = jobs.blob(pod.scratch / "blobs", records)
+    await pod.run("sync_dns", blob["blobstore_id"], blob["sha1"], 3)
+    before = await pod.until("running")
+
+    await pod.restart()
+
+    after = await pod.until("running")
+    seen = events(pod)
+    assert sorted(seen[:2]) == ["pre-start web", "pre-start worker"]
+    assert sorted(seen[2:]) == ["web", "worker"]
+    assert (pod.machine.root / "etc/made-by-web").exists()
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert "10.9.8.7 neighbour.bosh" in (pod.machine.root / "etc/hosts").read_text()
+    dns = pod.vcap / "instance/dns/records.json"
+    assert (dns.read_bytes(), oct(dns.stat().st_mode & 0o777), dns.stat().st_gid) == (records, "0o640", 1000)
+    for volatile in ("processes", "vitals"):
+        before.pop(volatile, None)
+        after.pop(volatile, None)
+    assert after == before
+    assert pod.vcap.joinpath("jobs/web").readlink().is_relative_to("/var/vcap/data/jobs/web")
+
+
+async def test_restart_again_and_again(pod: Pod) -> None:
+    """Each time the same."""
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    events(pod)
+
+    for _ in range(3):
+        await pod.restart()
+        await pod.until("running")
+        assert events(pod) == ["pre-start web", "web"]
+
+
+async def test_reboot_with_the_root_file_system(pod: Pod) -> None:
+    """As on a machine: no pre-start, nothing of the old run directory, the disk first."""
+    pod.keeps_root = True
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    assert events(pod) == ["web"]
+    (pod.vcap / "data/sys/run/web/stale").touch()
+
+    await pod.restart()
+
+    await pod.until("running")
+    assert events(pod) == ["web"]
+    assert not (pod.vcap / "data/sys/run/web/stale").exists()
+    assert await pod.run("list_disk") == ["disk-1"]
+
+
+async def test_recreation_with_the_disk_alone(pod: Pod) -> None:
+    """As the Docker and Kubernetes CPIs do it: the disk is on the store before anybody asks; nothing else is known."""
+    await with_a_disk(pod)
+    spec = await deploy(pod, "web")
+    events(pod)
+    pod.kill()
+    pod.lose_data()
+    await pod.start()
+
+    assert (pod.vcap / "store/events").exists()
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert (await pod.until("running"))["deployment"] == ""
+    assert events(pod) == []
+    await pod.run("apply", spec)
+    await pod.run("start")
+    await pod.until("running")
+    assert events(pod) == ["web"]
+
+
+async def test_recreation_with_all_volumes(pod: Pod) -> None:
+    """With more disks than before; the one that was on the store is there."""
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    events(pod)
+    pod.kill()
+    pod.attach("disk-2")
+    await pod.start()
+
+    await pod.until("running")
+
+    assert events(pod) == ["pre-start web", "web"]
+    assert await pod.run("list_disk") == ["disk-1"]
+
+
+async def test_disk_that_comes_late(pod: Pod) -> None:
+    """No job is started before it, the instance is failing, and then everything goes its way."""
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    events(pod)
+    pod.kill()
+    pod.disks.clear()
+    pod.start_container()
+    settings = json.loads((pod.vcap / "bosh/warden-cpi-agent-env.json").read_text())
+    settings["disks"]["persistent"]["disk-1"] = "/var/vcap/bosh/disks/disk-1"
+    pod.machine.write("/var/vcap/bosh/warden-cpi-agent-env.json", settings)
+    pod.exec_agent()
+    await pod.director.wait_until_ready(AGENT, timeout=30)
+    await pod.until("failing")
+    assert events(pod) == []
+
+    # A mount made from inside, as a CPI does by exec.
+    pod.machine.run("mkdir -p /var/vcap/bosh/disks/disk-1 /mnt/late")
+    pod.volume("disk-1").joinpath(".agent_shim/lease.json").unlink()
+    for path in sorted(pod.volume("disk-1").rglob("*")):
+        target = pod.scratch / "container-2/late" / path.relative_to(pod.volume("disk-1"))
+        target.mkdir() if path.is_dir() else target.write_bytes(path.read_bytes())
+    pod.machine.run("mount --bind /mnt/late /var/vcap/bosh/disks/disk-1")
+
+    await pod.until("running")
+    assert (pod.scratch / "container-2/late/events").read_text().splitlines() == ["pre-start web", "web"]
+
+
+async def test_second_container_on_the_same_volumes(pod: Pod, tmp_path: Path) -> None:
+    """It waits, off the bus, and takes over when the first one is gone."""
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    events(pod)
+    (tmp_path / "twin").mkdir()
+    twin = Pod(tmp_path / "twin", pod.server, pod.director)
+    for name in ("data", "blobs", "disks"):
+        files.swap_link(pod.scratch / name, twin.scratch / name)
+    twin.disks = pod.disks
+    try:
+        twin.start_container()
+        twin.exec_agent()
+        async with asyncio.timeout(30):
+            while "waiting until another agent ends" not in twin.log:
+                await asyncio.sleep(0.02)
+        assert f"/var/vcap/data is in use by agent {AGENT} on " in twin.log
+        assert not (twin.vcap / "store").exists()
+        written = sorted(path.name for path in (twin.vcap / "bosh").glob("*.json"))
+        assert written == ["agent.json", "warden-cpi-agent-env.json"]
+        assert events(pod) == []
+        await pod.run("stop")
+        pod.kill()
+
+        async with asyncio.timeout(60):
+            while "boot step jobs that ran before" not in twin.log:
+                await asyncio.sleep(0.05)
+        await pod.director.wait_until_ready(AGENT, timeout=30)
+        assert await twin.run("list_disk") == ["disk-1"]
+    finally:
+        twin.kill()
+
+
+async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, tmp_path: Path) -> None:
+    """The disk alone is shared: a pod that was made anew elsewhere, while its predecessor still runs."""
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    events(pod)
+    (tmp_path / "twin").mkdir()
+    twin = Pod(tmp_path / "twin", pod.server, pod.director)
+    files.swap_link(pod.scratch / "disks", twin.scratch / "disks")
+    twin.disks = pod.disks
+    try:
+        twin.start_container()
+        twin.exec_agent()
+        async with asyncio.timeout(30):
+            while "waiting until another agent ends" not in twin.log:
+                await asyncio.sleep(0.02)
+        assert f"disk disk-1 is in use by agent {AGENT} on " in twin.log
+        assert not (twin.vcap / "store").exists()
+        assert await pod.run("list_disk") == ["disk-1"]
+    finally:
+        twin.kill()
+
+
+async def test_disk_of_a_vm_that_died_with_its_machine(pod: Pod) -> None:
+    """Resurrected elsewhere: nobody has given the disk back, and the Director's mount_disk succeeds all the same."""
+    await with_a_disk(pod)
+    (pod.volume("disk-1") / "data").write_text("precious")
+    pod.kill()
+    lease = pod.volume("disk-1") / ".agent_shim/lease.json"
+    elsewhere = {"holder": "0", "agent_id": "former", "host": "node-7", "boot": "another", "is_over": False}
+    lease.write_text(json.dumps(json.loads(lease.read_text()) | elsewhere))
+    pod.lose_data()
+    await pod.start()
+    assert await pod.run("list_disk") == []
+
+    await pod.run("mount_disk", "disk-1")
+
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert (pod.vcap / "store/data").read_text() == "precious"
+
+
+async def test_what_lies_in_memory_is_told(pod: Pod) -> None:
+    """``env.bosh.job_dir.tmpfs``: secrets of jobs are on no disk, and the Director has to bring them again."""
+    pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
+    await with_a_disk(pod)
+    spec = await deploy(pod, "web")
+    kinds = pod.machine.run("findmnt -rno TARGET,FSTYPE | grep /var/vcap/data/").splitlines()
+    assert {line for line in kinds if line.endswith("tmpfs")} == {
+        "/var/vcap/data/jobs tmpfs",
+        "/var/vcap/data/sensitive_blobs tmpfs",
+        "/var/vcap/data/sys/run tmpfs",
+    }
+    events(pod)
+
+    await pod.restart()
+
+    await pod.until("failing")
+    text = "the files of job web are gone, the Director has to apply its spec again"
+    assert text in pod.log
+    assert events(pod) == []
+    await pod.run("apply", spec)
+    await pod.run("start")
+    await pod.until("running")
+
+
+SECRET = "not-to-be-found-on-a-disk"
+
+
+async def test_settings_in_memory_are_on_no_disk(pod: Pod) -> None:
+    """``env.bosh.agent.settings.tmpfs``: neither the tree nor its copy on the volume holds credentials."""
+    pod.env = {"agent": {"settings": {"tmpfs": True}}}
+    await with_a_disk(pod)
+    stores = [{"provider": "dav", "options": {"user": SECRET}}]
+    await pod.run("update_settings", {"trusted_certs": "", "disk_associations": [], "blobstores": stores})
+    held = json.loads(pod.machine.run("cat /var/vcap/bosh/settings/update_settings.json"))
+    assert held["blobstores"][0]["options"]["user"] == SECRET
+
+    pod.end_agent()
+    await pod.start_agent()
+
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert "boot step settings in memory: done" in pod.log
+    assert pod.machine.run("findmnt -rno FSTYPE,OPTIONS /var/vcap/bosh/settings").startswith(
+        "tmpfs rw,relatime,size=16384k,mode=700"
+    )
+    assert pod.machine.run("cat /var/vcap/bosh/update_settings.json").startswith("{")
+    assert pod.machine.run(f"find /var/vcap/bosh /var/vcap/data -xdev -type f | xargs grep -l {SECRET} || true") == ""
+
+
+IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
+
+
+def in_memory(pod: Pod) -> list[str]:
+    """The mounts below ``data``, each as often as it is there."""
+    return sorted(pod.machine.run("findmnt -rno TARGET | grep ^/var/vcap/data/").splitlines())
+
+
+async def test_agent_restarted_beside_jobs_in_memory(pod: Pod) -> None:
+    """Nothing is mounted a second time, the processes go on."""
+    pod.env = IN_MEMORY
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    mounts = in_memory(pod)
+    pid = pod.machine.run("cat /var/vcap/sys/run/web/web.pid")
+
+    pod.end_agent()
+    await pod.start_agent()
+
+    await pod.until("running")
+    assert in_memory(pod) == mounts
+    assert pod.machine.run("cat /var/vcap/sys/run/web/web.pid") == pid
+    assert events(pod) == ["web"]
+
+
+async def test_directories_in_memory_that_cannot_be(pod: Pod) -> None:
+    """A container that may not mount has them on disk, says so, and comes back with them."""
+    pod.env = IN_MEMORY
+    pod.prefix = WITHOUT_MOUNTS
+    await with_a_disk(pod)
+    assert "boot step directories in memory: skipped: cannot mount a tmpfs" in pod.log
+    await deploy(pod, "web")
+    events(pod)
+
+    await pod.restart()
+
+    await pod.until("running")
+    assert events(pod) == ["pre-start web", "web"]
+
+
+async def test_directories_in_memory_of_the_manifest(pod: Pod) -> None:
+    """What the kubelet has mounted there is used as it is, and outlives a restart of the container."""
+    pod.env = IN_MEMORY
+    for name in ("jobs", "sensitive_blobs"):
+        (pod.scratch / name).mkdir()
+        pod.seen[f"/var/vcap/data/{name}"] = pod.scratch / name
+    await with_a_disk(pod)
+    await deploy(pod, "web")
+    assert list((pod.scratch / "jobs").iterdir()) == [pod.scratch / "jobs/web"]
+    events(pod)
+
+    await pod.restart()
+
+    await pod.until("running")
+    assert events(pod) == ["pre-start web", "web"]

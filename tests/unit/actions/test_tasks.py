@@ -1,0 +1,345 @@
+"""The lane of long actions and what is remembered of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import stat
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.actions.tasks import LARGE, Bounds, Tasks
+from agent_shim.core import wire
+from agent_shim.core.errors import ActionError, TaskNotFoundError
+
+
+def failure(method: str, exc: BaseException) -> str:
+    return f"{method}: {exc}"
+
+
+@pytest.fixture
+async def tasks(tmp_path: Path) -> AsyncIterator[Tasks]:
+    lane = Tasks(tmp_path / "tasks.json", tmp_path / "outcomes", hold=0.05)
+    running = asyncio.ensure_future(lane.run(failure))
+    yield lane
+    running.cancel()
+
+
+async def ended(tasks: Tasks, task_id: str) -> Any:
+    async with asyncio.timeout(5):
+        await tasks.find(task_id).ended.wait()
+    return tasks.find(task_id)
+
+
+async def test_tasks_run_one_at_a_time_in_the_order_they_came(tasks: Tasks) -> None:
+    seen: list[str] = []
+
+    async def work(name: str) -> str:
+        seen.append(f"+{name}")
+        await asyncio.sleep(0.001)
+        seen.append(f"-{name}")
+        return name
+
+    made = [tasks.submit("m", lambda name=name: work(name)) for name in "abc"]  # type: ignore[misc]
+    assert tasks.waiting == 3
+    assert (await ended(tasks, made[-1].id)).outcome == "c"
+
+    assert seen == ["+a", "-a", "+b", "-b", "+c", "-c"]
+
+
+async def test_failed_task_keeps_its_text_and_the_lane_goes_on(tasks: Tasks) -> None:
+    async def broken() -> None:
+        raise ActionError("no")
+
+    async def fine() -> int:
+        return 0
+
+    first, second = tasks.submit("bad", broken), tasks.submit("good", fine)
+
+    assert ((await ended(tasks, second.id)).state, (await ended(tasks, first.id)).state) == ("done", "failed")
+    assert tasks.find(first.id).outcome == "bad: no"
+
+
+async def test_unknown_task_has_the_text_of_the_go_agent(tasks: Tasks) -> None:
+    with pytest.raises(TaskNotFoundError, match="^Task with id nope could not be found$"):
+        tasks.find("nope")
+
+
+async def test_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
+    lane = Tasks(tmp_path / "tasks.json", tmp_path / "outcomes", hold=3600)
+    running = asyncio.ensure_future(lane.run(failure))
+    release = asyncio.Event()
+    task = lane.submit("m", release.wait)
+    poll = asyncio.ensure_future(lane.poll(task.id))
+    await asyncio.sleep(0)
+
+    release.set()
+
+    async with asyncio.timeout(5):
+        assert (await poll).state == "done"
+    running.cancel()
+
+
+async def test_poll_is_not_held_beyond_its_time_or_its_release(tmp_path: Path) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    short = Tasks(tmp_path / "a", tmp_path / "outcomes", hold=0.01)
+    assert (await short.poll(short.submit("m", never).id)).state == "running"
+
+    long = Tasks(tmp_path / "b", tmp_path / "outcomes", hold=3600)
+    task = long.submit("m", never)
+    poll = asyncio.ensure_future(long.poll(task.id))
+    await asyncio.sleep(0)
+    long.release_polls()
+    async with asyncio.timeout(5):
+        assert (await poll).state == "running"
+        assert (await long.poll(task.id)).state == "running"
+
+
+async def test_only_tasks_that_can_be_are_cancelled(tasks: Tasks) -> None:
+    cancelled = asyncio.Event()
+    able = tasks.submit("drain", cancelled.wait, cancelled=cancelled)
+
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    unable = tasks.submit("apply", forever)
+
+    with pytest.raises(ActionError, match="^not supported$"):
+        tasks.cancel(unable.id)
+    await asyncio.sleep(0)
+    assert tasks.running is able
+    tasks.cancel(able.id)
+    assert (await ended(tasks, able.id)).state == "done"
+    tasks.cancel(able.id)
+
+
+async def test_cancelled_task_that_waits_ends_at_once_and_never_begins(tasks: Tasks) -> None:
+    """It does not wait for those before it, and those behind it run."""
+    gate = asyncio.Event()
+    begun: list[str] = []
+
+    async def work() -> None:
+        begun.append("it")
+
+    ahead, cancelled = tasks.submit("apply", gate.wait), asyncio.Event()
+    waiting, behind = tasks.submit("run_errand", work, cancelled=cancelled), tasks.submit("stop", gate.wait)
+    await asyncio.sleep(0)
+    tasks.cancel(waiting.id)
+
+    assert (waiting.state, await tasks.outcome(waiting)) == ("failed", "cancelled before it began")
+    assert ahead.state == "running"
+    gate.set()
+    assert (await ended(tasks, behind.id)).state == "done"
+    assert begun == []
+
+
+async def test_arguments_of_a_task_are_not_remembered(tasks: Tasks) -> None:
+    """They may be a secret of a megabyte."""
+
+    class Arguments:
+        async def work(self) -> str:
+            return "ok"
+
+    arguments = Arguments()
+    gone = weakref.ref(arguments)
+    task = tasks.submit("upload_blob", arguments.work)
+    del arguments
+    await ended(tasks, task.id)
+    await asyncio.sleep(0)
+
+    assert gone() is None
+
+
+async def test_large_outcome_lies_on_disk_where_only_root_reads_it(tasks: Tasks, tmp_path: Path) -> None:
+    """It can be asked for as often as any other, a failure too."""
+    value = {"stdout": "x" * LARGE, "exit_code": 0}
+
+    async def work() -> Any:
+        return value
+
+    async def broken() -> None:
+        raise ActionError("y" * LARGE)
+
+    large, failed = tasks.submit("run_errand", work), tasks.submit("compile_package", broken)
+    await ended(tasks, failed.id)
+
+    assert [await tasks.outcome(large) for _ in range(2)] == [value, value]
+    assert await tasks.outcome(failed) == f"compile_package: {'y' * LARGE}"
+    kept = sorted((tmp_path / "outcomes").iterdir())
+    assert kept == sorted(tmp_path / "outcomes" / task.id for task in (large, failed))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+    assert stat.S_IMODE((tmp_path / "outcomes").stat().st_mode) == 0o700
+
+
+async def test_large_outcome_goes_with_its_task_and_with_the_agent(tmp_path: Path) -> None:
+    outcomes = tmp_path / "outcomes"
+
+    async def work() -> str:
+        return "x" * LARGE
+
+    lane = Tasks(tmp_path / "t", outcomes, bounds=Bounds(number=1))
+    running = asyncio.ensure_future(lane.run(failure))
+    for _ in range(2):
+        last = await ended(lane, lane.submit("m", work).id)
+    async with asyncio.timeout(5):
+        while [path.name for path in outcomes.iterdir()] != [last.id]:
+            await asyncio.sleep(0.001)
+    running.cancel()
+
+    await Tasks(tmp_path / "t", outcomes).resume({})
+
+    assert not outcomes.exists()
+
+
+async def test_outcome_stays_in_memory_when_the_disk_does_not_take_it(tmp_path: Path) -> None:
+    """And one whose file somebody removed is an error, not the end of the lane."""
+    (tmp_path / "outcomes").write_text("in the way")
+
+    async def work() -> str:
+        return "x" * LARGE
+
+    lane = Tasks(tmp_path / "t", tmp_path / "outcomes")
+    running = asyncio.ensure_future(lane.run(failure))
+    first = await ended(lane, lane.submit("m", work).id)
+    assert await lane.outcome(first) == "x" * LARGE
+
+    (tmp_path / "outcomes").unlink()
+    second = await ended(lane, lane.submit("m", work).id)
+    (tmp_path / "outcomes" / second.id).unlink()
+    with pytest.raises(ActionError, match="^cannot read the outcome of task .*: No such file or directory$"):
+        await lane.outcome(second)
+    running.cancel()
+
+
+async def test_outcome_that_is_no_json_is_a_failure(tasks: Tasks) -> None:
+    async def odd() -> object:
+        return object()
+
+    async def surrogate() -> None:
+        raise ActionError("\udcff")
+
+    first, second = tasks.submit("odd", odd), tasks.submit("odd", surrogate)
+    await ended(tasks, second.id)
+
+    assert first.state == "failed"
+    assert await tasks.outcome(second) == "odd: ?"
+
+
+async def test_progress_is_that_of_the_task_that_runs(tasks: Tasks) -> None:
+    tasks.report("nothing runs")
+    gate = asyncio.Event()
+    task = tasks.submit("compile_package", gate.wait)
+    await asyncio.sleep(0)
+
+    tasks.report("halfway")
+
+    assert task.progress == "halfway"
+    gate.set()
+
+
+async def test_results_are_bounded_by_number_and_age(tmp_path: Path) -> None:
+    async def work() -> int:
+        return 1
+
+    async def made(bounds: Bounds) -> list[str]:
+        lane = Tasks(tmp_path / "t", tmp_path / "outcomes", bounds=bounds)
+        running = asyncio.ensure_future(lane.run(failure))
+        tasks = [lane.submit("m", work) for _ in range(5)]
+        async with asyncio.timeout(5):
+            await tasks[-1].ended.wait()
+        await asyncio.sleep(0)
+        running.cancel()
+        return [task.id for task in tasks if task.id in lane._tasks]
+
+    assert len(await made(Bounds(number=2))) == 2
+    assert len(await made(Bounds(age=-1))) == 0
+    assert len(await made(Bounds())) == 5
+
+
+async def test_persistent_task_is_in_the_file_until_it_ends(tmp_path: Path) -> None:
+    journal = tmp_path / "tasks.json"
+    lane = Tasks(journal, tmp_path / "outcomes")
+    release = asyncio.Event()
+    request = b'{"method":"update_settings"}'
+    task = await lane.submit_persistent("update_settings", release.wait, request)
+
+    entry = json.loads(journal.read_bytes())[task.id]
+    assert entry == {"TaskID": task.id, "Method": "update_settings", "Payload": base64.b64encode(request).decode()}
+
+    running = asyncio.ensure_future(lane.run(failure))
+    release.set()
+    await ended(lane, task.id)
+    assert not journal.exists()
+    running.cancel()
+
+
+async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Path) -> None:
+    journal = tmp_path / "tasks.json"
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    old = await Tasks(journal, tmp_path / "outcomes").submit_persistent("update_settings", never, b"the request")
+    seen: list[bytes] = []
+
+    def resumed(request: bytes) -> Any:
+        async def work() -> str:
+            seen.append(request)
+            return "ok"
+
+        return work
+
+    lane = Tasks(journal, tmp_path / "outcomes")
+    await lane.resume({"update_settings": resumed})
+    running = asyncio.ensure_future(lane.run(failure))
+
+    assert ((await ended(lane, old.id)).outcome, seen) == ("ok", [b"the request"])
+    assert not journal.exists()
+    running.cancel()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"a":{"TaskID":"a"}}', '{"a":{"TaskID":"a","Method":"x","Payload":"!"}}']
+)
+async def test_unreadable_file_means_no_tasks(tmp_path: Path, content: str) -> None:
+    journal = tmp_path / "tasks.json"
+    journal.write_text(content)
+    lane = Tasks(journal, tmp_path / "outcomes")
+
+    await lane.resume({})
+
+    assert lane.waiting == 0
+
+
+async def test_work_that_was_cancelled_from_within_is_a_failure_and_the_lane_goes_on(tasks: Tasks) -> None:
+    async def inner() -> None:
+        raise asyncio.CancelledError
+
+    async def fine() -> int:
+        return 1
+
+    first, second = tasks.submit("m", inner), tasks.submit("m", fine)
+
+    assert (await ended(tasks, first.id)).state == "failed"
+    assert (await ended(tasks, second.id)).state == "done"
+
+
+async def test_stored_task_whose_request_cannot_be_read_is_dropped(tmp_path: Path) -> None:
+    journal = tmp_path / "tasks.json"
+    payload = base64.b64encode(b"no request").decode()
+    journal.write_text(json.dumps({"a": {"TaskID": "a", "Method": "update_settings", "Payload": payload}}))
+
+    def resumed(request: bytes) -> Any:
+        raise wire.RequestError("no request")
+
+    lane = Tasks(journal, tmp_path / "outcomes")
+    await lane.resume({"update_settings": resumed})
+
+    assert lane.waiting == 0

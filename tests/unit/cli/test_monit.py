@@ -1,0 +1,257 @@
+"""What ``monit`` prints, and the forms in which it is called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.cli import monit
+from agent_shim.core.errors import NoAgentError
+from agent_shim.edges import control_client, monit_text
+
+MACHINE = monit_text.Machine("vm-1", (0.5, 1.25, 2.0), "Sat Aug  1 10:00:00 2026")
+
+
+def service(name: str = "web", **members: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": "process",
+        "phase": "running",
+        "state": "running",
+        "pid": 41,
+        "parent": 1,
+        "uptime_secs": 3725,
+        "children": 2,
+        "own_mem_kb": 1000,
+        "mem_kb": 3000,
+        "own_mem_percent": 0.04,
+        "mem_percent": 0.16,
+        "own_cpu": 1.0,
+        "cpu_total": 2.5,
+        "reason": "",
+        "unheeded": [],
+        **members,
+    }
+
+
+def shown(*services: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": 7, "uptime_secs": 90061, "services": list(services)}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The requests that a command makes of an agent that agrees to all."""
+    requests: list[dict[str, Any]] = []
+
+    def ask(path: Path, request: dict[str, Any]) -> dict[str, Any]:
+        requests.append(request | {"socket": path})
+        return shown(service())
+
+    monkeypatch.setattr(control_client, "ask", ask)
+    monkeypatch.setattr(sys, "argv", ["/var/vcap/bosh/bin/monit"])
+    return requests
+
+
+def test_summary_has_names_in_35_columns() -> None:
+    text = monit_text.summary(
+        shown(service(), service("a-name-that-is-longer-than-the-column-is"), service("f", kind="file")), MACHINE
+    )
+
+    assert text.split("\n") == [
+        "The Monit daemon 5.2.5 uptime: 1d 1h 1m ",
+        "",
+        "Process 'web'                       running",
+        "Process 'a-name-that-is-longer-than-the-column-is' running",
+        "File 'f'                            accessible",
+        "System 'system_vm-1'                running",
+    ]
+
+
+def test_status_has_values_in_33_columns() -> None:
+    text = monit_text.status(
+        shown(service(), service("db", phase="down", state="failing", pid=0, reason="the process ended")), MACHINE
+    )
+
+    assert text.split("\n") == [
+        "The Monit daemon 5.2.5 uptime: 1d 1h 1m ",
+        "",
+        "Process 'web'",
+        "  status                            running",
+        "  monitoring status                 monitored",
+        "  pid                               41",
+        "  parent pid                        1",
+        "  uptime                            1h 2m ",
+        "  children                          2",
+        "  memory kilobytes                  1000",
+        "  memory kilobytes total            3000",
+        "  memory percent                    0.0%",
+        "  memory percent total              0.2%",
+        "  cpu percent                       1.0%",
+        "  cpu percent total                 2.5%",
+        "  data collected                    Sat Aug  1 10:00:00 2026",
+        "",
+        "Process 'db'",
+        "  status                            Does not exist",
+        "  monitoring status                 monitored",
+        "  message                           the process ended",
+        "  data collected                    Sat Aug  1 10:00:00 2026",
+        "",
+        "System 'system_vm-1'",
+        "  status                            running",
+        "  monitoring status                 monitored",
+        "  load average                      [0.50] [1.25] [2.00]",
+        "  data collected                    Sat Aug  1 10:00:00 2026",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ({"phase": "stopped"}, "not monitored"),
+        ({"phase": "unmonitored"}, "not monitored"),
+        ({"phase": "stopping"}, "not monitored - stop pending"),
+        ({"phase": "starting"}, "initializing - start pending"),
+        ({"phase": "settling"}, "initializing"),
+        ({"phase": "restarting"}, "Does not exist - restart pending"),
+        ({"phase": "down", "reason": "the process ended by itself"}, "Does not exist"),
+        ({"phase": "down", "reason": "cannot start: no such file"}, "Execution failed"),
+        ({"phase": "broken"}, "Execution failed"),
+        ({"kind": "host"}, "online with all services"),
+        ({"state": "failing", "faults": ["Connection failed", "Resource limit matched"]}, "Connection failed"),
+    ],
+)
+def test_words_are_those_of_monit(members: dict[str, Any], text: str) -> None:
+    assert monit_text.words(service(**members)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0m "), (59, "0m "), (3600, "1h 0m "), (86400, "1d 0h 0m "), (90061, "1d 1h 1m ")]
+)
+def test_durations_name_units_when_needed(seconds: int, text: str) -> None:
+    assert monit_text.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "action", "names", "group"),
+    [
+        ("stop web", "stop", ["web"], ""),
+        ("stop all", "stop", ["all"], ""),
+        ("stop -g vcap", "stop", ["all"], "vcap"),
+        ("-g vcap stop", "stop", ["all"], "vcap"),
+        ("-gvcap restart all", "restart", ["all"], "vcap"),
+        ("-v -I monitor web", "monitor", ["web"], ""),
+        ("-c /etc/monitrc unmonitor web", "unmonitor", ["web"], ""),
+    ],
+)
+def test_options_stand_before_or_after_the_action(
+    asked: list[dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
+    line: str,
+    action: str,
+    names: list[str],
+    group: str,
+) -> None:
+    assert monit.main(line.split()) == 0
+
+    assert [(one["action"], one["names"], one["group"]) for one in asked] == [(action, names, group)]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("start", "please specify a service name or 'all' after start"),
+        ("dance", "invalid argument -- dance"),
+        ("-Z", "option -Z not recognized"),
+    ],
+)
+def test_wrong_lines_end_with_1(
+    asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert monit.main(line.split()) == 1
+
+    out, err = capfd.readouterr()
+    assert (out, asked) == ("", [])
+    assert err.startswith(f"monit: {said}")
+
+
+def test_messages_begin_with_the_name_it_was_called_as(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/monit-actual"])
+    refusal = {"exception": {"message": "There is no service by that name"}}
+    monkeypatch.setattr(control_client, "ask", lambda *_: refusal)
+
+    assert monit.main(["stop", "nothing"]) == 1
+    assert capfd.readouterr().err == "monit-actual: action failed -- There is no service by that name\n"
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "said"),
+    [
+        ("summary", 0, "monit: no status available -- the monit daemon is not running\n"),
+        ("status", 0, "monit: no status available -- the monit daemon is not running\n"),
+        ("reload", 1, "monit: the monit daemon is not running\n"),
+        ("quit", 1, "monit: the monit daemon is not running\n"),
+        ("validate", 1, "monit: the monit daemon is not running\n"),
+        ("stop web", 1, "monit: the monit daemon is not running\n"),
+    ],
+)
+def test_without_an_agent(
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    action: str,
+    status: int,
+    said: str,
+) -> None:
+    def ask(*_: object) -> None:
+        raise NoAgentError("nobody")
+
+    monkeypatch.setattr(control_client, "ask", ask)
+
+    assert monit.main(action.split()) == status
+    assert capfd.readouterr() == ("", said)
+
+
+def test_reload_and_quit_say_what_monit_says(asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert monit.main(["reload", "web"]) == 0
+    assert capfd.readouterr() == ("", "Reinitializing monit daemon\n")
+    assert monit.main(["quit"]) == 0
+    assert capfd.readouterr() == ("monit daemon with pid [7] killed\n", "")
+    assert [one["action"] for one in asked] == ["show", "quit"]
+
+
+def test_validate_ends_with_1_when_something_fails(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert monit.main(["validate"]) == 0
+    monkeypatch.setattr(
+        control_client, "ask", lambda *_: shown(service(phase="down", state="failing", reason="it ended"))
+    )
+    assert monit.main(["validate"]) == 1
+    assert capfd.readouterr() == ("", "'web' it ended\n")
+
+
+def test_version_is_the_one_of_stemcells(capfd: pytest.CaptureFixture[str]) -> None:
+    assert monit.main(["-V"]) == 0
+    assert capfd.readouterr().out.startswith("This is Monit version 5.2.5\n")
+
+
+@pytest.mark.parametrize("form", [["-t", "{file}"], ["-t", "-c", "{file}"], ["-c{file}", "-t"], ["-t", "-b", "{base}"]])
+def test_syntax_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str], form: list[str]) -> None:
+    file = tmp_path / "monit/job/0000_web.monitrc"
+    file.parent.mkdir(parents=True)
+    line = [word.format(file=file, base=tmp_path) for word in form]
+
+    file.write_text("check process web with pidfile /run/web.pid\n")
+    assert monit.main(line) == 0
+    assert capfd.readouterr() == ("", "Control file syntax OK\n")
+
+    file.write_text("check process web with pidfile\n")
+    assert monit.main(line) == 1
+    assert "0000_web.monitrc: line 2" in capfd.readouterr().err

@@ -1,0 +1,68 @@
+"""Endless work that fails, as nothing should, is begun again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from agent_shim.core import keep_running
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keep_running, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(keep_running, "LONGEST_PAUSE", 0.002)
+    keep_running.failures.clear()
+
+
+def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
+    """Work that fails so often and then lasts; ``then`` tells that."""
+    count = 0
+
+    async def run() -> None:
+        nonlocal count
+        count += 1
+        if count <= times:
+            raise ZeroDivisionError
+        then.set()
+        await asyncio.Event().wait()
+
+    return run
+
+
+@pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.OFTEN, True)])
+async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
+    """Without an end where it is not vital; it is counted."""
+    lasts = asyncio.Event()
+    working = asyncio.create_task(keep_running.for_ever("watch", failing(times, lasts), is_vital=is_vital))
+    async with asyncio.timeout(10):
+        await lasts.wait()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert keep_running.failures == {"watch": times}
+
+
+async def test_what_is_vital_may_not_fail_again_and_again() -> None:
+    """The error says why."""
+    with pytest.raises(RuntimeError, match="bus fails again and again") as raised:
+        await keep_running.for_ever("bus", failing(keep_running.OFTEN + 1, asyncio.Event()), is_vital=True)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+async def test_an_end_and_a_cancellation_from_within_are_failures_too() -> None:
+    """Nothing that is for ever just ends."""
+
+    async def ends() -> None:
+        if keep_running.failures["watch"]:
+            raise asyncio.CancelledError
+
+    working = asyncio.create_task(keep_running.for_ever("watch", ends))
+    async with asyncio.timeout(10):
+        while keep_running.failures["watch"] < 2:
+            await asyncio.sleep(0)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working

@@ -1,0 +1,255 @@
+"""Settings: precedence, leniency, and errors that name the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.core import settings
+from agent_shim.core.errors import ConfigError, SettingsError
+from agent_shim.demo.pki import HOUR, Authority
+
+CERT = {"ca": "CA", "certificate": "CERT", "private_key": "KEY"}
+
+
+def parsed(**members: Any) -> settings.Settings:
+    return settings.parse(json.dumps({"agent_id": "a-1", **members}).encode(), origin="the test")
+
+
+def effective(source: settings.Settings, **update: Any) -> settings.Effective:
+    return settings.Effective(source, settings.parse_update(json.dumps(update).encode(), origin="the test"))
+
+
+def test_stemcell_agent_json_names_the_settings_file() -> None:
+    raw = b"""{"Platform": {"Linux": {"UseDefaultTmpDir": true, "BindMountPersistentDisk": true}},
+               "Infrastructure": {"Settings": {"Sources": [
+                   {"Type": "HTTP", "URI": "http://169.254.169.254"},
+                   {"Type": "File", "SettingsPath": "/var/vcap/bosh/x.json"}], "UseRegistry": true}}}"""
+
+    assert settings.parse_config(raw, origin="agent.json").settings_files == [Path("/var/vcap/bosh/x.json")]
+
+
+def test_member_names_of_agent_json_match_in_any_case() -> None:
+    raw = (
+        b'{"infrastructure":{"settings":{"sources":[{"type":"File","settingspath":"/x"}]}},"agentshim":{"HTTP":"off"}}'
+    )
+    config = settings.parse_config(raw, origin="agent.json")
+
+    assert (config.settings_files, config.shim.http) == ([Path("/x")], "off")
+
+
+@pytest.mark.parametrize(("raw", "port"), [(b"{}", 22), (b'{"AgentShim":{"ssh":{"port":2222}}}', 2222)])
+def test_the_port_of_the_ssh_server_can_be_chosen(raw: bytes, port: int) -> None:
+    assert settings.parse_config(raw, origin="agent.json").shim.ssh.port == port
+
+
+@pytest.mark.parametrize("port", [b"0", b"65536", b"-1", b'"22"'])
+def test_a_port_that_is_none_is_refused(port: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.json: .*\$\.AgentShim\.ssh\.port"):
+        settings.parse_config(b'{"AgentShim":{"ssh":{"port":%s}}}' % port, origin="agent.json")
+
+
+def test_without_a_file_source_the_paths_of_container_cpis_are_read() -> None:
+    assert settings.parse_config(b"{}", origin="agent.json").settings_files == list(settings.CPI_SETTINGS)
+
+
+def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> None:
+    """An official stemcell names that of warden, whoever starts it."""
+    first, second, third = settings.CPI_SETTINGS
+    raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
+
+    assert settings.parse_config(raw, origin="agent.json").settings_files == [second, first, third]
+
+
+def test_broken_agent_json_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the agent's configuration from agent\.json: .*"):
+        settings.parse_config(b"{", origin="agent.json")
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"", "the file is empty"),
+        (b"  \n", "the file is empty"),
+        (b'{"agent_id": "a', "truncated"),
+        (b'{"agent_id": 7}', r"\$\.agent_id"),
+        (b"{}", "agent_id"),
+        (b'{"agent_id": ""}', r"\$\.agent_id is empty"),
+        (b'{"agent_id": "a.b"}', r"\$\.agent_id is no single word"),
+        (b'{"agent_id": "a\\u0000b"}', r"\$\.agent_id is no single word"),
+        (b'{"agent_id": "a\\u001b[2J"}', r"\$\.agent_id is no single word"),
+        (b'{"agent_id": "a\\u0085b"}', r"\$\.agent_id is no single word"),
+        (b'{"agent_id": "a\\u202eb"}', r"\$\.agent_id is no single word"),
+        (b'{"agent_id": "a", "networks": {"n": {"ip": 1}}}', r"\$\.networks\[\.\.\.\]\.ip"),
+        (b'{"agent_id": "a", "env": {"bosh": {"mbus": {"cert": {"ca": 5}}}}}', r"\$\.env\.bosh\.mbus\.cert\.ca"),
+        (b"\xff", ""),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_place(raw: bytes, problem: str) -> None:
+    with pytest.raises(SettingsError, match=f"settings.*the file.*{problem}"):
+        settings.parse(raw, origin="the file")
+
+
+def test_nulls_and_unknown_members_are_ignored() -> None:
+    found = parsed(mbus=None, networks=None, env={"bosh": {"mbus": None, "blobstores": None, "group": "x"}}, server={})
+
+    assert found == settings.Settings("a-1")
+
+
+def test_t4_bus_addresses_come_from_the_last_word() -> None:
+    plain = parsed(mbus="nats://old:1")
+    env = parsed(mbus="nats://old:1", env={"bosh": {"mbus": {"urls": ["nats://env:2"], "cert": CERT}}})
+
+    assert effective(plain).mbus.urls == ("nats://old:1",)
+    assert effective(env).mbus.urls == ("nats://env:2",)
+    assert effective(env, mbus={"urls": ["nats://new:3"]}).mbus.urls == ("nats://new:3",)
+    assert effective(parsed()).mbus.scheme == ""
+    assert effective(env).mbus.scheme == "nats"
+
+
+def test_t4_stored_credentials_count_only_with_a_ca() -> None:
+    env = parsed(env={"bosh": {"mbus": {"cert": CERT}}})
+
+    assert effective(env, mbus={"cert": {"ca": "", "certificate": "N", "private_key": "N"}}).mbus.certificate == "CERT"
+    assert effective(env, mbus={"cert": {"ca": "C2", "certificate": "N", "private_key": "N"}}).mbus.certificate == "N"
+
+
+AUTHORITY = Authority()
+
+
+def since(seconds: float) -> dict[str, str]:
+    """Credentials whose certificate began to be valid so many seconds ago."""
+    pair = AUTHORITY.agent("a-1", valid=(-seconds, HOUR))
+    return {"ca": AUTHORITY.ca, "certificate": pair.certificate, "private_key": pair.private_key}
+
+
+@pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
+def test_the_certificate_that_begins_later_wins(document: int, stored: int, winner: str) -> None:
+    """A Secret that is rotated after the Director's own rotation, and the other way round; with its key and CA."""
+    certs = {"document": since(document), "stored": since(stored)}
+    found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
+
+    assert found.mbus.certificate == certs[winner]["certificate"]
+    assert found.mbus.private_key == certs[winner]["private_key"]
+
+
+def test_of_certificates_that_began_together_the_stored_one_counts() -> None:
+    """As with the Go agent; also where none of them can be read."""
+    both = since(60)
+    for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
+        found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
+        assert found.mbus.ca == "C2"
+
+
+def test_all_credentials_there_are_may_lead_to_the_bus() -> None:
+    """The present ones first; those of the CPI with the addresses of the CPI."""
+    source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
+    found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
+    known = found.known_mbus
+
+    assert [mbus.urls[0] for mbus in known] == ["nats://new:2", "nats://old:1", "nats://new:2"]
+    assert [mbus.certificate for mbus in known[:2]] == [found.mbus.certificate] * 2
+    assert known[2].certificate == found.update.mbus.cert.certificate
+
+
+def test_proxies_of_the_settings_go_with_the_blobstore() -> None:
+    """From ``env``, for whichever blobstore counts; without any there is none."""
+    env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
+    found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
+
+    assert found.blobstore == settings.Blobstore(
+        "dav", {"endpoint": "http://b"}, {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8"}
+    )
+    assert effective(parsed()).blobstore.proxies == {}
+
+
+def test_first_blobstore_of_the_last_word_counts() -> None:
+    top = parsed(blobstore={"provider": "local", "options": {"blobstore_path": "/b"}})
+    env = parsed(
+        blobstore={"provider": "local"}, env={"bosh": {"blobstores": [{"provider": "dav"}, {"provider": "s3"}]}}
+    )
+
+    assert effective(top).blobstore.options == {"blobstore_path": "/b"}
+    assert effective(env).blobstore.provider == "dav"
+    assert effective(env, blobstores=[{"provider": "gcs"}]).blobstore.provider == "gcs"
+
+
+def test_name_servers_are_those_of_the_network_that_is_the_default_for_them() -> None:
+    one = parsed(networks={"a": {"dns": ["192.0.2.1"]}})
+    two = parsed(networks={"a": {"dns": ["192.0.2.1"]}, "b": {"default": ["gateway", "dns"], "dns": ["192.0.2.2"]}})
+
+    floating = parsed(networks={"a": {"dns": ["192.0.2.1"]}, "v": {"type": "vip", "ip": "198.51.100.1"}})
+
+    assert effective(floating).name_servers == ["192.0.2.1"]
+    assert effective(one).name_servers == ["192.0.2.1"]
+    assert effective(two).name_servers == ["192.0.2.2"]
+    assert effective(parsed()).name_servers == []
+
+
+def test_empty_list_of_time_servers_beats_the_older_one() -> None:
+    assert effective(parsed(ntp=["a"])).ntp == ["a"]
+    assert effective(parsed(ntp=["a"], env={"bosh": {"ntp": []}})).ntp == []
+
+
+def test_update_replaces_certificates_and_associations_always_and_the_rest_when_given() -> None:
+    stored = settings.parse_update(
+        json.dumps(
+            {
+                "trusted_certs": "old",
+                "disk_associations": [{"name": "d", "cid": "c"}],
+                "mbus": {"cert": CERT, "urls": ["nats://a:1"]},
+                "blobstores": [{"provider": "dav"}],
+            }
+        ).encode(),
+        origin="t",
+    )
+
+    merged = stored.merged(settings.UpdateSettings())
+    assert (merged.trusted_certs, merged.disk_associations) == ("", [])
+    assert (merged.mbus, merged.blobstores) == (stored.mbus, stored.blobstores)
+
+    news = settings.UpdateSettings(mbus=settings.MbusSettings(cert=settings.Cert("c", "d", "e")), blobstores=[])
+    merged = stored.merged(news)
+    assert merged.mbus.urls == []
+    assert merged.blobstores == []
+
+
+@pytest.mark.parametrize(
+    ("members", "dynamic"),
+    [
+        ({"type": "manual", "ip": "10.0.0.1", "netmask": "255.0.0.0"}, False),
+        ({"type": "manual", "ip": "10.0.0.1"}, True),
+        ({"type": "dynamic", "ip": "10.0.0.1", "netmask": "255.0.0.0"}, True),
+        ({"type": "manual", "ip": "10.0.0.1", "netmask": "255.0.0.0", "use_dhcp": True}, True),
+        ({"type": "vip", "ip": "10.0.0.1"}, False),
+    ],
+)
+def test_which_networks_take_their_address_from_the_machine(members: dict[str, Any], dynamic: bool) -> None:
+    assert parsed(networks={"n": members}).networks["n"].is_dynamic is dynamic
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("20m", "20m"),
+        ("1G", "1G"),
+        ("50%", "50%"),
+        ("4096", "4096"),
+        ("", "16m"),
+        ("1m,mode=777", "16m"),
+        ("-1", "16m"),
+    ],
+)
+def test_size_of_a_directory_in_memory(given: str, size: str) -> None:
+    """What is no size would be another option of the mount."""
+    assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
+
+
+@pytest.mark.parametrize("size", ["", "50 MB", "1T", "-1"])
+def test_size_of_logs_that_is_no_size_is_refused(size: str) -> None:
+    """At the start, with the place in the file."""
+    with pytest.raises(ConfigError, match=r"AgentShim\.logs\.size"):
+        settings.parse_config(json.dumps({"AgentShim": {"logs": {"size": size}}}).encode(), origin="agent.json")

@@ -1,0 +1,156 @@
+"""The envelope: what counts as a request, and how long replies are cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_shim.core import wire
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'{"method":"ping","arguments":[],"reply_to":"a.b","protocol":3}', wire.Request("ping", [], "a.b", 3)),
+        (b"{}", wire.Request()),
+        (b"null", wire.Request()),
+        (b'{"method":null,"arguments":null,"reply_to":null,"protocol":null}', wire.Request()),
+        (b'{"METHOD":"ping","Reply_To":"x"}', wire.Request("ping", None, "x")),
+        (b'{"method":"ping","unknown":1,"protocol":99}', wire.Request("ping", None, "", 99)),
+        (b'{"arguments":"text"}', wire.Request(arguments="text")),
+    ],
+)
+def test_requests_that_go_reads_are_read(raw: bytes, expected: wire.Request) -> None:
+    assert wire.decode_request(raw) == expected
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"ping"',
+        b"{} trailing",
+        b'{"protocol":"3"}',
+        b'{"protocol":3.0}',
+        b'{"protocol":3.5}',
+        b'{"reply_to":7}',
+        b'{"method":{}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_requests_that_go_cannot_read_are_refused(raw: bytes) -> None:
+    with pytest.raises(wire.RequestError):
+        wire.decode_request(raw)
+
+
+@pytest.mark.parametrize("raw", [b'{"METHOD":"a","method":"b"}', b'{"method":"a","METHOD":"b"}'])
+def test_of_two_spellings_of_a_member_the_last_counts(raw: bytes) -> None:
+    assert wire.decode_request(raw).method == "b"
+
+
+def test_long_value_becomes_the_exception_of_the_go_agent() -> None:
+    reply = wire.encode_value("x" * wire.MAX_REPLY, limit=wire.MAX_REPLY)
+
+    assert json.loads(reply) == {"exception": {"message": "Response exceeded maximum allowed length"}}
+
+
+def test_value_of_exactly_the_limit_passes() -> None:
+    text = "x" * (wire.MAX_REPLY - len(b'{"value":""}'))
+
+    assert len(wire.encode_value(text, limit=wire.MAX_REPLY)) == wire.MAX_REPLY
+
+
+def test_no_limit_over_https() -> None:
+    assert len(wire.encode_value("x" * 2 * wire.MAX_REPLY, limit=None)) > 2 * wire.MAX_REPLY
+
+
+def test_empty_message_is_left_out() -> None:
+    assert wire.encode_exception("") == b'{"exception":{}}'
+
+
+@given(st.text(min_size=1, max_size=400), st.integers(min_value=120, max_value=300))
+def test_long_exception_keeps_head_and_tail_and_fits(text: str, limit: int) -> None:
+    reply = wire.encode_exception(text, limit=limit)
+
+    assert len(reply) <= limit
+    message = json.loads(reply)["exception"]["message"]
+    if message != text:
+        head, tail = message.split(wire.TRUNCATED)
+        assert text.startswith(head)
+        assert text.endswith(tail)
+
+
+def test_escapes_are_counted_when_cutting() -> None:
+    reply = wire.encode_exception('"\n' * wire.MAX_REPLY, limit=wire.MAX_REPLY)
+
+    assert wire.MAX_REPLY * 0.9 < len(reply) <= wire.MAX_REPLY
+
+
+def test_undecodable_output_of_a_script_can_be_sent() -> None:
+    assert json.loads(wire.encode_exception("bad \udcff byte"))["exception"]["message"] == "bad ? byte"
+
+
+class _Inner(msgspec.Struct, frozen=True):
+    size: int = 0
+    names: list[str] = []
+
+
+class _Outer(msgspec.Struct, frozen=True):
+    inner: _Inner = _Inner()
+    table: dict[str, _Inner] = {}
+    maybe: _Inner | None = None
+    anything: object = None
+
+
+def test_nulls_are_zero_values_at_every_depth() -> None:
+    raw = {"inner": {"size": None, "names": [None, "b"]}, "table": {"a": None}, "maybe": None}
+
+    assert wire.convert(raw, _Outer) == _Outer(_Inner(0, ["", "b"]), {"a": _Inner()}, None)
+
+
+def test_null_in_the_place_of_a_bounded_number_is_zero() -> None:
+    assert wire.convert(None, Annotated[int, msgspec.Meta(ge=0)]) == 0
+
+
+def test_untyped_members_are_not_touched() -> None:
+    raw = {"anything": {"Keep": None, "list": [None, 1, 2.0]}}
+
+    assert wire.convert(raw, _Outer).anything == raw["anything"]
+
+
+def test_wrong_type_names_the_path() -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"\$\.inner\.size"):
+        wire.convert({"inner": {"size": "five"}}, _Outer)
+
+
+class _Marked(msgspec.Struct, frozen=True):
+    ours: wire.Lenient[str] = "default"
+    inner: wire.Internal[str] = "untouched"
+
+
+def test_a_lenient_member_of_a_wrong_type_is_ignored_and_told() -> None:
+    ignored: list[str] = []
+
+    assert wire.convert({"Ours": 5, "inner": "set"}, _Marked, ignored) == _Marked()
+    assert ignored == ["Ours: Expected `str`, got `int`"]
+
+
+@pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
+def test_text_of_a_megabyte_that_does_not_end_is_refused_at_once(begin: bytes) -> None:
+    """Each escaped quote was a place from which the end was looked for: it would have taken hours."""
+    with pytest.raises(wire.RequestError):
+        wire.decode_request(begin + b'\\"' * 500_000)
+
+
+def test_brackets_in_texts_of_deep_documents_are_no_levels() -> None:
+    deep = b'{"method":"ping","reply_to":"a]\\"}","ignored":' + b'["[\\"{",' * 600 + b"0" + b"]" * 600 + b"}"
+
+    assert wire.decode_request(deep) == wire.Request("ping", None, 'a]"}')

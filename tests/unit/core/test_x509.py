@@ -1,0 +1,69 @@
+"""The validity of certificates, as another reader of them sees it."""
+
+from __future__ import annotations
+
+import pytest
+from cryptography import x509 as reference
+
+from agent_shim.core import x509
+from agent_shim.demo import pki
+
+pytestmark = pytest.mark.filterwarnings("ignore:Attribute's length")
+
+
+@pytest.mark.parametrize("valid", [pki.GOOD, pki.EXPIRED, (-10.0, 60.0 * 365 * 86400)])
+def test_begin_and_end_are_those_another_reader_finds(valid: tuple[float, float]) -> None:
+    """Stamps before 2050 and after are written in different forms."""
+    pem = pki.Authority().agent("a1", valid=valid).certificate
+    known = reference.load_pem_x509_certificate(pem.encode())
+
+    found = x509.validity(f"Bag Attributes\n{pem}")
+
+    assert found.begins == known.not_valid_before_utc.timestamp()
+    assert found.ends == known.not_valid_after_utc.timestamp()
+
+
+@pytest.mark.parametrize(
+    "pem",
+    [
+        "",
+        "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----",
+        "-----BEGIN CERTIFICATE-----\nMAAwAA==\n-----END CERTIFICATE-----",
+        "-----BEGIN CERTIFICATE-----\nMIIF\n-----END CERTIFICATE-----",
+        "-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----",
+    ],
+)
+def test_what_is_no_certificate_is_a_value_error(pem: str) -> None:
+    with pytest.raises(ValueError, match="certificate"):
+        x509.validity(pem)
+
+
+def test_a_certificate_that_was_cut_off_is_a_value_error() -> None:
+    """At whatever byte."""
+    import base64
+
+    body = pki.Authority().agent("a1").certificate.split("-----")[2]
+    whole = base64.b64decode(body)
+    for length in range(0, 300, 7):
+        cut = base64.b64encode(whole[:length]).decode()
+        with pytest.raises(ValueError, match="certificate"):
+            x509.validity(f"-----BEGIN CERTIFICATE-----{cut}=\n-----END CERTIFICATE-----")
+
+
+def test_all_of_a_text_in_their_order() -> None:
+    """As in a chain or a bundle, whatever stands between them; what cannot be read is left out."""
+    authority = pki.Authority()
+    leaf = authority.agent("a1", valid=(-60.0, 60.0)).certificate
+    broken = "-----BEGIN CERTIFICATE-----\nMIIF\n-----END CERTIFICATE-----"
+
+    assert x509.validities(f"leaf:\n{leaf}{broken}its authority:{authority.ca}") == [
+        x509.validity(leaf),
+        x509.validity(authority.ca),
+    ]
+    assert x509.validities("CERT") == []
+
+
+def test_a_megabyte_of_certificates_that_do_not_end_is_read_at_once() -> None:
+    """The end was looked for from each beginning: it would have taken hours."""
+    assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
+    assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

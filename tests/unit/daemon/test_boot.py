@@ -1,0 +1,38 @@
+"""The tree that the boot makes, and which steps the first pong does not wait for."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from agent_shim.core.paths import Paths
+from agent_shim.daemon import boot
+from agent_shim.daemon.job_recovery import Comeback
+from tests.support.world import world
+
+
+def test_what_only_the_agent_may_read_is_closed_to_all_others(tmp_path: Path) -> None:
+    """Sockets and plans of processes, settings, and blobs with rendered templates: secrets all of them."""
+    paths = Paths(tmp_path)
+    boot.make_tree(paths)
+
+    closed = (paths.shim_run, paths.sensitive_blobs, paths.blobs, paths.bosh, paths.mirror, paths.dynamic_disks)
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in closed} == {
+        path.name: "0o700" for path in closed
+    }
+    assert stat.S_IMODE((paths.sensitive_blobs / "tmp").stat().st_mode) == 0o750
+    boot.make_tree(paths)  # a directory that was opened meanwhile is closed again
+    paths.shim_run.chmod(0o755)
+    paths.sensitive_blobs.chmod(0o755)
+    boot.make_tree(paths)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in closed[:2]] == [0o700, 0o700]
+
+
+async def test_what_the_bus_does_not_need_is_late_and_nothing_vital_is(tmp_path: Path) -> None:
+    """Late steps run beside the connection, with programs that take most of a second as root."""
+    async with world(tmp_path) as made:
+        steps = boot.steps(made.agent, Comeback(made.agent, made.events.append))
+
+    late = {step.name for step in steps if step.late}
+    assert late == {"authorized keys", "passwords", "ssh server", "trusted certificates"}
+    assert not [step for step in steps if step.late and step.vital]

@@ -1,0 +1,103 @@
+"""Who goes first while the jobs come back: real tasks in their lane, and services that note what is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.tasks import Tasks
+from agent_shim.daemon.job_recovery import Comeback, Pace
+
+PACE = Pace(first=60, limit=60, look=0.01)
+
+
+class Coming:
+    """An agent on a new root file system, in the midst of pre-start."""
+
+    def __init__(self, base: Path) -> None:
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.was_cut_short = False
+        self.is_over = asyncio.Event()
+        self.tasks = Tasks(base / "tasks.json", base / "outcomes")
+        self.supervisor = SimpleNamespace(is_held=True, is_wanted=True, go_on=self._go_on, hold=lambda _: None)
+        self.agent = SimpleNamespace(
+            tasks=self.tasks,
+            supervisor=self.supervisor,
+            scripts=SimpleNamespace(run_all=self._pre_start),
+            spec=SimpleNamespace(current=SimpleNamespace(job_names=["web"])),
+            mirror=SimpleNamespace(is_prepared=False, prepared=self._nothing),
+            disks=SimpleNamespace(recover=self._nothing, problem=self._no_problem),
+        )
+
+    async def _pre_start(self, *_: object) -> None:
+        self.begun.set()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.was_cut_short = True
+            raise
+        finally:
+            self.is_over.set()
+
+    def _go_on(self) -> None:
+        self.supervisor.is_held = False
+
+    async def _nothing(self) -> None:
+        pass
+
+    async def _no_problem(self) -> str:
+        return ""
+
+
+@pytest.fixture
+async def coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Coming]:
+    monkeypatch.setattr("agent_shim.daemon.job_recovery.what_is_gone", lambda _: "")
+    monkeypatch.setattr("agent_shim.daemon.job_recovery.record_health", lambda _: asyncio.sleep(0))
+    made = Coming(tmp_path)
+    comeback = Comeback(cast("Agent", made.agent), lambda _: None, pace=PACE)
+    running = [asyncio.create_task(made.tasks.run(lambda _, exc: str(exc))), asyncio.create_task(comeback.run())]
+    async with asyncio.timeout(20):
+        await made.begun.wait()
+    yield made
+    for task in running:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _work() -> Any:
+    return None
+
+
+@pytest.mark.parametrize("method", ["apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"])
+async def test_what_changes_the_jobs_goes_first(coming: Coming, method: str) -> None:
+    """The request waits for no pre-start that hangs."""
+    task = coming.tasks.submit(method, _work)
+
+    async with asyncio.timeout(20):
+        await task.ended.wait()
+
+    assert coming.was_cut_short
+    assert coming.supervisor.is_held
+
+
+@pytest.mark.parametrize("method", ["fetch_logs", "compile_package", "ssh"])
+async def test_what_changes_no_job_waits_for_its_turn(coming: Coming, method: str) -> None:
+    task = coming.tasks.submit(method, _work)
+    await asyncio.sleep(10 * PACE.look)
+    assert not coming.is_over.is_set()
+
+    coming.may_end.set()
+    async with asyncio.timeout(20):
+        await task.ended.wait()
+
+    assert not coming.was_cut_short
+    assert not coming.supervisor.is_held

@@ -1,0 +1,160 @@
+"""TLS contexts of the bus: what the settings must hold, and that none of it is left lying about."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from agent_shim.core.errors import CredentialsError
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import Authority
+from agent_shim.edges.bus import tls
+
+AUTHORITY = Authority()
+OURS = AUTHORITY.agent("agent")
+BROKEN = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+
+def mbus(**changes: str) -> Mbus:
+    """Good credentials but for the changes."""
+    good = {"ca": AUTHORITY.ca, "certificate": OURS.certificate, "private_key": OURS.private_key}
+    return Mbus(urls=(), **good | changes)
+
+
+def locked(key: str) -> str:
+    """A private key with a password."""
+    return (
+        load_pem_private_key(key.encode(), None)
+        .private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+        .decode()
+    )
+
+
+def costly() -> str:
+    """A private key that says of itself that two thousand million rounds are needed to decrypt it (RFC 8018)."""
+
+    def element(tag: int, *content: bytes) -> bytes:
+        body = b"".join(content)
+        size = bytes([len(body)]) if len(body) < 128 else b"\x82" + len(body).to_bytes(2, "big")
+        return bytes([tag]) + size + body
+
+    def name(*numbers: int) -> bytes:
+        return element(6, bytes(numbers))
+
+    rsa_security = (0x2A, 0x86, 0x48, 0x86, 0xF7, 0x0D)
+    rounds = element(2, (2_000_000_000).to_bytes(4, "big"))
+    derived = element(0x30, name(*rsa_security, 1, 5, 12), element(0x30, element(4, bytes(8)), rounds))
+    cipher = element(0x30, name(0x60, 0x86, 0x48, 1, 0x65, 3, 4, 1, 42), element(4, bytes(16)))
+    algorithm = element(0x30, name(*rsa_security, 1, 5, 13), element(0x30, derived, cipher))
+    whole = element(0x30, algorithm, element(4, bytes(64)))
+    text = base64.encodebytes(whole).decode()
+    return f"-----BEGIN ENCRYPTED PRIVATE KEY-----\n{text}-----END ENCRYPTED PRIVATE KEY-----\n"
+
+
+COSTLY = costly()
+
+
+def test_rules_are_those_of_go() -> None:
+    """TLS 1.2 or newer, a verified chain, a verified host that is named as such."""
+    context = tls.client_context(mbus())
+
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    assert context.check_hostname
+    assert not context.hostname_checks_common_name
+    assert [ca["serialNumber"] for ca in context.get_ca_certs()] != []
+
+
+def test_without_a_ca_the_system_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty CA stands for the roots of the system."""
+    roots = tmp_path / "roots.pem"
+    roots.write_text(AUTHORITY.ca)
+    monkeypatch.setenv("SSL_CERT_FILE", str(roots))
+    context = tls.client_context(mbus(ca=""))
+
+    assert len(context.get_ca_certs()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"ca": "nothing"}, "the CA is no PEM certificate"),
+        ({"ca": "é"}, "the CA is no PEM certificate"),
+        ({"ca": BROKEN}, "the CA is no PEM certificate"),
+        ({"certificate": ""}, "the certificate is no PEM certificate"),
+        ({"certificate": BROKEN}, "the certificate or its private key cannot be read"),
+        ({"private_key": ""}, "the private key is no PEM key"),
+        ({"private_key": "-----BEGIN PRIVATE KEY-----\nAAAA"}, "the certificate or its private key cannot be read"),
+        ({"private_key": locked(OURS.private_key)}, "the private key is encrypted"),
+        ({"private_key": COSTLY}, "the private key is encrypted"),
+        ({"certificate": f"{COSTLY}{OURS.certificate}"}, "the private key is encrypted"),
+        ({"private_key": AUTHORITY.agent("x").private_key}, "the private key belongs to another certificate"),
+    ],
+)
+def test_credentials_that_are_none(changes: dict[str, str], complaint: str) -> None:
+    """The error names which of the three texts is wrong, and shows none of it."""
+    with pytest.raises(CredentialsError) as caught:
+        tls.client_context(mbus(**changes))
+
+    assert str(caught.value).startswith(complaint)
+    assert "BEGIN" not in str(caught.value)
+
+
+def test_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the disk, and no descriptor."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for changes in ({}, {"certificate": BROKEN}):
+        with contextlib.suppress(CredentialsError):
+            tls.client_context(mbus(**changes))
+
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_certificates_of_a_real_director() -> None:
+    """RSA with 3072 bits and a country of three letters, which strict tools refuse to make."""
+    real = Authority(bits=3072)
+    pair = real.agent("agent")
+
+    tls.client_context(Mbus((), real.ca, pair.certificate, pair.private_key))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_good"),
+    [
+        ("default.nats.bosh-internal", True),
+        ("*.nats.bosh-internal", True),
+        (".nats.bosh-internal", True),
+        ("a.b.nats.bosh-internal", False),
+        ("default.natsXbosh-internal", False),
+        ("default.nats.bosh-internal.evil", False),
+        ("default.nats.bosh-internal\n", False),
+        ("default.agent.bosh-internal", False),
+        ("", False),
+    ],
+)
+def test_name_of_the_server(name: str, is_good: bool) -> None:
+    """Only a server that was made to be a bus is one."""
+
+    class Server:
+        def getpeercert(self) -> dict[str, Any]:
+            return {"subject": ((("countryName", "USA"),), (("commonName", name),)) if name else ()}
+
+    server: Any = Server()
+    if is_good:
+        tls.check_server_name(server)
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError, match="server Certificate CommonName does not match"):
+            tls.check_server_name(server)

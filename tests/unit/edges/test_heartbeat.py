@@ -1,0 +1,273 @@
+"""Heartbeats on their grid, whatever the measuring of vitals and the bus do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import selectors
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from agent_shim.core.errors import BusError
+from agent_shim.edges.heartbeat import Heartbeat, build
+from tests.support import protocol
+from tests.support.bus import until
+
+
+class World:
+    """Vitals to measure, a state to tell, a bus to tell it to."""
+
+    def __init__(self) -> None:
+        self.measured = 0
+        self.slowness = 0.0
+        self.state = "running"
+        self.failure: Exception | None = None
+        self.no_link: Exception | None = None
+        self.is_broken = False
+        self.can_measure = asyncio.Event()
+        self.can_measure.set()
+        self.beats: list[tuple[float, int | None, str]] = []
+
+    async def collect(self) -> int:
+        await asyncio.sleep(self.slowness)
+        await self.can_measure.wait()
+        if self.failure:
+            raise self.failure
+        self.measured += 1
+        return self.measured
+
+    def compose(self, vitals: int | None) -> bytes:
+        if self.is_broken:
+            raise KeyError("a bug")
+        return json.dumps([vitals, self.state]).encode()
+
+    async def publish(self, message: bytes) -> None:
+        if self.no_link:
+            raise self.no_link
+        self.beats.append((time.monotonic(), *json.loads(message)))
+
+    @property
+    def vitals(self) -> list[int | None]:
+        return [vitals for _, vitals, _ in self.beats]
+
+
+@asynccontextmanager
+async def beating(world: World, *, period: float, patience: float = 0.02) -> AsyncIterator[Heartbeat[int]]:
+    heart = Heartbeat(world.collect, world.compose, world.publish, period=period, patience=patience)
+    running = asyncio.create_task(heart.run())
+    try:
+        yield heart
+        assert not running.done(), "nothing ends the heartbeat"
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+class Skipping(selectors.DefaultSelector):
+    """Instead of waiting, turns the clock on: an hour takes a moment, and every time is exact."""
+
+    now = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "somebody waits for ever"
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run something on a clock that skips what is waited for."""
+    selector = Skipping()
+    loop = asyncio.SelectorEventLoop(selector)
+    monkeypatch.setattr(loop, "time", lambda: selector.now)
+    monkeypatch.setattr(time, "monotonic", lambda: selector.now)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(play)
+
+
+@pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.0, 100.0, 3600.0])
+def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
+    """In an hour there is a beat every 30 s to the millisecond, however long measuring takes."""
+    world = World()
+    world.slowness = slowness
+    began = 0.0
+
+    async def play() -> None:
+        nonlocal began
+        began = time.monotonic()
+        async with beating(world, period=30, patience=1):
+            await asyncio.sleep(3600.5)
+
+    skipping(play(), monkeypatch)
+    times = [at - began for at, _, _ in world.beats]
+
+    assert times == pytest.approx([30.0 * number for number in range(1, 121)], abs=0.001)
+    ages = [vitals for vitals in world.vitals if vitals is not None]
+    assert len(ages) == 120 - max(0, math.ceil((slowness - 1) / 30))
+
+
+def test_told_beats_leave_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats out of turn come on top, no later than the patience for the vitals allows."""
+    world = World()
+    world.slowness = 5.0
+    told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
+    began = 0.0
+
+    async def play() -> None:
+        nonlocal began
+        began = time.monotonic()
+        async with beating(world, period=30, patience=1) as heart:
+            for at in told_at:
+                await asyncio.sleep(began + at - time.monotonic())
+                heart.beat_now()
+            await asyncio.sleep(30)
+
+    skipping(play(), monkeypatch)
+    times = [at - began for at, _, _ in world.beats]
+
+    for due in (30.0, 60.0, 90.0):
+        assert any(abs(at - due) < 0.001 for at in times), due
+    for at in told_at:
+        assert any(at <= beat <= at + 1.001 for beat in times), at
+    assert len(times) in (7, 8, 9)
+
+
+def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause of the whole machine the missed beats are not made up for; the grid goes on."""
+    world = World()
+    began = 0.0
+
+    async def play() -> None:
+        nonlocal began
+        began = time.monotonic()
+        selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        async with beating(world, period=30, patience=1):
+            await asyncio.sleep(40)
+            selector.now += 100
+            await asyncio.sleep(45)
+
+    skipping(play(), monkeypatch)
+
+    assert [at - began for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
+
+
+async def test_counts() -> None:
+    """When the last one went out, and how many."""
+    world = World()
+    async with beating(world, period=0.02) as heart:
+        await until(lambda: heart.sent == 3)
+
+    assert world.vitals == [1, 2, 3]
+    assert heart.sent_at is not None
+    assert heart.sent_at >= world.beats[-1][0]
+
+
+async def test_beats_when_told() -> None:
+    """At the beginning of a link the beat does not wait for the grid."""
+    world = World()
+    async with beating(world, period=60) as heart:
+        heart.beat_now()
+        await until(lambda: heart.sent == 1)
+        heart.beat_now()
+        await until(lambda: heart.sent == 2)
+
+    assert world.vitals == [1, 2]
+
+
+async def test_slow_vitals_hold_nothing_up() -> None:
+    """A measurement that hangs leaves the last vitals in the message; the state in it is that of the moment."""
+    world = World()
+    async with beating(world, period=0.05) as heart:
+        await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
+        world.can_measure.clear()
+        held, begun = heart.sent + 1, world.measured  # a measurement may just have ended
+        await until(lambda: heart.sent >= held + 2)
+        world.state = "failing"
+        told = heart.sent + 1
+        await until(lambda: heart.sent >= told + 2)
+        left = heart.sent
+        assert world.measured <= begun + 1, "one measurement at a time"
+        world.can_measure.set()
+        await until(lambda: world.vitals[-1] not in (None, world.vitals[held]))
+
+    assert len(set(world.vitals[held:left])) == 1
+    assert world.vitals[held] is not None
+    assert [state for *_, state in world.beats][told] == "failing"
+
+
+async def test_first_beat_waits_for_nothing() -> None:
+    """Without any vitals yet there is a heartbeat all the same."""
+    world = World()
+    world.can_measure.clear()
+    async with beating(world, period=60) as heart:
+        heart.beat_now()
+        await until(lambda: heart.sent == 1)
+
+    assert world.vitals == [None]
+
+
+async def test_failing_vitals_are_counted() -> None:
+    """A measurement that fails costs the measurement."""
+    world = World()
+    async with beating(world, period=0.03) as heart:
+        await until(lambda: heart.sent == 1)
+        world.failure = OSError("no /proc")
+        await until(lambda: heart.failed >= 2)
+        world.failure = None
+        await until(lambda: world.measured >= 3)
+
+    assert 1 in world.vitals
+
+
+async def test_no_link_is_counted() -> None:
+    """A beat without a link is missed, not kept."""
+    world = World()
+    world.no_link = BusError("there is no link")
+    async with beating(world, period=0.02) as heart:
+        await until(lambda: heart.missed >= 3)
+
+        assert heart.sent == 0
+        assert heart.sent_at is None
+
+        world.no_link = None
+        await until(lambda: heart.sent == 1)
+
+
+async def test_bug_in_the_message_is_no_end() -> None:
+    """Whatever goes wrong in making it, the next one is tried."""
+    world = World()
+    world.is_broken = True
+    async with beating(world, period=0.02) as heart:
+        await until(lambda: heart.failed >= 2)
+        world.is_broken = False
+        await until(lambda: heart.sent >= 1)
+
+
+def test_s7_message() -> None:
+    """The members of the Go agent's heartbeat and no other: an id or a time would make it be dropped."""
+    given = protocol.message("heartbeat")
+
+    assert json.loads(build(**given)) == given
+
+
+def test_s7_message_before_the_first_apply() -> None:
+    """What is not known is null or empty, as in Go."""
+    message = build(
+        deployment="", job=None, index=None, job_state="running", vitals={}, node_id="", number_of_processes=None
+    )
+
+    assert json.loads(message) == {
+        "deployment": "",
+        "job": None,
+        "index": None,
+        "job_state": "running",
+        "vitals": {},
+        "node_id": "",
+        "number_of_processes": None,
+    }

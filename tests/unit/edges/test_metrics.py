@@ -1,0 +1,239 @@
+"""The pages of /metrics, without a socket."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.edges import http_server, metrics
+from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, ProcessReading, Readings
+from agent_shim.host.host_stats import CpuTimes, Memory
+from agent_shim.services.vitals import Figures
+
+DISK = os.statvfs_result((4096, 4096, 1000, 600, 500, 200, 150, 150, 0, 255))
+
+FULL = Readings(
+    bus=BusReading(True, 2, 30, 4000, 25, 9000, 1, 12.5),
+    figures=Figures(
+        memory={"host": Memory(1 << 34, 1 << 33, 1 << 20, 0), "container": Memory(1 << 30, 1 << 20, 0, 0)},
+        cpu={"host": CpuTimes(100.0, 50.0, 7.0, 1000.0), "container": CpuTimes(3.0, 2.0, 0.0, 0.0)},
+        processors={"host": 4.0, "container": 0.5},
+        load={"1": 0.5, "5": 0.25, "15": 0.125},
+        disks={"persistent": DISK},
+        oom_kills=1,
+    ),
+    stemcell=("ubuntu-noble", "1.204"),
+    processes=[
+        ProcessReading("web", "running", True, 3, {"error": 2, "signal": 1}, 1, 1.8e9, 7, 1 << 22, 0.5, 4),
+        ProcessReading("worker", "failing", False),
+    ],
+    tasks_running=1,
+    tasks_waiting=2,
+    certificates={"client": 2e9},
+    disk=DiskReading(True, True, 0.25),
+    blobs={("get", "done"): 5},
+    blob_bytes={"get": 1000},
+)
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def samples(page: bytes) -> dict[str, float]:
+    """All samples of a text page, as ``name{label="value"}``."""
+    found = {}
+    for family in parse_text(page.decode()):
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_what_is_read_is_shown() -> None:
+    """Each reading has its sample, in base units."""
+    found = samples(Metrics(lambda: FULL).render())
+
+    assert found["agent_shim_bus_connected"] == 1
+    assert found["agent_shim_bus_reconnects_total"] == 2
+    assert found['agent_shim_bus_messages_total{direction="in"}'] == 30
+    assert found['agent_shim_bus_bytes_total{direction="out"}'] == 9000
+    assert found["agent_shim_bus_rejected_total"] == 1
+    assert found["agent_shim_heartbeat_age_seconds"] == 12.5
+    assert found['agent_shim_stemcell_info{os="ubuntu-noble",version="1.204"}'] == 1
+    assert found['agent_shim_memory_used_bytes{scope="container"}'] == 1 << 20
+    assert found['agent_shim_memory_size_bytes{scope="host"}'] == 1 << 34
+    assert found['agent_shim_swap_size_bytes{scope="host"}'] == 1 << 20
+    assert found['agent_shim_cpu_seconds_total{mode="user",scope="container"}'] == 3
+    assert found['agent_shim_cpu_seconds_total{mode="wait",scope="host"}'] == 7
+    assert 'agent_shim_cpu_seconds_total{mode="wait",scope="container"}' not in found
+    assert found['agent_shim_cpus{scope="container"}'] == 0.5
+    assert found["agent_shim_oom_kills_total"] == 1
+    assert found['agent_shim_load_average{minutes="15"}'] == 0.125
+    assert found['agent_shim_disk_size_bytes{disk="persistent"}'] == 4096000
+    assert found['agent_shim_disk_used_bytes{disk="persistent"}'] == 400 * 4096
+    assert found['agent_shim_disk_inodes_used{disk="persistent"}'] == 50
+    assert found["agent_shim_persistent_disk_mounted"] == 1
+    assert found["agent_shim_disk_migration_running"] == 1
+    assert found["agent_shim_disk_migration_ratio"] == 0.25
+    assert found['agent_shim_blob_transfers_total{direction="get",outcome="done"}'] == 5
+    assert found['agent_shim_blob_transfers_total{direction="put",outcome="failed"}'] == 0
+    assert found['agent_shim_blob_bytes_total{direction="get"}'] == 1000
+    assert found['agent_shim_process_up{process="web"}'] == 1
+    assert found['agent_shim_process_up{process="worker"}'] == 0
+    assert found['agent_shim_process_state{process="worker",state="failing"}'] == 1
+    assert found['agent_shim_process_restarts_total{process="web"}'] == 3
+    assert found['agent_shim_process_state{process="worker",state="running"}'] == 0
+    assert found['agent_shim_process_exits_total{process="web",reason="error"}'] == 2
+    assert found['agent_shim_process_exits_total{process="worker",reason="error"}'] == 0
+    assert found['agent_shim_process_oom_kills_total{process="web"}'] == 1
+    assert found['agent_shim_process_start_time_seconds{process="web"}'] == 1.8e9
+    assert found['agent_shim_process_cpu_seconds_total{process="web"}'] == 0.5
+    assert found['agent_shim_process_open_files{process="web"}'] == 7
+    assert found['agent_shim_process_threads{process="web"}'] == 4
+    assert found['agent_shim_process_memory_bytes{process="web"}'] == 1 << 22
+    assert found["agent_shim_tasks_running"] == 1
+    assert found["agent_shim_tasks_waiting"] == 2
+    assert found['agent_shim_bus_certificate_expiry_timestamp_seconds{certificate="client"}'] == 2e9
+
+
+def test_what_is_unknown_is_left_out() -> None:
+    """A reading that could not be taken has no sample; zero would be a lie."""
+    found = samples(Metrics(lambda: Readings(processes=[ProcessReading("web", "running", True)])).render())
+
+    assert 'agent_shim_process_up{process="web"}' in found
+    assert not {
+        name
+        for name in found
+        if name.startswith(
+            ("agent_shim_stemcell", "agent_shim_memory", "agent_shim_heartbeat", "agent_shim_cpu", "agent_shim_oom")
+        )
+    }
+
+
+def test_both_formats_hold_the_same() -> None:
+    """OpenMetrics is accepted by its strict parser and has as many samples."""
+    made = Metrics(lambda: FULL, ["ping"])
+    made.action_done("ping", "done", 0.001)
+
+    families = list(parse_openmetrics(made.render(True).decode()))  # type: ignore[no-untyped-call]
+
+    assert sum(len(family.samples) for family in families) == len(samples(made.render()))
+
+
+def test_actions_are_counted() -> None:
+    """Number by outcome and time by method, in buckets that hold all shorter ones."""
+    made = Metrics(Readings, ["ping", "apply"])
+    made.action_done("ping", "done", 0.001)
+    made.action_done("ping", "failed", 0.005)
+    made.action_done("apply", "done", 3.0)
+    found = samples(made.render())
+
+    assert found['agent_shim_actions_total{method="ping",outcome="done"}'] == 1
+    assert found['agent_shim_actions_total{method="ping",outcome="failed"}'] == 1
+    assert found['agent_shim_action_duration_seconds_bucket{le="0.005",method="ping"}'] == 2
+    assert found['agent_shim_action_duration_seconds_bucket{le="2.0",method="apply"}'] == 0
+    assert found['agent_shim_action_duration_seconds_bucket{le="10.0",method="apply"}'] == 1
+    assert found['agent_shim_action_duration_seconds_count{method="apply"}'] == 1
+    assert found['agent_shim_action_duration_seconds_sum{method="apply"}'] == 3.0
+
+
+def test_callers_cannot_make_series() -> None:
+    """Invented methods and outcomes share one label, however many come."""
+    made = Metrics(Readings, ["ping"])
+    for number in range(1000):
+        made.action_done(f"invented_{number}", f"odd_{number}", 0.001)
+    found = {name: value for name, value in samples(made.render()).items() if name.startswith("agent_shim_actions")}
+
+    assert found == {'agent_shim_actions_total{method="other",outcome="other"}': 1000}
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
+def test_any_process_name_leaves_the_page_whole(name: str) -> None:
+    """A name is data: quotes, line ends and broken bytes change no other line."""
+    page = Metrics(lambda: Readings(processes=[ProcessReading(name, "running", True)])).render()
+
+    assert len([key for key in samples(page) if key.startswith("agent_shim_process_up{")]) == 1
+
+
+def test_page_is_kept_for_a_second() -> None:
+    """Ten scrapers at once cost one reading; a second later it is taken again."""
+    clock, taken = Clock(), []
+
+    def read() -> Readings:
+        taken.append(clock.now)
+        return Readings()
+
+    made = Metrics(read, clock=clock)
+    for _ in range(10):
+        made.render()
+    clock.now += 1.0
+    made.render()
+
+    assert taken == [100.0, 101.0]
+
+
+def test_series_stay_few() -> None:
+    """Two hundred jobs and every action make at most four thousand samples."""
+    many = Readings(
+        bus=FULL.bus,
+        figures=FULL.figures,
+        processes=[ProcessReading(f"job-{n}", "running", True) for n in range(200)],
+    )
+    made = Metrics(lambda: many, [f"method_{n}" for n in range(40)])
+    for number in range(40):
+        made.action_done(f"method_{number}", "done", 1.0)
+
+    assert len(samples(made.render())) <= 4000
+
+
+def test_series_neither_come_nor_go_with_processes() -> None:
+    """Whatever happens to a process, it has the same series."""
+    quiet = Metrics(lambda: Readings(processes=[ProcessReading("web", "starting", False)]))
+    lively = Metrics(
+        lambda: Readings(
+            processes=[ProcessReading("web", "failing", True, 3, {"signal": 1, "error": 2}, 1, 1e9, 7, 1, 0.5, 4)]
+        )
+    )
+
+    assert samples(quiet.render()).keys() == samples(lively.render()).keys()
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+
+    assert metrics.table() in page
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("0.0.0.0:9190", ("0.0.0.0", 9190)),
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("[::1]:9190", ("::1", 9190)),
+        ("localhost:80", ("localhost", 80)),
+        ("off", None),
+    ],
+)
+def test_addresses(text: str, where: tuple[str, int] | None) -> None:
+    """ADDR:PORT, with brackets around an IPv6 address, or off."""
+    assert http_server.parse_address(text) == where
+
+
+@pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
+def test_wrong_address_is_named(text: str) -> None:
+    """A wrong address says itself and what would be right."""
+    with pytest.raises(ConfigError, match=r"cannot listen on .*: an address is ADDR:PORT or off"):
+        http_server.parse_address(text)

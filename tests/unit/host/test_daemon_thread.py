@@ -1,0 +1,60 @@
+"""Work that may hang, aside."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from agent_shim.host.daemon_thread import apart, pool
+
+
+async def test_result_and_error_come_back() -> None:
+    """Both where they are waited for."""
+    assert await apart(lambda: 7, "seven") == 7
+    with pytest.raises(ZeroDivisionError):
+        await apart(lambda: 1 // 0, "nothing")
+
+
+async def test_work_that_hangs_holds_nobody() -> None:
+    """Many at once may hang: the loop goes on, and so does other work."""
+    gate = threading.Event()
+    hung = [apart(gate.wait, f"hung {number}") for number in range(50)]
+    try:
+        assert await apart(lambda: 7, "seven") == 7
+        assert not any(each.done() for each in hung)
+    finally:
+        gate.set()
+        await asyncio.gather(*hung)
+
+
+async def test_answer_nobody_waits_for_is_dropped() -> None:
+    """A waiter that gave up is not disturbed by it."""
+    gate = threading.Event()
+    answer = apart(gate.wait, "late")
+    answer.cancel()
+    gate.set()
+    assert await apart(lambda: 7, "seven") == 7
+    assert answer.cancelled()
+
+
+def no_thread(_self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_without_a_further_thread_it_is_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everything that the machine refuses: who asks knows how to go on without an answer."""
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match="can't start new thread"):
+        await apart(lambda: 7, "seven")
+
+
+def test_the_pool_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are there from the start; with none at all it is made all the same."""
+    threads = pool(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        assert [threads.submit(int, number).result() for number in range(30)] == [*range(30)]
+        pool(3).shutdown()
+    threads.shutdown()

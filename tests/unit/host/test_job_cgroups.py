@@ -1,0 +1,120 @@
+"""Cgroups for single processes, in version 2; those of version 1 are made for real by the tests that need root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import cgroups, job_cgroups, proc
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Our cgroup, which hands down what it is asked to."""
+    for directory in (tmp_path, tmp_path / "agent_shim"):
+        directory.mkdir(exist_ok=True)
+        (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(job_cgroups, "_hierarchies", lambda: (("memory", hierarchy), ("pids", hierarchy)))
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: cgroups.Tree("", hierarchy, "/"))
+    return tmp_path
+
+
+def test_limits_of_version_2(own: Path) -> None:
+    """One directory for both; no swap; the whole is killed when memory runs out."""
+    joined = job_cgroups.Cage("a/b").make(memory=1 << 20, processes=7)
+
+    group = own / "agent_shim/a%2fb"
+    assert joined == [str(group)]
+    written = {path.name: path.read_text() for path in group.iterdir()}
+    assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "7"}
+    # Only what is not handed down yet is asked for.
+    assert (own / "cgroup.subtree_control").read_text() == "+pids"
+
+
+def test_without_a_limit_it_tells_processes_apart(own: Path) -> None:
+    """Nothing is limited, and no memory is counted: that is how the kernel knows of no limit."""
+    assert job_cgroups.Cage("a").make() == [str(own / "agent_shim/a")]
+    assert list((own / "agent_shim/a").iterdir()) == []
+    (own / "agent_shim/a/memory.max").write_text("max\n")
+    assert job_cgroups.Cage("a").memory() is None
+
+
+def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are known by descent then."""
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+
+    assert job_cgroups.Cage("a").make() == []
+    assert job_cgroups.Cage("a").is_empty()
+    assert job_cgroups.members() == {}
+    assert not (own / "agent_shim/a").exists()
+
+
+def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
+    """A job may have made some; the name is that of ours."""
+    job_cgroups.Cage("a/b@/c").make()
+    below = own / "agent_shim/a%2fb@%2fc/theirs"
+    below.mkdir()
+    (below.parent / "cgroup.procs").write_text("")
+    (below / "cgroup.procs").write_text(f"{os.getpid()}\n")
+
+    assert job_cgroups.members() == {os.getpid(): "a/b@/c"}
+    assert [pid for pid, _ in job_cgroups.Cage("a/b@/c").members()] == [os.getpid()]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/x/agent_shim/web@%2fvar", "web@/var"),
+        ("/x/agent_shim/web@%2fvar/below", "web@/var"),
+        ("/x/agent_shim", None),
+        ("/y/agent_shim/web@%2fvar", None),
+        ("/", None),
+    ],
+)
+def test_name_of_a_process(own: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str | None) -> None:
+    """By the path of its cgroup, which begins with ours."""
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: cgroups.Tree("", cgroups.Hierarchy(2, (own,)), "/x"))
+    monkeypatch.setattr(proc, "groups", lambda _: {"": path})
+
+    assert job_cgroups.name_of(4711) == name
+
+
+def test_what_the_kernel_counted(own: Path) -> None:
+    """Kills, and the most that was used."""
+    cage = job_cgroups.Cage("a")
+    assert cage.memory() is None
+    cage.make(memory=1 << 20, processes=None)
+    (own / "agent_shim/a/memory.events").write_text("low 0\noom 2\noom_kill 3\n")
+    (own / "agent_shim/a/memory.peak").write_text("1048576\n")
+
+    assert cage.memory() == (3, 1 << 20)
+
+
+def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where processes sit in our own cgroup the kernel refuses; nothing is left of the attempt."""
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(job_cgroups, "_hierarchies", lambda: (("memory", hierarchy),))
+    (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
+
+    assert job_cgroups.offered() == frozenset()
+    assert [path.name for path in tmp_path.iterdir()] == ["cgroup.subtree_control"]
+
+
+@pytest.mark.parametrize(("version", "marked", "beside"), [(2, True, True), (2, False, False), (1, True, False)])
+def test_place_is_beside_us_where_the_group_above_is_marked_as_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
+) -> None:
+    """As systemd marks what a unit may divide; a group that is not ours is left alone."""
+
+    def mark(path: Path, name: str) -> bytes:
+        if path == tmp_path and marked and name == "user.delegate":
+            return b"1"
+        raise OSError(61, "No data available")
+
+    monkeypatch.setattr(os, "getxattr", mark)
+
+    hierarchy = cgroups.Hierarchy(version, (tmp_path / "agent", tmp_path))
+    assert job_cgroups.place(hierarchy) == (tmp_path if beside else tmp_path / "agent")

@@ -1,0 +1,231 @@
+"""Log files of jobs as a stream, while somebody rotates, cuts, floods and links them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.services.logs import tail
+from agent_shim.services.logs.tail import Follower, Line
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def follower(tmp_path: Path, clock: Clock) -> Iterator[Follower]:
+    made = Follower(tmp_path, clock=clock)
+    yield made
+    made.close()
+
+
+def written(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def news(follower: Follower, clock: Clock) -> list[str]:
+    """What a look some seconds later brings."""
+    clock.now += tail.SEARCH
+    return [line.plain() for line in follower.poll()]
+
+
+def test_lines_say_whose_they_are(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    written(tmp_path / "web/web.stdout.log", "one\ntwo\n")
+    written(tmp_path / "web/web.stderr.log", "ouch\n")
+
+    assert sorted(news(follower, clock)) == [
+        "web/web.stderr.log | ouch",
+        "web/web.stdout.log | one",
+        "web/web.stdout.log | two",
+    ]
+    assert news(follower, clock) == []
+
+
+def test_a_line_comes_when_it_is_whole(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    written(tmp_path / "web/a.log", "be")
+    assert news(follower, clock) == []
+    written(tmp_path / "web/a.log", "gin\nnext")
+    assert news(follower, clock) == ["web/a.log | begin"]
+
+
+def test_a_renamed_file_is_read_to_its_end_and_the_new_one_from_its_beginning(
+    tmp_path: Path, follower: Follower, clock: Clock
+) -> None:
+    log = tmp_path / "web/a.log"
+    written(log, "1\n")
+    assert news(follower, clock) == ["web/a.log | 1"]
+    written(log, "2\n")
+    log.rename(tmp_path / "web/a.log.1")
+    written(log, "3\n")
+
+    assert news(follower, clock) == ["web/a.log | 2", "web/a.log | 3"]
+    written(tmp_path / "web/a.log.1", "lost\n")
+    assert news(follower, clock) == []
+
+
+def test_a_file_that_was_cut_to_nothing_begins_again(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    log = tmp_path / "web/a.log"
+    written(log, "a long first line\n")
+    assert len(news(follower, clock)) == 1
+    os.truncate(log, 0)
+    written(log, "after\n")
+
+    assert news(follower, clock) == ["web/a.log | after"]
+
+
+def test_a_removed_file_is_let_go_and_comes_back(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    log = tmp_path / "web/a.log"
+    written(log, "1\n")
+    news(follower, clock)
+    log.unlink()
+    assert news(follower, clock) == []
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(log) in _target(link)]
+    written(log, "2\n")
+    assert news(follower, clock) == ["web/a.log | 2"]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def test_no_link_is_followed(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """A job could show the log reader what only root may read."""
+    secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
+    secret.write_text("password\n")
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.log").symlink_to(secret)
+    (tmp_path / "evil").symlink_to(tmp_path.parent)
+
+    assert news(follower, clock) == []
+
+
+def test_a_fifo_holds_nobody(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    (tmp_path / "web").mkdir()
+    os.mkfifo(tmp_path / "web/a.log")
+
+    assert news(follower, clock) == []
+
+
+def test_a_flood_is_cut_and_told(tmp_path: Path, clock: Clock) -> None:
+    follower = Follower(tmp_path, rate=1000, clock=clock)
+    written(tmp_path / "web/a.log", "x" * 99 + "\n")
+    assert len(news(follower, clock)) == 1
+    written(tmp_path / "web/a.log", ("y" * 99 + "\n") * 1000)
+    clock.now += 1
+
+    lines = [line.text for line in follower.poll()]
+    follower.close()
+
+    assert lines[0] == "(99000 bytes are left out here: more than may pass in a second)"
+    assert lines[1:] == ["y" * 99] * 10
+
+
+def test_an_endless_line_comes_in_pieces(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    written(tmp_path / "web/a.log", "z" * (tail.LONGEST * 2 + 5))
+    found = [line.text for line in _after(follower, clock)]
+
+    assert [len(text) for text in found] == [tail.LONGEST] * 2
+
+
+def _after(follower: Follower, clock: Clock) -> list[Line]:
+    clock.now += tail.SEARCH
+    return list(follower.poll())
+
+
+def test_the_last_lines_and_then_the_news(tmp_path: Path, clock: Clock) -> None:
+    written(tmp_path / "web/a.log", "".join(f"{number}\n" for number in range(100)))
+    written(tmp_path / "other/b.log", "not asked for\n")
+    follower = Follower(tmp_path, "web", clock=clock)
+
+    assert [line.text for line in follower.last(3)] == ["97", "98", "99"]
+    written(tmp_path / "web/a.log", "100\n")
+    assert news(follower, clock) == ["web/a.log | 100"]
+    follower.close()
+
+
+def test_bytes_that_are_no_text_are_shown_somehow_and_json_stays_json() -> None:
+    line = Line("web", "a.log", b'\xff\x00"')
+
+    assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
+
+
+# --- what a job may do to the stream --------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_no_text_ends_nothing(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """Its lines come under an escaped name, and those of other jobs as ever."""
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
+    written(tmp_path / "good/x.log", "theirs\n")
+
+    found = news(follower, clock)
+
+    assert found == ["evil/\\udcff\\n\\x1b[2J.log | mine", "good/x.log | theirs"]
+    for line in found:
+        line.encode()
+
+
+def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """Each job has its share, of the files written to last; that there are more is told once."""
+    (tmp_path / "evil").mkdir()
+    for number in range(tail.MAX_FILES + 100):
+        path = tmp_path / f"evil/{number}.log"
+        path.write_text("noise\n")
+        os.utime(path, (number, number))
+    written(tmp_path / "good/x.log", "theirs\n")
+
+    found = news(follower, clock)
+
+    share = tail.MAX_FILES // 2
+    assert found[0] == f"evil/* | (of this job {share} files are followed: it has more)"
+    assert "good/x.log | theirs" in found
+    assert len(found) == share + 2
+    assert f"evil/{tail.MAX_FILES + 99}.log | noise" in found
+    assert news(follower, clock) == []
+    written(tmp_path / "late/x.log", "late\n")
+    assert news(follower, clock) == ["late/x.log | late"]
+
+
+def test_a_hole_of_terabytes_is_passed_over(tmp_path: Path, clock: Clock) -> None:
+    """It costs its writer nothing."""
+    follower = Follower(tmp_path, clock=clock)
+    written(tmp_path / "evil/x.log", "first\n")
+    assert news(follower, clock) == ["evil/x.log | first"]
+    with (tmp_path / "evil/x.log").open("r+") as file:
+        file.truncate(1 << 42)
+        file.seek(0, os.SEEK_END)
+        file.write("\nlast\n")
+
+    assert news(follower, clock)[-1] == "evil/x.log | last"
+    assert [line.text for line in Follower(tmp_path, clock=clock).last(1)] == ["last"]
+    follower.close()
+
+
+def test_last_lines_are_found_over_many_chunks(tmp_path: Path, clock: Clock) -> None:
+    lines = [f"{number} {'x' * 100}" for number in range(5000)]
+    written(tmp_path / "web/x.log", "\n".join(lines) + "\n")
+
+    assert [line.text for line in Follower(tmp_path, clock=clock).last(3000)] == lines[-3000:]
+    assert [line.text for line in Follower(tmp_path, clock=clock).last(9000)] == lines
+    assert list(Follower(tmp_path, clock=clock).last(0)) == []

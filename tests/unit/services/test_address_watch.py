@@ -1,0 +1,94 @@
+"""Addresses that the Director counts on and no interface has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from agent_shim.core import settings
+from agent_shim.core.settings import Effective, UpdateSettings
+from agent_shim.host import network
+from agent_shim.services import address_watch
+from agent_shim.services.address_watch import Drift, expected
+
+NOWHERE = "192.0.2.17"
+
+
+def effective(**networks: dict[str, Any]) -> Effective:
+    document = {"agent_id": "a-1", "networks": networks}
+    return Effective(settings.parse(json.dumps(document).encode(), origin="test"), UpdateSettings())
+
+
+MANUAL = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}
+
+
+@pytest.mark.parametrize(
+    ("known", "applied", "addresses"),
+    [
+        ({"a": MANUAL}, {}, {"10.0.0.5": "network a of the settings"}),
+        ({"a": MANUAL}, {"a": MANUAL}, {"10.0.0.5": "network a of the applied spec"}),
+        (
+            {"a": MANUAL},
+            {"a": MANUAL | {"ip": "10.0.0.6"}},
+            {"10.0.0.5": "network a of the settings", "10.0.0.6": "network a of the applied spec"},
+        ),
+        ({"a": {"type": "dynamic"}}, {"a": MANUAL}, {"10.0.0.5": "network a of the applied spec"}),
+        ({"a": MANUAL | {"type": "dynamic"}}, {}, {}),
+        ({"a": MANUAL | {"type": "vip"}}, {"a": MANUAL}, {}),
+        ({}, {"a": MANUAL | {"type": "vip"}}, {}),
+        ({}, {"a": {"ip": None}, "b": {"ip": ""}, "c": None, "d": "10.0.0.7", "e": {"ip": 7}}, {}),
+    ],
+)
+def test_expected(known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]) -> None:
+    """Static addresses of the settings and all of the spec, floating ones in neither; whatever a spec holds."""
+    assert expected(effective(**known), applied) == addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ours"),
+    [("127.0.0.1", True), (NOWHERE, False), ("2001:db8::17", False), ("no address", True), ("", True)],
+)
+def test_address_of_an_interface(text: str, is_ours: bool) -> None:
+    """What is no address is not missed either."""
+    assert network.has_address(text) is is_ours
+
+
+def test_missing_address_is_told_once_and_again_after_it_was_back() -> None:
+    """Whoever misses it is named."""
+    wanted = {"127.0.0.1": "network a of the settings"}
+    told: list[tuple[str, str]] = []
+    found = Drift(lambda: wanted, lambda *what: told.append(what))
+    found.look()
+    assert (found.missing, told) == ({}, [])
+
+    wanted[NOWHERE] = "network b of the applied spec"
+    found.look()
+    found.look()
+    assert found.missing == {NOWHERE: "network b of the applied spec"}
+    text = f"no interface has the address {NOWHERE} (network b of the applied spec)"
+    assert told == [("network b", text)]
+
+    del wanted[NOWHERE]
+    found.look()
+    assert found.missing == {}
+    wanted[NOWHERE] = "network b of the applied spec"
+    found.look()
+    assert len(told) == 2
+
+
+async def test_it_looks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address may go at any time."""
+    monkeypatch.setattr(address_watch, "PERIOD", 0.01)
+    wanted: dict[str, str] = {}
+    told = asyncio.Event()
+    watching = asyncio.create_task(Drift(lambda: wanted, lambda *_: told.set()).watch())
+    await asyncio.sleep(0.02)
+
+    wanted[NOWHERE] = "network a of the settings"
+
+    async with asyncio.timeout(5):
+        await told.wait()
+    watching.cancel()

@@ -1,0 +1,77 @@
+"""Keys of ``env.bosh``: each that the Go agent reads is done or refused, and named in docs/operations.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore, BoshEnv, Cert, parse
+from agent_shim.services.bosh_env import KEYS, refused, remove_dev_tools, remove_listed, remove_static_libraries
+from tests.structure.source import ROOT
+
+OF_THE_GO_AGENT = (
+    "agent.settings.tmpfs authorized_keys blobstores ipv6.enable job_dir.tmpfs job_dir.tmpfs_size keep_root_password "
+    "mbus.cert mbus.urls ntp parallel password remove_dev_tools remove_static_libraries run_dir.tmpfs_size swap_size"
+).split()
+"""Leaves of ``BoshEnv`` (settings/settings.go, August 2026); certificates and blobstores count as leaves."""
+
+
+def leaves(of: type, before: str = "") -> Iterator[str]:
+    """Dotted names of the members of a struct and of the structs in it."""
+    for field in msgspec.structs.fields(of):
+        kind = field.type
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in (Cert, Blobstore):
+            yield from leaves(kind, f"{before}{field.encode_name}.")
+        else:
+            yield f"{before}{field.encode_name}"
+
+
+def bosh(**members: object) -> BoshEnv:
+    return parse(json.dumps({"agent_id": "a", "env": {"bosh": members}}).encode(), origin="x").env.bosh
+
+
+def test_every_key_of_the_go_agent_has_an_outcome() -> None:
+    assert [key.name for key in KEYS] == OF_THE_GO_AGENT
+    assert set(leaves(BoshEnv)) - set(OF_THE_GO_AGENT) == {"run_dir.tmpfs", "agent.settings.settling_time"}
+    assert set(OF_THE_GO_AGENT) <= set(leaves(BoshEnv))
+
+
+def test_the_table_of_the_documentation_is_made_from_the_list() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+
+    rows = [f"| `{key.name}` | {'yes' if key.is_done else 'no'} | {key.outcome} |" for key in KEYS]
+    assert "\n".join(["| key | done | what |", "|---|---|---|", *rows, ""]) in text
+
+
+@pytest.mark.parametrize("name", [key.name for key in KEYS if not key.is_done])
+def test_a_key_that_is_not_done_is_refused_by_its_name(name: str) -> None:
+    given = {"ipv6.enable": bosh(ipv6={"enable": True}), "swap_size": bosh(swap_size=512)}
+
+    assert (refused(given[name]) or "").startswith(f"env.bosh.{name}: ")
+    assert refused(bosh(ipv6={"enable": False}, swap_size=0)) is None
+
+
+async def test_files_of_a_list_are_removed_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Links go, not what they lead to; directories, and what is gone already, cost nothing."""
+    paths = Paths(tmp_path)
+    paths.bosh_etc.mkdir(parents=True)
+    compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))
+    for path in (compiler, kept, library):
+        path.touch()
+    link.symlink_to(kept)
+    names = [compiler, link, tmp_path / "gone", tmp_path / "cc/below", paths.bosh_etc, "", "kept"]
+    paths.dev_tools_list.write_text("".join(f"{name}\n" for name in names))
+
+    assert await remove_dev_tools(paths, bosh()) == "not asked for"
+    assert compiler.exists()
+    assert await remove_static_libraries(paths, bosh(remove_static_libraries=True)) == (
+        f"the image has no {paths.static_libraries_list}"
+    )
+    assert await remove_dev_tools(paths, bosh(remove_dev_tools=True)) is None
+    assert (compiler.exists(), link.is_symlink(), kept.exists(), library.exists()) == (False, False, True, True)
+    remove_listed(paths.dev_tools_list)

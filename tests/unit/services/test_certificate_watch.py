@@ -1,0 +1,95 @@
+"""Certificates near their end are told once, and in time for what they are."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from agent_shim.core.settings import Mbus
+from agent_shim.daemon.runtime import certificates
+from agent_shim.demo.pki import EXPIRED, HOUR, Authority
+from agent_shim.services.certificate_watch import DAY, DOOR, Expiry
+
+AUTHORITY = Authority()
+
+
+def agent(begin: float, end: float) -> str:
+    """A certificate that is valid from so many seconds from now until so many."""
+    return AUTHORITY.agent("agent", valid=(begin, end)).certificate
+
+
+@pytest.mark.parametrize(
+    ("valid", "is_near"),
+    [
+        ((-HOUR, 365 * DAY), False),
+        ((-300 * DAY, 31 * DAY), False),
+        ((-300 * DAY, 29 * DAY), True),
+        ((-0.7 * HOUR, 0.3 * HOUR), False),
+        ((-0.9 * HOUR, 0.1 * HOUR), True),
+        (EXPIRED, True),
+    ],
+)
+def test_near_is_a_month_or_a_fifth(valid: tuple[float, float], is_near: bool) -> None:
+    """The credentials of a new VM live for an hour: to warn all that time would say nothing."""
+    expiry = Expiry(lambda: {"client": agent(*valid)})
+    expiry.look()
+
+    assert bool(expiry.warnings) == is_near
+    assert abs(expiry.ends["client"] - (time.time() + valid[1])) < 60
+
+
+def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """The words say which and when, and what follows."""
+    now = time.time()
+    expiry = Expiry(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
+    near = agent(-99 * DAY, DAY)
+    for later in (0.0, HOUR, HOUR, 2 * DAY, DAY):
+        now += later
+        expiry.look()
+
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert said[0].startswith("the client certificate of the bus ends at 20")
+    assert said[0].endswith(" UTC: it has to be rotated before")
+    assert said[1].endswith(" UTC: the agent cannot come back to the bus")
+    assert expiry.warnings == said[1:]
+
+
+def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
+    """No bus is behind it, and no authority of one."""
+    cert, ended = agent(-99 * DAY, DAY), agent(*EXPIRED)
+    named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
+    said = []
+    for pem in (cert, ended):
+        expiry = Expiry(lambda pem=pem: {DOOR: pem})  # type: ignore[misc]
+        expiry.look()
+        said += expiry.warnings
+
+    assert [list(names) for names in named] == [["server"], ["client", "CA"]]
+    assert said[0].startswith("the certificate of the HTTPS door ends at 20")
+    assert said[1].startswith("the certificate of the HTTPS door has ended, at ")
+    assert not any("bus" in text for text in said)
+
+
+def test_a_rotation_ends_the_warning() -> None:
+    """What is looked at is what is in use."""
+    pem = agent(-99 * DAY, DAY)
+    expiry = Expiry(lambda: {"client": pem})
+    expiry.look()
+    assert expiry.warnings
+    pem = agent(-HOUR, 365 * DAY)
+    expiry.look()
+
+    assert expiry.warnings == []
+
+
+def test_of_several_authorities_the_last_to_end_counts() -> None:
+    """While one takes the place of another both are trusted; and no certificate at all is nothing to say."""
+    ending = Authority().agent("old-ca", valid=(-99 * DAY, DAY)).certificate
+    expiry = Expiry(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
+    expiry.look()
+
+    assert expiry.warnings == []
+    assert expiry.ends.keys() == {"CA"}

@@ -1,0 +1,356 @@
+"""DNS records: which are taken, in what order they are written, and what cannot get into a hosts file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, mounts
+from agent_shim.services.dns import Dns, hosts_text
+
+AGENT = "agent-1"
+LOOPBACK = "127.0.0.1"
+
+
+def blob(version: int = 3, *records: list[str]) -> bytes:
+    known = records or (["10.0.0.1", "id.web.net.dep.bosh"], ["fd00::1", "id2.web.net.dep.bosh"])
+    return json.dumps({"version": version, "records": known, "record_keys": ["id"], "aliases": {}}).encode()
+
+
+class Source:
+    """Hands out a blob and counts."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self.fetched = 0
+
+    async def __call__(self) -> bytes:
+        self.fetched += 1
+        await asyncio.sleep(0)
+        return self.raw
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths(tmp_path)
+
+
+@pytest.fixture
+def dns(paths: Paths) -> Dns:
+    return Dns(paths)
+
+
+def hosts(paths: Paths) -> str:
+    return (paths.etc / "hosts").read_text()
+
+
+async def test_records_are_stored_as_they_came(dns: Dns, paths: Paths) -> None:
+    """Byte for byte, not readable for everybody; the hosts file names the agent and the records."""
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+
+    assert paths.dns_records.read_bytes() == blob()
+    assert stat.S_IMODE(paths.dns_records.stat().st_mode) == 0o640
+    lines = hosts(paths).splitlines()
+    assert lines[0] == "127.0.0.1 agent-1 localhost"
+    assert lines[-2:] == ["10.0.0.1 id.web.net.dep.bosh", "fd00::1 id2.web.net.dep.bosh"]
+    assert stat.S_IMODE((paths.etc / "hosts").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(("stored", "wanted", "fetched"), [(3, 3, 0), (4, 3, 0), (2, 3, 1), (0, 0, 0)])
+async def test_what_is_new_enough_is_not_fetched(
+    dns: Dns, paths: Paths, stored: int, wanted: int, fetched: int
+) -> None:
+    """Only an older version is replaced."""
+    await dns.sync(stored, Source(blob(stored)), agent_id=AGENT)
+    source = Source(blob(wanted))
+    await dns.sync(wanted, source, agent_id=AGENT)
+
+    assert source.fetched == fetched
+    assert json.loads(paths.dns_records.read_bytes())["version"] == max(stored, wanted)
+
+
+@pytest.mark.parametrize("stored", [b"", b"{", b'{"version":"9"}', b"[]", b"\xff", b'{"version":-5}', None])
+async def test_what_cannot_be_read_is_old(dns: Dns, paths: Paths, stored: bytes | None) -> None:
+    """A broken file, or none, is older than any version."""
+    paths.dns_records.parent.mkdir(parents=True)
+    if stored is not None:
+        paths.dns_records.write_bytes(stored)
+    await dns.sync(0, Source(blob(0)), agent_id=AGENT)
+
+    assert paths.dns_records.read_bytes() == blob(0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (blob(4), "version from unpacked dns blob does not match version supplied by director"),
+        (b'{"records":[]}', "version from unpacked dns blob does not match version supplied by director"),
+        (b"no json", "unmarshalling DNS records: "),
+        (b"null", "unmarshalling DNS records: "),
+        (b'{"version":"3"}', "unmarshalling DNS records: "),
+        (b'{"version":3,"records":["\xff"]', "unmarshalling DNS records: "),
+    ],
+)
+async def test_a_wrong_blob_changes_nothing(dns: Dns, paths: Paths, raw: bytes, text: str) -> None:
+    """The texts are the Go agent's."""
+    with pytest.raises(ActionError) as failed:
+        await dns.sync(3, Source(raw), agent_id=AGENT)
+
+    assert str(failed.value).startswith(text)
+    assert not paths.dns_records.exists()
+    assert not (paths.etc / "hosts").exists()
+
+
+async def test_hosts_that_cannot_be_written_do_not_matter(
+    dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bosh-dns has its records, and that is what the Director asks for."""
+    real = files.write_atomic
+
+    def refuse(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
+        if path.name == "hosts":
+            raise OSError(30, "Read-only file system")
+        real(path, data, mode=mode, owner=owner)
+
+    monkeypatch.setattr(files, "write_atomic", refuse)
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+
+    assert paths.dns_records.read_bytes() == blob()
+
+
+async def test_records_that_cannot_be_written_do_matter(dns: Dns, paths: Paths) -> None:
+    """Then the Director must not believe in this version."""
+    paths.instance.write_text("in the way")
+
+    with pytest.raises(ActionError, match=r"^saving local DNS state: cannot make the directory .*instance: "):
+        await dns.sync(3, Source(blob()), agent_id=AGENT)
+
+    assert not (paths.etc / "hosts").exists()
+
+
+@pytest.mark.parametrize("records", [b"7", b"null", b'[["10.0.0.1",5]]', b'"\\n"', b'[["\xff","a"]]'])
+async def test_records_of_another_shape_are_for_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
+    """What a newer Director writes is handed on, only the hosts file does without."""
+    raw = b'{"version":3,"records":' + records + b"}"
+    await dns.sync(3, Source(raw), agent_id=AGENT)
+
+    assert paths.dns_records.read_bytes() == raw
+
+
+async def test_two_requests_fetch_once(dns: Dns) -> None:
+    """The second finds what the first has brought, whichever variant they are."""
+    first, second = Source(blob()), Source(blob())
+    await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
+
+    assert first.fetched + second.fetched == 1
+
+
+async def test_a_fetch_that_hangs_holds_up_no_old_request(dns: Dns) -> None:
+    """What is there already is told at once."""
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    never = asyncio.Event()
+
+    async def hang() -> bytes:
+        await never.wait()
+        return b""
+
+    hanging = asyncio.create_task(dns.sync(4, hang, agent_id=AGENT))
+    await asyncio.sleep(0.02)
+    async with asyncio.timeout(5):
+        await dns.sync(3, hang, agent_id=AGENT)
+
+    assert not hanging.done()
+    hanging.cancel()
+
+
+async def test_the_line_of_the_container_itself_is_kept(dns: Dns, paths: Paths) -> None:
+    """A pod finds its own address by its host name; old records go."""
+    own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
+    paths.etc.mkdir()
+    stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
+    (paths.etc / "hosts").write_text(f"# by the kubelet\n{stale}{own}\n")
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    await dns.sync(4, Source(blob(4)), agent_id=AGENT)
+
+    assert hosts(paths).count(own) == 1
+    assert "old.bosh" not in hosts(paths)
+    assert "10.0.0.8" not in hosts(paths)
+
+
+async def test_a_host_named_as_the_agent_has_no_other_line(dns: Dns, paths: Paths) -> None:
+    """Its name leads to itself already."""
+    paths.etc.mkdir()
+    (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
+    await dns.sync(3, Source(blob()), agent_id=socket.gethostname())
+
+    assert "10.9.9.9" not in hosts(paths)
+
+
+async def test_huge_records_do_not_hold_the_loop(dns: Dns, paths: Paths) -> None:
+    """30000 records, some 3 MB: other work goes on meanwhile."""
+    known = [[f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", f"{i:036}.web.net.deployment.bosh"] for i in range(30_000)]
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.005)
+
+    ticking = asyncio.create_task(tick())
+    await dns.sync(3, Source(blob(3, *known)), agent_id=AGENT)
+    ticking.cancel()
+
+    assert hosts(paths).count("\n") == 30_008
+    assert ticks > 3
+
+
+LINE = r"[0-9A-Fa-f.:]+( [A-Za-z0-9_.-]+)+"
+
+
+@given(st.lists(st.lists(st.text(max_size=20) | st.sampled_from(["10.0.0.1", "name", "a\nb", "::1\n"]), max_size=3)))
+def test_no_record_makes_a_line_of_another_form(records: list[list[str]]) -> None:
+    """Neither line breaks nor comments nor bytes get in."""
+    text = hosts_text(AGENT, "web-0", [], records)
+
+    assert all(re.fullmatch(LINE, line) for line in text.removesuffix("\n").split("\n"))
+
+
+def test_an_agent_id_that_is_no_name_is_left_out() -> None:
+    """It cannot make lines either."""
+    assert "evil" not in hosts_text("x\n1.2.3.4 evil", "y\n1.2.3.4 evil", [], [])
+
+
+# --- after a restart ------------------------------------------------------------------------------------------------
+
+
+async def test_names_come_back_in_a_new_container(dns: Dns, paths: Paths) -> None:
+    """The hosts file is a fresh one there; its own line stays."""
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    before = hosts(paths)
+    (paths.etc / "hosts").write_text(f"127.0.0.1 localhost\n10.9.9.9 {socket.gethostname()}\n")
+
+    assert await Dns(paths).restore(AGENT)
+    own, by_runtime = f"127.0.0.1 {socket.gethostname()}", f"10.9.9.9 {socket.gethostname()}"
+    assert hosts(paths) == before.replace(own, by_runtime)
+    assert await Dns(paths).restore(AGENT)
+    assert hosts(paths).count("10.9.9.9") == 1
+
+
+async def test_without_records_the_hosts_file_is_left_alone(dns: Dns, paths: Paths) -> None:
+    """There is nothing to say yet."""
+    assert not await dns.restore(AGENT)
+    assert not (paths.etc / "hosts").exists()
+
+
+@pytest.mark.parametrize("stored", [b"", b"{", b'{"version":3,"records":7}', b'{"version":3,"records":[["\xff","a"]]}'])
+async def test_records_that_cannot_be_read_are_told(dns: Dns, paths: Paths, stored: bytes) -> None:
+    """The hosts file stays as it is."""
+    paths.dns_records.parent.mkdir(parents=True)
+    paths.dns_records.write_bytes(stored)
+    paths.etc.mkdir()
+    (paths.etc / "hosts").write_text("as it is")
+
+    with pytest.raises(
+        ActionError, match=r"^(cannot read .*records\.json: |.*hosts holds no names of other instances: )"
+    ):
+        await dns.restore(AGENT)
+
+    assert hosts(paths) == "as it is"
+
+
+# --- names of the container itself ----------------------------------------------------------------------------------
+
+
+def resolve(text: str, name: str) -> list[str]:
+    """The addresses that a hosts file gives to a name."""
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    return [line[0] for line in lines if name in line[1:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "host_name"),
+    [
+        (None, [LOOPBACK]),
+        ("", [LOOPBACK]),
+        ("# 127.0.0.1 localhost HOST\n", [LOOPBACK]),
+        ("10.9.9.9 HOST\n", ["10.9.9.9"]),
+        ("127.0.0.1 localhost\n", [LOOPBACK]),
+    ],
+)
+async def test_localhost_and_the_host_name_have_an_address_before_the_director_tells_any(
+    dns: Dns, paths: Paths, text: str | None, host_name: list[str]
+) -> None:
+    """Some CPIs unmount the hosts file of the runtime; the one below is empty, or another machine's."""
+    if text is not None:
+        paths.etc.mkdir()
+        (paths.etc / "hosts").write_text(text.replace("HOST", socket.gethostname()))
+
+    await dns.name_self(AGENT)
+
+    assert resolve(hosts(paths), "localhost") == [LOOPBACK, "::1"]
+    assert resolve(hosts(paths), socket.gethostname()) == host_name
+    assert resolve(hosts(paths), AGENT) == [LOOPBACK, "::1"]
+
+
+async def test_names_of_other_instances_outlive_the_restart_of_an_agent(dns: Dns, paths: Paths) -> None:
+    """A hosts file that has both names is left alone."""
+    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    before = (paths.etc / "hosts").stat()
+
+    await Dns(paths).name_self(AGENT)
+
+    assert (paths.etc / "hosts").stat() == before
+
+
+@pytest.mark.parametrize("text", ["", "10.9.9.9 HOST", "127.0.0.1\tlocalhost\n", "fd00::9 db\n"])
+async def test_a_mounted_hosts_file_is_completed_and_keeps_what_it_has(
+    dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The kubelet's aliases and the runtime's line of the container stay."""
+    text = text.replace("HOST", socket.gethostname())
+    paths.etc.mkdir()
+    (paths.etc / "hosts").write_text(text)
+    monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == paths.etc / "hosts")
+
+    await dns.name_self(AGENT)
+    completed = hosts(paths)
+    await dns.name_self(AGENT)
+
+    assert completed.startswith(text)
+    assert hosts(paths) == completed
+    assert resolve(completed, "localhost")[0] == LOOPBACK
+    assert len(resolve(completed, socket.gethostname())) == 1
+
+
+async def test_every_sync_keeps_both_names(dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a container that has no name but this one."""
+    for name in ("web-0", "localhost"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        await dns.sync(3, Source(blob(3)), agent_id=AGENT)
+        for version in (4, 5):
+            paths.dns_records.unlink()
+            await dns.sync(version, Source(blob(version)), agent_id=AGENT)
+        text = hosts(paths)
+
+        assert resolve(text, "localhost") == [LOOPBACK, "::1"]
+        assert resolve(text, name)[0] == LOOPBACK
+        assert len(text.splitlines()) == len(set(text.splitlines()))
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.", "ip6-localhost"])
+def test_no_record_gives_localhost_another_address(name: str) -> None:
+    text = hosts_text(AGENT, "pod-1", [], [["192.0.2.66", name], ["192.0.2.1", "a.b.bosh"]])
+
+    assert "192.0.2.66" not in text
+    assert "192.0.2.1 a.b.bosh" in text

@@ -1,0 +1,74 @@
+"""The text of the rules, and when nothing is done at all; what they do is in the tests of root."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.settings import Mbus
+from agent_shim.host import network
+from agent_shim.services.firewall import Firewall, chains
+
+
+def mbus(*urls: str) -> Mbus:
+    return Mbus(urls, "", "", "")
+
+
+async def heard(_: float) -> bool:
+    return True
+
+
+def test_each_address_is_closed_to_all_but_the_users() -> None:
+    text = chains(frozenset({("10.0.0.6", 4222), ("2001:db8::6", 4223)}), {0, 500})
+
+    rules = [line.strip() for line in text.splitlines() if "daddr" in line]
+    assert rules == [
+        "ip daddr 10.0.0.6 tcp dport 4222 meta skuid != { 0, 500 } counter reject with tcp reset",
+        "ip6 daddr 2001:db8::6 tcp dport 4223 meta skuid != { 0, 500 } counter reject with tcp reset",
+    ]
+
+
+async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is what shows that it would have been."""
+    settled = []
+
+    async def settle(firewall: Firewall) -> str:
+        settled.append(firewall)
+        return ""
+
+    monkeypatch.setattr(Firewall, "_settle", settle)
+    refused, free = (Firewall(mbus, lambda: True, heard, refusal) for refusal in ("it is switched off", ""))
+    watching = [asyncio.create_task(each.watch()) for each in (refused, free)]
+    async with asyncio.timeout(10):
+        while not settled:
+            await asyncio.sleep(0)
+
+    assert settled == [free]
+    assert (refused.obstacle, free.obstacle) == ("it is switched off", "")
+    for each in watching:
+        each.cancel()
+
+
+@pytest.mark.parametrize("scheme", ["https", ""])
+async def test_without_a_bus_to_connect_to_it_says_so(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bosh CLI comes to us, and without a Director nobody does."""
+    urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
+    firewall = Firewall(lambda: mbus(*urls), lambda: False, heard)
+    watching = asyncio.create_task(firewall.watch())
+    async with asyncio.timeout(10):
+        while firewall.obstacle.startswith("the addresses") and not watching.done():
+            await asyncio.sleep(0)
+
+    assert firewall.obstacle == "there is no bus that jobs could reach"
+    watching.cancel()
+
+
+def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine itself they are as much ours as everything is."""
+    monkeypatch.setattr(network, "_FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+
+    assert not network.is_of_machine()

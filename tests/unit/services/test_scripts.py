@@ -1,0 +1,105 @@
+"""What drain scripts are told, and how much of an errand's output is shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_shim.core.errors import ActionError
+from agent_shim.services import scripts
+from agent_shim.services.scripts import DrainSpec, drain_arguments, drain_environment
+
+NOW = DrainSpec(True, "aaa", {"ruby": "sha1", "nginx": "sha1;sha256:x", "old": "1"}, 1024)
+FRESH = DrainSpec(False, "", {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("current", "new", "expected"),
+    [
+        (NOW, NOW, ["job_changed", "hash_unchanged"]),
+        (NOW, replace(NOW, configuration_hash="bbb"), ["job_changed", "hash_changed"]),
+        (NOW, replace(NOW, configuration_hash=""), ["job_changed", "hash_changed"]),
+        (FRESH, NOW, ["job_new", "hash_new", "nginx", "old", "ruby"]),
+        (FRESH, FRESH, ["job_new", "hash_new"]),
+        (
+            NOW,
+            replace(NOW, packages={"zlib": "1", "ruby": "2", "old": "1"}),
+            ["job_changed", "hash_unchanged", "ruby", "zlib"],
+        ),
+        (replace(NOW, has_jobs=False), NOW, ["job_new", "hash_unchanged"]),
+    ],
+)
+def test_arguments_of_an_update(current: DrainSpec, new: DrainSpec, expected: list[str]) -> None:
+    """Packages that go away are not named, new and changed ones in order."""
+    assert drain_arguments("update", current, new) == expected
+
+
+@pytest.mark.parametrize("new", [None, replace(NOW, configuration_hash="bbb")])
+def test_arguments_of_a_shutdown(new: DrainSpec | None) -> None:
+    """Nothing changes when all ends."""
+    assert drain_arguments("shutdown", NOW, new) == ["job_shutdown", "hash_unchanged"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "new", "text"),
+    [
+        ("update", None, "Drain update requires new spec"),
+        ("status", NOW, "Unexpected call with drain type 'status'"),
+        ("", NOW, "Unexpected call with drain type ''"),
+    ],
+)
+def test_other_calls_are_refused(kind: str, new: DrainSpec | None, text: str) -> None:
+    """The texts are the Go agent's."""
+    with pytest.raises(ActionError) as failed:
+        drain_arguments(kind, NOW, new)
+
+    assert str(failed.value) == text
+
+
+def test_environment_tells_the_disks() -> None:
+    """JSON without blanks, as Go writes it; no next state without a new spec."""
+    assert drain_environment(NOW, FRESH) == {
+        "BOSH_JOB_STATE": '{"persistent_disk":1024}',
+        "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',
+    }
+    assert drain_environment(NOW, None) == {"BOSH_JOB_STATE": '{"persistent_disk":1024}'}
+
+
+def test_short_output_is_shown_whole(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 become replacement characters."""
+    path = tmp_path / "out"
+    path.write_bytes(b"caf\xc3\xa9 \xff\0\n")
+
+    assert scripts.shown(path, 100) == ("café \ufffd\0\n", False)
+
+
+def test_long_output_is_cut_in_the_middle(tmp_path: Path) -> None:
+    """Beginning and end are there, and where to find the rest."""
+    path = tmp_path / "out"
+    path.write_bytes(b"begin" + b"x" * 100_000 + b"end")
+
+    text, is_cut = scripts.shown(path, 1000)
+
+    assert is_cut
+    assert text.startswith("begin")
+    assert text.endswith("end")
+    assert f"bytes are left out here; the whole output is in {path}" in text
+    assert 900 <= len(text) <= 1000
+
+
+@given(st.binary(max_size=3000), st.integers(200, 3000))
+def test_what_is_shown_fits(tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int) -> None:
+    """Also where every byte takes six in JSON; what fits is never cut."""
+    path = tmp_path_factory.getbasetemp() / "o"
+    path.write_bytes(content)
+
+    text, is_cut = scripts.shown(path, limit)
+
+    assert len(msgspec.json.encode(text)) <= limit or len(text) < 200
+    assert is_cut or text == content.decode(errors="replace")
+    assert not is_cut or len(msgspec.json.encode(content.decode(errors="replace"))) > limit

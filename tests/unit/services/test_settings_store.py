@@ -1,0 +1,186 @@
+"""Settings on disk: waited for, read again, kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.core import settings
+from agent_shim.core.errors import SettingsError
+from agent_shim.core.paths import Paths
+from agent_shim.services.settings_store import SettingsStore
+
+
+class Files:
+    """A tree with a source file, and a store that looks at it often."""
+
+    def __init__(self, base: Path) -> None:
+        self.paths = Paths(base)
+        self.paths.bosh.mkdir(parents=True)
+        self.source = base / "source.json"
+        self.store = SettingsStore(self.paths, [self.source], look=0.01)
+
+    def write(self, **members: Any) -> None:
+        self.source.write_text(json.dumps({"agent_id": "a-1", "mbus": "nats://h:1", **members}))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [None, "", "{", '{"agent_id": 7}', '{"agent_id": "a-1"}', '{"agent_id":"a-1","mbus":"nats://h'],
+    ids=["absent", "empty", "half", "wrong type", "no bus", "cut"],
+)
+async def test_settings_are_waited_for(files: Files, before: str | None) -> None:
+    if before is not None:
+        files.source.write_text(before)
+    waiting = asyncio.ensure_future(files.store.wait())
+    while not files.store._said:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+    assert not waiting.done()
+
+    files.write()
+
+    async with asyncio.timeout(5):
+        assert (await waiting).agent_id == "a-1"
+
+
+async def test_each_problem_is_logged_once(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    looks = 0
+    read = files.store._read_source
+
+    def counted() -> Any:
+        nonlocal looks
+        looks += 1
+        return read()
+
+    files.store._read_source = counted  # type: ignore[method-assign]
+    waiting = asyncio.ensure_future(files.store.wait())
+    async with asyncio.timeout(5):
+        while looks < 5:
+            await asyncio.sleep(0.005)
+        files.source.write_text("{")
+        seen = looks
+        while looks < seen + 5:
+            await asyncio.sleep(0.005)
+        files.write()
+        await waiting
+
+    assert len([record for record in caplog.records if record.name == "agent_shim.services.settings_store"]) == 2
+
+
+async def test_a_member_of_a_wrong_type_that_go_ignores_is_ignored_and_logged_once(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.write(env={"http_proxy": 5, "bosh": {"run_dir": {"tmpfs": "yes"}}})
+
+    for _ in range(3):
+        assert (await files.store.refreshed()).source.env.http_proxy == ""
+
+    told = [record.message for record in caplog.records if "ignoring a member" in record.message]
+    assert [text.rpartition(".json: ")[2] for text in told] == [
+        "http_proxy: Expected `str`, got `int`",
+        "tmpfs: Expected `bool`, got `str`",
+    ]
+
+
+async def test_copy_serves_while_the_source_is_gone(files: Files) -> None:
+    files.write(vm={"name": "vm-7"})
+    await files.store.wait()
+    files.source.unlink()
+
+    again = SettingsStore(files.paths, [files.source])
+
+    assert (await again.refreshed()).source.vm.name == "vm-7"
+    assert files.paths.settings_cache.stat().st_mode & 0o777 == 0o600
+
+
+async def test_broken_source_does_not_hide_the_error_but_the_copy_serves(files: Files) -> None:
+    files.write(vm={"name": "vm-7"})
+    await files.store.wait()
+    files.source.write_text("{")
+
+    assert (await SettingsStore(files.paths, [files.source]).refreshed()).source.vm.name == "vm-7"
+
+
+async def test_without_any_document_the_error_names_the_first_that_exists(files: Files) -> None:
+    files.source.write_text("{")
+
+    with pytest.raises(SettingsError, match=r"cannot read settings from .*source\.json"):
+        await files.store.refreshed()
+
+
+async def test_update_is_stored_whole_and_read_again(files: Files) -> None:
+    files.write()
+    await files.store.wait()
+    news = settings.UpdateSettings(mbus=settings.MbusSettings(cert=settings.Cert("ca", "c", "k")), trusted_certs="T")
+
+    await files.store.save_update(files.store.merged(news).update)
+
+    assert json.loads(files.paths.update_settings.read_bytes()) == {
+        "blobstores": None,
+        "disk_associations": [],
+        "mbus": {"cert": {"ca": "ca", "certificate": "c", "private_key": "k"}, "urls": []},
+        "trusted_certs": "T",
+    }
+    assert files.paths.update_settings.stat().st_mode & 0o777 == 0o600
+    assert (await SettingsStore(files.paths, [files.source]).refreshed()).mbus.certificate == "c"
+
+
+async def test_half_written_update_keeps_what_was_known(files: Files) -> None:
+    files.write()
+    await files.store.wait()
+    await files.store.save_update(settings.UpdateSettings(trusted_certs="T"))
+    files.paths.update_settings.write_text('{"trusted')
+
+    assert (await files.store.refreshed()).update.trusted_certs == "T"
+
+
+async def test_changes_are_noticed_and_rewrites_of_the_same_are_not(files: Files) -> None:
+    files.write()
+    await files.store.wait()
+    found: list[settings.Effective] = []
+    arrived = asyncio.Event()
+
+    async def changed(news: settings.Effective) -> None:
+        found.append(news)
+        arrived.set()
+
+    watching = asyncio.ensure_future(files.store.watch(changed))
+    async with asyncio.timeout(5):
+        await asyncio.sleep(0.03)
+        files.write()
+        await asyncio.sleep(0.05)
+        files.source.write_text("{")
+        await asyncio.sleep(0.05)
+        files.write(mbus="nats://other:2")
+        await arrived.wait()
+    watching.cancel()
+
+    assert [news.mbus.urls for news in found] == [("nats://other:2",)]
+
+
+async def test_a_change_that_an_action_read_first_is_told_all_the_same(files: Files) -> None:
+    files.write()
+    await files.store.wait()
+    arrived = asyncio.Event()
+
+    async def changed(_: settings.Effective) -> None:
+        arrived.set()
+
+    watching = asyncio.ensure_future(files.store.watch(changed))
+    await asyncio.sleep(0.03)
+    files.write(mbus="nats://other:2")
+    await files.store.refreshed()
+
+    async with asyncio.timeout(5):
+        await arrived.wait()
+    watching.cancel()

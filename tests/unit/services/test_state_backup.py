@@ -1,0 +1,414 @@
+"""The copy of the agent's state: what a new root file system gets back, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.core.errors import BootError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, proc
+from agent_shim.services import state_backup
+from agent_shim.services.state_backup import Mirror
+
+Container = Callable[[], None]
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing of ours handles it."""
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    """An instance in its first container."""
+    made = Paths(tmp_path / "vcap")
+    make_root(made)
+    return made
+
+
+def make_root(paths: Paths) -> None:
+    for path in (paths.bosh, paths.monit_job, paths.mirror, paths.shim_run):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def reset_root(paths: Paths) -> None:
+    """What a restart of the container in place does: ``data`` alone stays."""
+    for path in paths.base.iterdir():
+        if path != paths.data:
+            files.remove_tree(path)
+    make_root(paths)
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
+    """Another container: process numbers start anew."""
+    number = 0
+
+    def begin_anew() -> None:
+        nonlocal number
+        number += 1
+        monkeypatch.setattr(proc, "incarnation", lambda: f"container {number}")
+
+    begin_anew()
+    return begin_anew
+
+
+async def start(paths: Paths, agent_id: str = "a-1") -> Mirror:
+    """A new agent."""
+    made = Mirror(paths)
+    made.begin()
+    await made.recover(agent_id)
+    return made
+
+
+def fill(paths: Paths, text: str = "x") -> dict[Path, str]:
+    """Something in every file that is kept."""
+    contents = {}
+    for name, file in state_backup.kept(paths).items():
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        file.path.write_text(f"{name} {text}")
+        contents[file.path] = f"{name} {text}"
+    return contents
+
+
+def found(paths: Paths) -> dict[Path, str]:
+    return {file.path: file.path.read_text() for file in state_backup.kept(paths).values() if file.path.exists()}
+
+
+async def test_new_root_file_system_gets_everything_back(paths: Paths, restart: Container) -> None:
+    """With the modes that the files have to have."""
+    contents = fill(paths)
+    await start(paths)
+    restart()
+    reset_root(paths)
+
+    again = await start(paths)
+
+    assert found(paths) == contents
+    assert again.root_is_new
+    assert {oct(path.stat().st_mode & 0o777) for path in (paths.spec, paths.update_settings)} == {"0o600"}
+    assert oct(paths.dns_records.stat().st_mode & 0o777) == "0o640"
+
+
+async def test_changes_are_copied_before_update_returns(paths: Paths) -> None:
+    """Also that a file is gone: a disk that was unmounted must not come back."""
+    fill(paths)
+    agent = await start(paths)
+
+    paths.update_settings.write_text("news")
+    paths.managed_disk.unlink()
+    await agent.update()
+
+    reset_root(paths)
+    await start(paths)
+    assert paths.update_settings.read_text() == "news"
+    assert not paths.managed_disk.exists()
+
+
+async def test_what_did_not_change_is_not_written(paths: Paths) -> None:
+    """Neither by a look nor by another agent."""
+    fill(paths)
+    await start(paths)
+    before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
+
+    agent = await start(paths)
+    await agent.update()
+
+    assert {path: path.stat().st_ino for path in paths.mirror.iterdir()} == before
+
+
+async def test_change_that_no_action_made_is_found(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPI may write update_settings.json into a running container."""
+    monkeypatch.setattr(state_backup, "PERIOD", 0.01)
+    agent = await start(paths)
+    watching = asyncio.create_task(agent.watch())
+
+    paths.update_settings.write_text("by the CPI")
+
+    async with asyncio.timeout(5):
+        while not (paths.mirror / "update_settings.json").exists():
+            await asyncio.sleep(0.01)
+    watching.cancel()
+
+
+async def test_restart_of_the_agent_changes_nothing(paths: Paths) -> None:
+    """The root file system holds the truth, run files are those of living jobs."""
+    await start(paths)
+    (paths.run / "web").mkdir()
+    (paths.run / "web/web.pid").write_text("17")
+    contents = fill(paths)
+
+    agent = await start(paths)
+
+    assert found(paths) == contents
+    assert not agent.root_is_new
+    assert agent.is_prepared
+    assert (paths.run / "web/web.pid").read_text() == "17"
+
+
+async def test_run_files_of_another_container_are_removed(paths: Paths, restart: Container) -> None:
+    """Whether the root file system is the old one (a machine that was rebooted) or not."""
+    await start(paths)
+    (paths.run / "web").mkdir()
+    (paths.run / "web/web.pid").write_text("17")
+    (paths.run / "link").symlink_to(paths.base)
+    restart()
+
+    agent = await start(paths)
+
+    assert list(paths.run.iterdir()) == []
+    assert paths.bosh.is_dir()
+    assert not agent.root_is_new
+    assert agent.is_prepared
+
+
+async def test_run_files_are_removed_with_the_root_file_system_alone(paths: Paths) -> None:
+    """Containers of a pod may share their process numbers."""
+    await start(paths)
+    (paths.run / "web").mkdir()
+    reset_root(paths)
+
+    await start(paths)
+
+    assert not (paths.run / "web").exists()
+
+
+async def test_run_files_stay_when_another_agent_worked_here_before(paths: Paths) -> None:
+    """The first agent of this program takes over from the Go agent: pidfiles of running processes."""
+    (paths.run / "web").mkdir()
+    paths.spec.write_text("{}")
+    paths.settings_cache.write_text('{"agent_id": "a-1"}')
+
+    await start(paths)
+
+    assert (paths.run / "web").exists()
+    assert (paths.mirror / "spec.json").read_text() == "{}"
+
+
+async def test_kill_before_everything_is_back_has_it_restored_once_more(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far it came; nothing is copied from a root file system that is not whole yet."""
+    contents = fill(paths)
+    await start(paths)
+    reset_root(paths)
+    real = files.write_atomic
+    left = 0
+
+    def until_then(path: Path, data: bytes, **options: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+        real(path, data, **options)
+
+    kills = 0
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_atomic", until_then)
+        while not paths.stamp.exists() or left < 0:
+            left = kills = kills + 1
+            one = Mirror(paths)
+            with suppress(Killed):
+                one.begin()
+                one._recover("a-1")
+
+    again = await start(paths)
+
+    assert kills > len(contents)
+    assert found(paths) == contents
+    assert not again.root_is_new
+
+
+async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Container) -> None:
+    """Over restarts of the agent, and anew on the next root file system."""
+    await start(paths)
+    reset_root(paths)
+    assert not (await start(paths)).is_prepared
+    restart()
+
+    agent = await start(paths)
+    before = agent.is_prepared
+    await agent.prepared()
+
+    assert (before, agent.is_prepared) == (False, True)
+    assert (await start(paths)).is_prepared
+    reset_root(paths)
+    assert not (await start(paths)).is_prepared
+
+
+async def test_used_volume_of_another_agent_is_set_aside(paths: Paths, restart: Container) -> None:
+    """Nothing of it is used, nothing is lost."""
+    contents = fill(paths)
+    paths.supervisor_state.write_text("{}")
+    await start(paths, "a-1")
+    restart()
+    reset_root(paths)
+
+    agent = await start(paths, "a-2")
+
+    assert found(paths) == {}
+    assert not paths.supervisor_state.exists()
+    assert not agent.root_is_new
+    aside = paths.mirror / "set_aside/a-1"
+    assert sorted(path.read_text() for path in aside.iterdir() if path.name in state_backup.kept(paths)) == sorted(
+        contents.values()
+    )
+    assert (aside / "supervisor.json").exists()
+
+
+@pytest.mark.parametrize("by", ["stamp", "settings of the Go agent"])
+async def test_used_root_file_system_of_another_agent_is_set_aside(paths: Paths, by: str) -> None:
+    """An image made of a container that was in use."""
+    fill(paths)
+    if by == "stamp":
+        await start(paths, "a-1")
+        files.remove_tree(paths.data)
+    paths.settings_cache.write_text('{"agent_id": "a-1", "vm": {}}')
+    (paths.monit_job / "0000_web.monitrc").write_text("check process web")
+    make_root(paths)
+
+    one = Mirror(paths)
+    one.begin()
+    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # read from the CPI meanwhile
+    await one.recover("a-2")
+
+    assert found(paths) == {}
+    assert list(paths.monit_job.iterdir()) == []
+    assert (paths.bosh / "set_aside/a-1/spec.json").read_text() == "spec.json x"
+
+
+async def test_own_volume_behind_the_root_file_system_of_another_agent(paths: Paths) -> None:
+    """The copy counts."""
+    fill(paths, "mine")
+    await start(paths, "a-1")
+    reset_root(paths)
+    fill(paths, "theirs")
+    paths.settings_cache.write_text('{"agent_id": "a-2"}')
+
+    await start(paths, "a-1")
+
+    assert set(found(paths).values()) == {f"{name} mine" for name in state_backup.kept(paths)}
+
+
+async def test_new_volume_gets_a_copy(paths: Paths) -> None:
+    """The root file system was kept and the volume was not."""
+    contents = fill(paths)
+    await start(paths)
+    files.remove_tree(paths.data)
+    make_root(paths)
+
+    agent = await start(paths)
+
+    assert not agent.root_is_new
+    reset_root(paths)
+    await start(paths)
+    assert found(paths) == contents
+
+
+async def test_what_a_cpi_brings_along_is_not_removed(paths: Paths) -> None:
+    """The Docker CPI carries update_settings.json from container to container."""
+    await start(paths)
+    reset_root(paths)
+    paths.update_settings.write_text("brought")
+
+    await start(paths)
+
+    assert paths.update_settings.read_text() == "brought"
+    assert (paths.mirror / "update_settings.json").read_text() == "brought"
+
+
+async def test_state_of_a_newer_version_is_refused_and_stays(paths: Paths) -> None:
+    """Before anything is removed or written."""
+    await start(paths)
+    (paths.run / "web").mkdir()
+    for stamp in (paths.stamp, paths.mirror / state_backup.STAMP):
+        newer = json.loads(stamp.read_text()) | {"schema": state_backup.SCHEMA + 1, "more": True, "incarnation": "x"}
+        before = stamp.read_text()
+        stamp.write_text(json.dumps(newer))
+
+        with pytest.raises(BootError, match=f"schema {state_backup.SCHEMA + 1} of a newer version"):
+            Mirror(paths).begin()
+
+        assert json.loads(stamp.read_text()) == newer
+        stamp.write_text(before)
+    assert (paths.run / "web").exists()
+
+
+async def test_copy_whose_stamp_is_broken_is_set_aside(paths: Paths) -> None:
+    """Whose it is nobody knows."""
+    fill(paths)
+    await start(paths)
+    reset_root(paths)
+    (paths.mirror / state_backup.STAMP).write_text("{ half")
+
+    await start(paths)
+
+    assert found(paths) == {}
+    assert (paths.mirror / "set_aside/unnamed/spec.json").exists()
+
+
+async def test_broken_stamp_of_the_root_file_system_leads_to_the_copy(paths: Paths) -> None:
+    """Which is as good."""
+    contents = fill(paths)
+    await start(paths)
+    paths.stamp.write_text("")
+
+    assert (await start(paths)).root_is_new
+    assert found(paths) == contents
+
+
+async def test_what_cannot_be_copied_is_tried_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full volume ends nothing."""
+    agent = await start(paths)
+    paths.spec.write_text("news")
+
+    def full(*_: object, **__: object) -> None:
+        raise files.failed("write", OSError(28, "No space left on device"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_atomic", full)
+        await agent.update()
+    assert not (paths.mirror / "spec.json").exists()
+
+    await agent.update()
+
+    assert (paths.mirror / "spec.json").read_text() == "news"
+
+
+async def test_update_before_recover_touches_nothing(paths: Paths) -> None:
+    """Where the id of the agent is not known yet, everything would be copied over somebody's copy."""
+    fill(paths)
+    await start(paths)
+    reset_root(paths)
+    agent = Mirror(paths)
+    agent.begin()
+
+    await agent.update()
+
+    assert (paths.mirror / "spec.json").exists()
+
+
+async def test_forgetting_leaves_no_trace(paths: Paths) -> None:
+    """What belongs to the Go agent too stays."""
+    contents = fill(paths)
+    await start(paths)
+    paths.supervisor_state.write_text("{}")
+
+    state_backup.forget(paths)
+
+    assert list(paths.mirror.iterdir()) == []
+    assert not paths.stamp.exists()
+    assert found(paths) == contents
+
+
+def test_hostile_name_of_an_agent_stays_below_its_directory() -> None:
+    """It comes from a file on somebody's volume."""
+    names = [state_backup._plain(name) for name in ("../../etc", "..", "", "a/b", "x" * 300)]
+
+    assert all("/" not in name and name not in ("", ".", "..") and len(name) <= 100 for name in names)

@@ -1,0 +1,128 @@
+"""How a bundle of certificates is taken apart, and that a machine that is not ours is left alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from agent_shim.demo.pki import Authority
+from agent_shim.services import trusted_cas
+from agent_shim.services.trusted_cas import Certificates, split
+
+A, B = (Authority(name).ca.strip() for name in "ab")
+NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
+
+
+@pytest.mark.parametrize(
+    ("bundle", "found"),
+    [
+        ("", []),
+        ("nothing of the kind", []),
+        (A, [A]),
+        (f"{A}\n{B}\n", [A, B]),
+        (f"{A}{B}", [A, B]),
+        (f"# the first\n{A}\n\n# the second\n{B}\nthe end", [A, B]),
+        (f"{A}\n-----BEGIN CERTIFICATE-----\ncut off", [A]),
+        (f"cut off\n-----END CERTIFICATE-----\n{A}", [A]),
+        (f"{A}\r\n{B}\r\n", [A, B]),
+        (f"{A}\n{NONE}\n{B}\n", [A, B]),
+        (NONE.replace("AAAA", "ä\0\x1b"), []),
+        (f"{A[:-60]}{A[-30:]}", []),
+    ],
+)
+def test_a_bundle_is_taken_apart(bundle: str, found: list[str]) -> None:
+    """What stands between certificates is dropped."""
+    assert split(bundle) == [f"{pem}\n" for pem in found]
+
+
+async def test_below_another_base_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is said."""
+    monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+
+    assert await Certificates(Paths(tmp_path)).install(A) == "not root of a container with the real /var/vcap"
+    assert not (tmp_path / "certificates").exists()
+
+
+async def test_an_ordinary_user_installs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be said against it: jobs bring authorities of their own."""
+    monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+
+    assert await Certificates(Paths()).install(A) == "not root of a container with the real /var/vcap"
+    assert not (tmp_path / "certificates").exists()
+
+
+class Image:
+    """Places of an image and, instead of the command, what it leaves: a file of all, and a link for each."""
+
+    def __init__(self, base: Path) -> None:
+        self.directory, self.certs, self.runs = base / "local", base / "certs", 0
+        self.trusted = self.certs / "ca-certificates.crt"
+        for directory in (self.directory, self.certs):
+            directory.mkdir()
+        self.trusted.write_text("of the image\n")
+        os.utime(self.trusted, (1, 1))  # long before the directories
+
+    async def run(self, *_: object, **__: object) -> str:
+        self.runs += 1
+        for link in self.certs.glob("*.pem"):
+            link.unlink()
+        found = sorted(self.directory.glob("*.crt"))
+        for path in found:
+            (self.certs / f"{path.stem}.pem").symlink_to(path)
+        self.trusted.write_text("of the image\n" + "".join(path.read_text() for path in found))
+        return ""
+
+
+@pytest.fixture
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
+    made = Image(tmp_path)
+    monkeypatch.setattr(trusted_cas, "DIRECTORY", made.directory)
+    monkeypatch.setattr(trusted_cas, "TRUSTED", made.trusted)
+    monkeypatch.setattr(trusted_cas, "PENDING", made.directory / "pending")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("agent_shim.host.command.run", made.run)
+    return made
+
+
+async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) -> None:
+    """It takes three quarters of a start, and of an image the directory is younger than what was made of it."""
+    trusting = Certificates(Paths())
+    await trusting.install("")
+    assert image.runs == 0
+
+    for _ in range(2):
+        await trusting.install(A)
+        assert image.runs == 1
+    assert list(image.directory.glob("pending")) == []
+    await trusting.install("")
+    assert image.runs == 2
+    await trusting.install("")
+    assert image.runs == 2
+
+
+@pytest.mark.parametrize("left", ["pending", "link", "file"])
+async def test_what_was_cut_off_is_done_to_its_end(image: Image, left: str) -> None:
+    """Before the command, in the midst of it, or when the files of the image were put in the place of ours."""
+    trusting = Certificates(Paths())
+    await trusting.install("" if left == "link" else A)
+    if left == "pending":
+        (image.directory / "pending").touch()
+    elif left == "link":
+        (image.certs / "bosh-trusted-cert-1.pem").symlink_to("gone")
+    else:
+        image.trusted.write_text("of the image\n")
+    before = image.runs
+
+    await trusting.install("" if left == "link" else A)
+
+    assert image.runs == before + 1
+    assert (A in image.trusted.read_text()) == (left != "link")
+
+
+def test_a_megabyte_of_authorities_that_do_not_end_is_taken_apart_at_once() -> None:
+    assert split("-----BEGIN CERTIFICATE-----" * 40_000) == []

@@ -1,0 +1,285 @@
+"""Vitals: their shapes, whatever the kernel writes, and how long they may take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_shim.core.paths import Paths
+from agent_shim.host import clock
+from agent_shim.host.host_stats import CpuTimes, Memory
+from agent_shim.services import vitals
+from agent_shim.services.vitals import Vitals
+
+STAT = "cpu 300 0 100 500 100 0 0 0 0 0\n"
+MEMINFO = "MemTotal: 2048000 kB\nMemAvailable: 1024000 kB\nSwapTotal: 1000 kB\nSwapFree: 750 kB\n"
+LOAD = "0.39 0.51 0.48 1/2 3\n"
+
+
+def write(proc: Path, **files: str | bytes) -> Path:
+    """Files of a ``/proc``; dots in names stand for slashes."""
+    for name, content in files.items():
+        path = proc / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return proc
+
+
+def stat_of_init(start_ticks: int) -> str:
+    return f"1 (init) S 0 1 1 0 -1 0 0 0 0 0 1 1 0 0 20 0 1 0 {start_ticks} 0 0 0\n"
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    begun = int((clock.boot_time() - 100) * clock.TICKS)
+    return write(tmp_path / "proc", stat=STAT, meminfo=MEMINFO, loadavg=LOAD, **{"1__stat": stat_of_init(begun)})
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    paths = Paths(tmp_path)
+    paths.data.mkdir()
+    paths.store.mkdir()
+    return paths
+
+
+async def test_a_sample(paths: Paths, proc: Path) -> None:
+    """Members, types and formats of a heartbeat (protocol of platform/vitals/vitals.go)."""
+    sample = await Vitals(paths, lambda: True, proc=proc).sample()
+
+    assert sample.pop("uptime") in ({"secs": 100}, {"secs": 101})
+    disks = sample.pop("disk")
+    assert set(disks) == {"system", "ephemeral", "persistent"}
+    assert all(re.fullmatch("[0-9]+", text) for disk in disks.values() for text in disk.values())
+    assert sample == {
+        "cpu": {"user": "30.0", "sys": "10.0", "wait": "10.0"},
+        "mem": {"kb": "1024000", "percent": "50"},
+        "swap": {"kb": "250", "percent": "25"},
+        "load": ["0.39", "0.51", "0.48"],
+    }
+
+
+async def test_processor_is_averaged_over_ten_seconds(
+    paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks sooner gets the last figures, then it is the time since they were taken."""
+    now = 1000.0
+    monkeypatch.setattr(clock, "boot_time", lambda: now)
+    taken = Vitals(paths, lambda: False, proc=proc)
+    await taken.sample()
+    write(proc, stat="cpu 400 50 100 550 100 0 0 0 0 0\n")
+    now += 9.9
+    early = await taken.sample()
+    now += 0.1
+    late = await taken.sample()
+
+    assert early["cpu"] == {"user": "30.0", "sys": "10.0", "wait": "10.0"}
+    assert late["cpu"] == {"user": "75.0", "sys": "0.0", "wait": "0.0"}
+
+
+async def test_a_container_with_limits_is_measured_by_them(paths: Paths, proc: Path, tmp_path: Path) -> None:
+    """Not by the machine it shares."""
+    top = write(
+        tmp_path / "cgroup",
+        **{
+            "memory.max": str(512000 * 1024),
+            "memory.current": str(384000 * 1024),
+            "memory.stat": f"inactive_file {256000 * 1024}\n",
+            "memory.swap.max": "0",
+            "memory.swap.current": "0",
+            "cpu.max": "10000 100000",
+            "cpu.stat": "user_usec 5000000\nsystem_usec 1000000\n",
+        },
+    )
+    write(proc, self__cgroup="0::/\n", self__mountinfo=f"31 23 0:28 / {top} ro - cgroup2 cgroup rw\n")
+
+    sample = await Vitals(paths, lambda: False, proc=proc).sample()
+
+    assert sample["mem"] == {"kb": "128000", "percent": "25"}
+    assert sample["swap"] == {"kb": "0", "percent": "0"}
+    assert float(sample["cpu"]["user"]) == pytest.approx(50, abs=1)
+    assert float(sample["cpu"]["sys"]) == pytest.approx(10, abs=1)
+    assert sample["cpu"]["wait"] == "0.0"
+
+
+async def test_persistent_disk_is_told_only_while_there_is_one(paths: Paths, proc: Path) -> None:
+    """The directory alone is none."""
+    mounted = False
+    taken = Vitals(paths, lambda: mounted, proc=proc)
+
+    assert set((await taken.sample())["disk"]) == {"system", "ephemeral"}
+    mounted = True
+    assert "persistent" in (await taken.sample())["disk"]
+
+
+async def test_a_place_that_is_not_there_is_left_out(tmp_path: Path, proc: Path) -> None:
+    """The others are told."""
+    sample = await Vitals(Paths(tmp_path / "none"), lambda: True, proc=proc).sample()
+
+    assert set(sample["disk"]) == {"system"}
+
+
+async def test_a_disk_that_hangs_holds_nothing_up(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out, not asked again while it owes an answer, and back when it answers."""
+    answers, asked, real = threading.Event(), [], os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        if path == paths.store:
+            asked.append(path)
+            answers.wait(20)
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(vitals, "PATIENCE", 0.05)
+    taken = Vitals(paths, lambda: True, proc=proc)
+    try:
+        first, second = await taken.sample(), await taken.sample()
+        assert (set(first["disk"]), set(second["disk"])) == ({"system", "ephemeral"},) * 2
+        assert asked == [paths.store]
+    finally:
+        answers.set()
+    monkeypatch.setattr(vitals, "PATIENCE", 10)
+
+    assert set((await taken.sample())["disk"]) == {"system", "ephemeral", "persistent"}
+
+
+@pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
+async def test_uptime_of_nothing_is_left_out(paths: Paths, proc: Path, start_ticks: int) -> None:
+    """A process 1 that begins in the future has no age (lxcfs, wrong clocks); the member is there, empty."""
+    write(proc, **{"1__stat": stat_of_init(start_ticks)})
+
+    uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
+
+    assert uptime == {} if start_ticks == 10**15 else uptime["secs"] > 0
+
+
+async def test_uptime_where_process_1_is_hidden(paths: Paths, proc: Path) -> None:
+    """Then it is the machine's."""
+    (proc / "1/stat").unlink()
+
+    uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
+
+    assert abs(uptime["secs"] - clock.boot_time()) < 2
+
+
+@pytest.mark.parametrize(("missing", "member"), [("stat", "cpu"), ("meminfo", "mem"), ("loadavg", "load")])
+async def test_one_reading_less_takes_no_other_with_it(paths: Paths, proc: Path, missing: str, member: str) -> None:
+    """A container may hide any of them."""
+    (proc / missing).unlink()
+
+    sample = await Vitals(paths, lambda: False, proc=proc).sample()
+
+    gone = {"mem", "swap"} if member == "mem" else {member}
+    assert set(sample) == {"cpu", "mem", "swap", "load", "disk", "uptime"} - gone
+
+
+def check(sample: dict[str, Any]) -> None:
+    """Types and ranges that the bosh CLI and the Health Monitor need."""
+    for group, form in (("cpu", r"[0-9]{1,3}\.[0-9]"), ("mem", "[0-9]+"), ("swap", "[0-9]+")):
+        for text in sample.get(group, {}).values():
+            assert re.fullmatch(form, text), sample
+    for disk in sample.get("disk", {}).values():
+        assert re.fullmatch("[0-9]+", disk["percent"] + disk["inode_percent"])
+    assert all(re.fullmatch(r"[0-9]+\.[0-9]{2}", text) for text in sample.get("load", ["0.00"]))
+    secs = sample["uptime"].get("secs", 1)
+    assert type(secs) is int
+    assert secs > 0
+
+
+numbers = st.integers(-(10**25), 10**25).map(str) | st.floats().map(str) | st.text(max_size=4)
+rows = st.lists(numbers, max_size=25).map(" ".join)
+names = st.sampled_from(["MemTotal", "MemAvailable", "MemFree", "SwapTotal", "SwapFree"])
+meminfos = st.lists(st.tuples(names, numbers).map("{0[0]}: {0[1]} kB".format)).map("\n".join)
+
+
+@settings(max_examples=50)
+@given(
+    stat=st.tuples(rows, rows).map("cpu {0[0]}\ncpu {0[1]}".format) | st.text(),
+    meminfo=meminfos | st.text(),
+    loadavg=rows,
+    init=rows.map("1 (x) {}".format) | st.binary(),
+    limits=st.tuples(numbers, numbers, numbers, rows, rows, rows),
+)
+def test_whatever_the_kernel_writes_the_types_are_right(
+    tmp_path_factory: pytest.TempPathFactory,
+    stat: str,
+    meminfo: str,
+    loadavg: str,
+    init: str | bytes,
+    limits: tuple[str, ...],
+) -> None:
+    """No figure is negative, none has another type, and nothing is raised."""
+    base = tmp_path_factory.getbasetemp() / "any"
+    proc = write(base / "proc", stat=stat, meminfo=meminfo, loadavg=loadavg, **{"1__stat": init})
+    files = ("memory.max", "memory.current", "memory.swap.current", "cpu.max", "memory.stat", "cpu.stat")
+    labels = {"memory.stat": "inactive_file ", "cpu.stat": "user_usec 5\nsystem_usec "}
+    top = write(
+        base / "cgroup", **{name: labels.get(name, "") + text for name, text in zip(files, limits, strict=True)}
+    )
+    write(proc, self__cgroup="0::/\n", self__mountinfo=f"31 23 0:28 / {top} ro - cgroup2 cgroup rw\n")
+
+    check(asyncio.run(Vitals(Paths(base), lambda: False, proc=proc).sample()))
+
+
+async def test_a_disk_is_asked_each_time(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old answer is not told again."""
+    asked: list[Path] = []
+    real = os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        asked.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    taken = Vitals(paths, lambda: False, proc=proc)
+    await taken.sample()
+    await taken.sample()
+
+    assert sorted(asked) == sorted([Path("/"), paths.data] * 2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "free", "files", "files_free", "percent", "inode_percent"),
+    [(1000, 745, 200, 198, "26", "1"), (0, 0, 0, 0, "0", "0"), (10, 20, 10, 20, "0", "0"), (9, 0, 9, 0, "100", "100")],
+)
+def test_disk_in_use(blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str) -> None:
+    """What is reserved for root is free; no inodes are none in use."""
+    usage = os.statvfs_result((4096, 4096, blocks, free, 0, files, files_free, 0, 0, 255))
+
+    assert vitals.disk_vitals(usage) == {"percent": percent, "inode_percent": inode_percent}
+
+
+def test_counters_that_run_backwards_are_no_share() -> None:
+    """Another machine after a migration, a changed quota."""
+    assert vitals.shares(CpuTimes(9, 9, 9, 90), CpuTimes(1, 1, 1, 10)) == {"user": "0.0", "sys": "0.0", "wait": "0.0"}
+
+
+@given(*[st.builds(CpuTimes, *[st.floats(0, 1e15)] * 4)] * 2)
+def test_shares_are_shares(before: CpuTimes, after: CpuTimes) -> None:
+    """Also when counters run backwards."""
+    check({"cpu": vitals.shares(before, after), "uptime": {}})
+
+
+@given(st.builds(Memory, *[st.integers(0, 2**63)] * 4))
+def test_memory_is_in_bounds(memory: Memory) -> None:
+    """Also when more is used than there is."""
+    found = vitals.memory_vitals(memory)
+
+    check({**found, "uptime": {}})
+    assert max(int(found["mem"]["percent"]), int(found["swap"]["percent"])) <= 100
+
+
+async def test_the_real_machine(tmp_path: Path) -> None:
+    """The kernel of this machine writes what we read."""
+    sample = await Vitals(Paths(tmp_path), lambda: False).sample()
+
+    check(sample)
+    assert set(sample) == {"cpu", "mem", "swap", "load", "disk", "uptime"}

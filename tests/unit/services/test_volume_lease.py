@@ -1,0 +1,278 @@
+"""Locks and leases on volumes: whoever comes second waits until the first has surely ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agent_shim.core.errors import HostError
+from agent_shim.services import volume_lease
+from agent_shim.services.volume_lease import Fence, Lease, Pace
+
+SHORT = Pace(period=0.02, patience=0.15, restart=0.08)
+
+
+def fence(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -> Fence:
+    made = Fence(pace=SHORT, host=host, boot=boot)
+    made.introduce(agent_id)
+    return made
+
+
+def end(one: Fence) -> None:
+    """Its process ends, without a word."""
+    for hold in one._held.values():
+        os.close(hold.descriptor)
+    one._held.clear()
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system, or two machines, between which there are none."""
+    monkeypatch.setattr(volume_lease, "_lock", lambda _: True)
+
+
+class Clock:
+    """Stands for the module ``time``: it goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(volume_lease, "time", made)
+    return made
+
+
+def lease(directory: Path) -> Lease:
+    return msgspec.json.decode((directory / volume_lease.NAME).read_bytes(), type=Lease)
+
+
+async def until_held(one: Fence, directory: Path) -> float:
+    """Try until the volume is ours; seconds that took."""
+    begun_at = asyncio.get_running_loop().time()
+    async with asyncio.timeout(5):
+        while one.hold(directory):
+            await asyncio.sleep(0.01)
+    return asyncio.get_running_loop().time() - begun_at
+
+
+def test_second_agent_is_told_who_the_first_is(tmp_path: Path) -> None:
+    """And the first goes on undisturbed, however often it is asked."""
+    volume = tmp_path / "private"
+    first, second = fence(), fence("pod-0b", agent_id="a-1")
+    assert first.hold(volume) == first.hold(volume) == ""
+    before = (volume / volume_lease.NAME).read_bytes()
+
+    assert [second.hold(volume), second.hold(volume)] == ["agent a-1 on pod-0"] * 2
+
+    assert (volume / volume_lease.NAME).read_bytes() == before
+    assert first.renew(volume) == ""
+
+
+def test_private_and_made_if_need_be(tmp_path: Path) -> None:
+    """Other users neither read nor lock it."""
+    assert fence().hold(tmp_path / "private") == ""
+
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "private" / volume_lease.NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_agent_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
+    """By an agent of the same container or of the next one in its place: the kernel knows that it has ended."""
+    first, second = fence(), fence()
+    first.hold(tmp_path)
+    end(first)
+
+    assert second.hold(tmp_path) == ""
+
+
+def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: None, clock: Clock) -> None:
+    """Whether it lives shows in its lease alone."""
+    first, second = fence("pod-0"), fence("pod-0", "kernel 2")
+    first.hold(tmp_path)
+    for _ in range(20):
+        assert second.hold(tmp_path) == "agent a-1 on pod-0"
+        clock.now += SHORT.patience * 0.9
+        assert second.hold(tmp_path) == "agent a-1 on pod-0"
+        assert first.renew(tmp_path) == ""
+
+    assert second.hold(tmp_path)
+    clock.now += SHORT.patience * 1.1
+    assert second.hold(tmp_path) == ""
+
+
+async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, without_locks: None) -> None:
+    """By anybody."""
+    first, second = fence("pod-0"), fence("pod-1", "kernel 2")
+    first.hold(tmp_path)
+    assert second.hold(tmp_path)
+
+    first.let_all_go()
+
+    assert second.hold(tmp_path) == ""
+
+
+def test_who_was_refused_once_does_not_slip_in_while_the_agent_is_restarted(tmp_path: Path, clock: Clock) -> None:
+    """The jobs of that container run on without their agent; the lock is free for a moment."""
+    first, waiting = fence(), fence("pod-1")
+    first.hold(tmp_path)
+    assert waiting.hold(tmp_path)
+    end(first)
+    assert waiting.hold(tmp_path)
+    successor = fence()
+
+    assert successor.hold(tmp_path) == ""
+    assert waiting.hold(tmp_path)
+    end(successor)
+    clock.now += SHORT.restart * 0.9
+    assert waiting.hold(tmp_path)
+    clock.now += SHORT.restart * 0.2
+    assert waiting.hold(tmp_path) == ""
+
+
+async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: Path, without_locks: None) -> None:
+    """It writes nothing any more."""
+    first, second = fence(), fence("pod-1", "kernel 2")
+    first.hold(tmp_path)
+    await until_held(second, tmp_path)
+    lost: list[str] = []
+    keeping = asyncio.create_task(first.keep(lost.append))
+
+    async with asyncio.timeout(5):
+        while not lost:
+            await asyncio.sleep(0.01)
+    assert lost == [f"{tmp_path.parent} was taken over by agent a-1 on pod-1"]
+    assert lease(tmp_path).host == "pod-1"
+    keeping.cancel()
+
+
+def test_agent_that_was_replaced_leaves_the_lease_of_its_successor(tmp_path: Path, without_locks: None) -> None:
+    """Its own end would end the successor as well: that one would find its lease taken."""
+    first, second = fence("pod-0"), fence("pod-1")
+    first.hold(tmp_path)
+    second.hold(tmp_path)
+    raw = (tmp_path / volume_lease.NAME).read_bytes()
+
+    first.let_all_go()
+
+    assert (tmp_path / volume_lease.NAME).read_bytes() == raw
+    assert second.renew(tmp_path) == ""
+
+
+def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After whichever call of the system: a new agent says little at first, where the one before had said more."""
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    before = fence(agent_id="an agent with a name of some length")
+    assert before.hold(tmp_path) == ""
+    end(before)
+    first = Fence(pace=SHORT, host="pod-0", boot="kernel 1")
+    with monkeypatch.context() as patched:
+        for call in ("ftruncate", "fdatasync", "fsync"):
+            patched.setattr(os, call, killed)
+        with pytest.raises(SystemExit):
+            first.hold(tmp_path)
+    end(first)
+
+    assert lease(tmp_path).agent_id == ""
+    assert fence().hold(tmp_path) == ""
+
+
+@pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
+async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) -> None:
+    """Somebody may be writing it."""
+    (tmp_path / volume_lease.NAME).write_bytes(raw)
+    one = fence()
+    assert one.hold(tmp_path) == "an agent that does not say who it is"
+
+    await until_held(one, tmp_path)
+
+    assert lease(tmp_path).host == "pod-0"
+
+
+def test_empty_file_is_nobodys(tmp_path: Path) -> None:
+    """Whoever made it had not come to write."""
+    (tmp_path / volume_lease.NAME).touch()
+
+    assert fence().hold(tmp_path) == ""
+
+
+def test_lease_that_became_shorter_is_whole(tmp_path: Path) -> None:
+    """Nothing of the longer one is left behind it."""
+    first = fence("a-long-name-of-a-pod" * 10)
+    first.hold(tmp_path)
+    first.let_all_go()
+
+    assert fence().hold(tmp_path) == ""
+    assert lease(tmp_path).host == "pod-0"
+
+
+def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
+    """Jobs write to their disk."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for trap in ("link to a file", "link to a directory", "pipe"):
+        volume = tmp_path / trap
+        volume.mkdir()
+        if trap == "link to a file":
+            (volume / volume_lease.NAME).symlink_to(victim)
+        elif trap == "link to a directory":
+            volume.rmdir()
+            volume.symlink_to(tmp_path)
+        else:
+            os.mkfifo(volume / volume_lease.NAME)
+
+        with pytest.raises(HostError):
+            fence().hold(volume)
+
+    assert victim.read_text() == "precious"
+
+
+def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be harmed there."""
+
+    def refuse(directory: Path) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(volume_lease, "_open", refuse)
+
+    assert fence().hold(tmp_path) == ""
+
+
+async def test_volume_that_hangs_does_not_cost_the_others_their_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody renews it a second time meanwhile."""
+    one = fence()
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    one.hold(bad)
+    one.hold(good)
+    real, asked, go_on = one.renew, [], threading.Event()
+
+    def renew(directory: Path) -> str:
+        asked.append(directory)
+        if directory == bad:
+            go_on.wait(10)
+        return real(directory)
+
+    monkeypatch.setattr(one, "renew", renew)
+    keeping = asyncio.create_task(one.keep(pytest.fail))
+    async with asyncio.timeout(5):
+        while lease(good).count < 3:
+            await asyncio.sleep(0.01)
+
+    assert asked.count(bad) == 1
+    go_on.set()
+    keeping.cancel()

@@ -1,0 +1,254 @@
+"""The control language: checks and their options, and several files together."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.parser import (
+    Action,
+    Check,
+    Ignored,
+    Limit,
+    Missing,
+    MonitFile,
+    Program,
+    Rate,
+    Restarts,
+    Rule,
+)
+
+
+def parse(text: str, origin: str = "web/monit") -> MonitFile:
+    return parser.parse(text, origin=origin)
+
+
+def refusal(text: str) -> str:
+    """What is said of ``text``, without its name."""
+    with pytest.raises(ConfigError) as refused:
+        parse(text)
+    prefix, _, rest = str(refused.value).partition(": ")
+    assert prefix == "cannot read web/monit"
+    return rest
+
+
+WORKER = """
+# a job as it is
+check process worker
+  with pidfile /var/vcap/sys/run/worker/worker.pid
+  start program "/var/vcap/jobs/worker/bin/ctl start 'a b'" as uid vcap and gid 100 with timeout 60 seconds
+  stop program "/var/vcap/jobs/worker/bin/ctl stop"
+  depends on db, Cache
+  group vcap
+  group other
+  mode manual every 3 cycles
+  if does not exist for 2 cycles then restart
+  if totalmem > 1.5 Gb for 3 times within 5 cycles then exec "/bin/bash -c 'kill -9 1'" as uid root
+    else if recovered 2 cycles then start
+  if 3 restarts within 5 cycles then timeout
+  alert ops@example.com only on { timeout } with reminder on 10 cycles
+"""
+
+
+def test_a_whole_check() -> None:
+    """Every part of a service has its place in the value."""
+    file = parse(WORKER)
+
+    assert file == MonitFile(
+        services=(
+            Check(
+                kind="process",
+                name="worker",
+                pidfile="/var/vcap/sys/run/worker/worker.pid",
+                start=Program(("/var/vcap/jobs/worker/bin/ctl", "start", "a b"), "vcap", "100", 60),
+                stop=Program(("/var/vcap/jobs/worker/bin/ctl", "stop")),
+                depends=("db", "Cache"),
+                groups=("vcap", "other"),
+                mode="manual",
+                every=3,
+                rules=(
+                    Rule(Missing(), Action("restart"), Rate(2, 2)),
+                    Rule(
+                        Limit("totalmemory", ">", 1.5 * 2**30),
+                        Action("exec", Program(("/bin/bash", "-c", "kill -9 1"), "root")),
+                        Rate(3, 5),
+                        Action("start"),
+                        Rate(2, 2),
+                    ),
+                    Rule(Restarts(3, 5), Action("unmonitor"), recovery=Action("ignore")),
+                ),
+            ),
+        ),
+        ignored=(Ignored("alert ops@example.com { timeout } reminder 10 cycles", "worker"),),
+    )
+
+
+def test_lines_are_kept() -> None:
+    """Checks, rules and what is ignored know their line; equality does not."""
+    check = parse(WORKER).services[0]
+
+    assert (check.line, [rule.line for rule in check.rules]) == (3, [11, 12, 14])
+    assert parse(WORKER).ignored[0].line == 15
+    assert parse(WORKER.replace("\n", "\n\n")) == parse(WORKER)
+
+
+@pytest.mark.parametrize("text", ["", "\n \t\r\n", "# nothing here\n"])
+def test_empty_file_is_valid(text: str) -> None:
+    """Jobs without processes have one."""
+    assert parse(text) == MonitFile()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("check a pidfile /p", Check("process", "a", pidfile="/p")),
+        ('check process "a" with path "/p q"', Check("process", "a", pidfile="/p q")),
+        ("check process a matching '^/x.*[0-9]$'", Check("process", "a", matching="^/x.*[0-9]$")),
+        ("check process a matching /bin/x|y", Check("process", "a", matching="/bin/x|y")),
+        ("check file a with path /p", Check("file", "a", path="/p")),
+        ("check device a with path /p", Check("filesystem", "a", path="/p")),
+        ("check filesystem a path '/p'", Check("filesystem", "a", path="/p")),
+        ("check directory a path /p", Check("directory", "a", path="/p")),
+        ("check fifo a path /p", Check("fifo", "a", path="/p")),
+        ("check status a path /p", Check("status", "a", path="/p")),
+        ("check system a", Check("system", "a")),
+    ],
+)
+def test_kinds(text: str, expected: Check) -> None:
+    """What can be checked, and by what it is found."""
+    assert parse(text).services == (expected,)
+
+
+def test_host_is_tested_at_its_address() -> None:
+    """A port test without a host means the one that is checked."""
+    (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
+
+    assert check.address == "10.0.0.1"
+    assert check.rules[0].test == parser.Connection("10.0.0.1", 80)
+
+
+def test_last_program_wins() -> None:
+    (check,) = parse('check a pidfile /p start "/x" start "/y"').services
+
+    assert check.start == Program(("/y",))
+
+
+def test_what_speaks_of_the_daemon_is_listed() -> None:
+    """``set`` and ``include`` come first, then the alerts of the checks, each as it stands."""
+    file = parse('set  logfile\nsyslog\ncheck a pidfile /p\nnoalert x@y\ninclude  "/a b/*"\nalert x@z\nset daemon 5')
+
+    assert file.ignored == (
+        Ignored("set logfile syslog"),
+        Ignored('include "/a b/*"'),
+        Ignored("set daemon 5"),
+        Ignored("noalert x@y", "a"),
+        Ignored("alert x@z", "a"),
+    )
+    assert [statement.line for statement in file.ignored] == [1, 5, 7, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"processes": []}', "line 1 column 1: found '{', expected 'check' or 'set'"),
+        ("\ufeffcheck a pidfile /p", "line 1 column 1: found '\ufeffcheck', expected 'check' or 'set'"),
+        ("group vcap", "line 1 column 1: found 'group', expected 'check' or 'set'"),
+        ("check", "line 1 column 1: found 'check', expected 'check' or 'set'"),
+        ("check process", "line 1 column 14: found the end of the file, expected 'pidfile' or 'matching'"),
+        (
+            "check host a address b",
+            "line 1 column 22: found 'b', expected a host name or address (in quotes: b is a keyword)",
+        ),
+        ("check process ", "line 1 column 15: found the end of the file, expected a name of one word"),
+        ("check process 'a b' ", "line 1 column 15: found a quote that no single word follows, expected a name"),
+        ("check a", "line 1 column 8: found the end of the file, expected 'pidfile' or 'matching'"),
+        ("check a pidfile p", "line 1 column 17: found 'p', expected a path, beginning with '/'"),
+        ("check a pidfile /p@q", "line 1 column 17: found '/p@q', expected a path, beginning with '/'"),
+        ("check /a pidfile /p", "line 1 column 7: found '/a', expected a name that does not begin with '/'"),
+        (
+            "check program a path /p",
+            "line 1 column 15: found 'a', expected 'pidfile' or 'matching' (monit 5.2.5 has no 'check program')",
+        ),
+        (
+            "check a pidfile /p\ncheck A pidfile /q",
+            "line 2 column 7: found 'A', expected another name: 'a' stands in line 1 already",
+        ),
+        (
+            "check a matching '(x'",
+            "line 1 column 18: found ''(x'', expected a regular expression (Unmatched ( or \\()",
+        ),
+        (
+            "check a pidfile /p\n # end",
+            "line 2 column 2: found a comment without a line end, expected an option of check process",
+        ),
+        (
+            "check a pidfile /p set daemon 5 group b",
+            "column 33: found 'group', expected 'check', 'set' or the end of the file",
+        ),
+        (
+            "check host a address h group c",
+            "found the end of the file, expected 'if failed port' or 'if failed icmp' for the host a",
+        ),
+        (
+            "check system a mode passive",
+            "found 'mode', expected an option of check system, 'check', 'set' or the end of the file",
+        ),
+        ("check status a path /p mode passive", "found 'mode', expected an option of check status"),
+        ("check status a path /p stop /x", "found 'stop', expected an option of check status"),
+        ("check a pidfile /p group ", "found the end of the file, expected a name of one word"),
+        ("check a pidfile /p depends on 'a'", "found ''a'', expected the name of a check, without quotes"),
+        ("check a pidfile /p depends on b c", "found 'c', expected an option of check process"),
+        ("check a pidfile /p mode slow", "found 'slow', expected 'active', 'passive' or 'manual'"),
+        ("check a pidfile /p every 1 cycles", "column 26: found '1', expected a number of cycles above 1"),
+        ("check a pidfile /p every 2", "found the end of the file, expected 'cycles'"),
+        ("check a pidfile /p restart program '/x'", "found 'restart', expected an option of check process"),
+        ("check a pidfile '/p\0'", "line 1 column 20: found a NUL byte, expected text"),
+    ],
+)
+def test_refusals(text: str, expected: str) -> None:
+    """The place, what stands there, and what would be right."""
+    assert expected in refusal(text)
+
+
+def problems(*texts: str) -> list[str]:
+    files = [parse(text, f"job{number}/monit") for number, text in enumerate(texts)]
+    return [str(problem) for problem in parser.problems(files)]
+
+
+def service(name: str, *depends: str) -> str:
+    return f"check process {name} pidfile /p\n" + (f"depends on {', '.join(depends)}\n" if depends else "")
+
+
+def test_files_can_need_each_other() -> None:
+    """Dependencies lead across files, forwards and without regard to case."""
+    assert problems(service("a", "B", "c"), service("b", "c") + service("C")) == []
+
+
+def test_problems_of_several_files() -> None:
+    """Duplicates, missing and circular dependencies are found where they stand."""
+    found = problems(service("a", "x"), service("b", "c") + service("A"), service("c", "d"), service("d", "b", "a"))
+
+    assert found == [
+        "job1/monit: line 3: 'A' is defined already in job0/monit line 1",
+        "job0/monit: line 1: 'a' depends on 'x', which is not defined",
+        "job1/monit: line 1: depends on itself: b -> c -> d -> b",
+    ]
+
+
+def test_every_circle_is_found() -> None:
+    """Circles that share no service are told apart; who only leads into one is not blamed."""
+    found = problems(service("z", "a") + service("a", "a") + service("b", "c") + service("c", "b"))
+
+    assert found == [
+        "job0/monit: line 3: depends on itself: a -> a",
+        "job0/monit: line 5: depends on itself: b -> c -> b",
+    ]
+
+
+def test_long_chains_are_no_problem() -> None:
+    """Depth costs no recursion."""
+    chain = "".join(service(f"s{number}", f"s{number + 1}") for number in range(1100)) + service("s1100")
+
+    assert problems(chain) == []
+    assert len(problems(chain + service("t", "t"))) == 1

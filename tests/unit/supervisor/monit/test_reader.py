@@ -1,0 +1,45 @@
+"""Where an error is, and how a wrong word is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_shim.supervisor.monit.reader import Reader
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "line 1 column 1: found the end of the file"),
+        ("set\n", "line 1 column 1: found 'set'"),
+        ("\n\n  set", "line 3 column 3: found 'set'"),
+        ("é\t'a\nb'", "line 1 column 1: found 'é'"),
+        ("# x\r\n 'a\nb'", "line 2 column 2: found ''a...'"),
+        ("x" * 50, f"line 1 column 1: found '{'x' * 40}...'"),
+        ("#x", "line 1 column 1: found a comment without a line end"),
+        ("'x", "line 1 column 1: found a quote that is not closed"),
+    ],
+)
+def test_place_and_word(text: str, expected: str) -> None:
+    """Lines and columns count characters from one."""
+    assert str(Reader(text, "a/monit").error("b")) == f"cannot read a/monit: {expected}, expected b"
+
+
+def test_the_end_stays() -> None:
+    """Reading on at the end finds the end again."""
+    reader = Reader("a", "x")
+
+    assert [reader.second.kind, reader.skip().kind, reader.skip().kind, reader.second.kind] == [
+        "END",
+        "STRING",
+        "END",
+        "END",
+    ]
+
+
+def test_includes_are_put_aside() -> None:
+    """They can stand between any two words."""
+    reader = Reader("set include /a daemon include /b", "x")
+
+    assert [token.value for token in reader.includes] == ["/a", "/b"]
+    assert [reader.skip().kind for _ in range(3)] == ["set", "daemon", "END"]

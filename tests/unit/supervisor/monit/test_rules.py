@@ -1,0 +1,340 @@
+"""Rules: each test with its order of words, rates, actions and recovery; programs and their users."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.parser import (
+    Action,
+    Changed,
+    Checksum,
+    Connection,
+    Limit,
+    Match,
+    Missing,
+    Owner,
+    Permission,
+    Ping,
+    Program,
+    Protocol,
+    Rate,
+    Restarts,
+    Rule,
+    Test,
+)
+from agent_shim.supervisor.monit.rules import PLAIN_PROTOCOLS
+
+HEADS = {
+    "process": "check process a pidfile /p",
+    "file": "check file a path /p",
+    "filesystem": "check filesystem a path /p",
+    "directory": "check directory a path /p",
+    "host": "check host a address h if failed port 1 then alert",
+    "system": "check system a",
+}
+ALERT = Action("alert")
+IGNORE = Action("ignore")
+MD5 = "d41d8cd98f00b204e9800998ecf8427e"
+SHA1 = "da39a3ee5e6b4b0d3255bfef95601890afd80709"
+
+
+def rule(text: str, kind: str = "process") -> Rule:
+    """The last rule of a check that ends with ``text``."""
+    return parser.parse(f"{HEADS[kind]}\n{text}", origin="x").services[0].rules[-1]
+
+
+def refusal(text: str, kind: str = "process") -> str:
+    with pytest.raises(ConfigError) as refused:
+        rule(text, kind)
+    return str(refused.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("does not exist", Missing()),
+        ("changed pid", Changed("pid")),
+        ("changed ppid", Changed("ppid")),
+        ("cpu usage > 80%", Limit("cpu", ">", 80, percent=True)),
+        ("totalcpu is greater than 80 percent", Limit("totalcpu", ">", 80, percent=True)),
+        ("mem 500 mb", Limit("memory", "=", 500 * 2**20)),
+        ("memory lt 500", Limit("memory", "<", 500)),
+        ("totalmem >  11 %", Limit("totalmemory", ">", 11, percent=True)),
+        ("totalmem changed 1.5 kb", Limit("totalmemory", "!=", 1536)),
+        ("children != 4", Limit("children", "!=", 4)),
+        ("loadavg(5min) ge 2.5", None),
+        ("loadavg (5min) > 2.5", Limit("loadavg5", ">", 2.5)),
+        ("cpu > 5 % mem > 6 % children > 7", Limit("children", ">", 7)),
+        ("failed port 80", Connection("localhost", 80)),
+        (
+            "failed host 10.0.0.1 port 80 type udp with timeout 9 seconds",
+            Connection("10.0.0.1", 80, type="udp", timeout=9),
+        ),
+        ("failed unixsocket /s", Connection(unixsocket="/s")),
+        ("failed unix '/s' protocol mysql", Connection(unixsocket="/s", protocol=Protocol("mysql"))),
+        ("failed port 1 protocol ntp3", Connection("localhost", 1, type="udp", protocol=Protocol("ntp3"))),
+        ("failed port 1 proto http", Connection("localhost", 1, protocol=Protocol("http"))),
+        (
+            "failed port 1 protocol HTTP and request '/a?b=c d'",
+            Connection("localhost", 1, protocol=Protocol("http", "/a?b=c d")),
+        ),
+        (
+            f'failed port 1 protocol http request "/" checksum "{MD5.upper()}" hostheader "h"',
+            Connection("localhost", 1, protocol=Protocol("http", "/", MD5, "h")),
+        ),
+        (
+            'failed port 1 send "a\\n" expect "^b" send "/c\\0x00"',
+            None,
+        ),
+        (
+            'failed port 1 send "a\\n" expect "^b" send "c\\0x00"',
+            Connection(
+                "localhost",
+                1,
+                protocol=Protocol("generic", dialogue=(("send", "a\n"), ("expect", "^b"), ("send", "c\\0x00"))),
+            ),
+        ),
+        (
+            "failed port 1 protocol apache-status loglimit > 10 % or dnslimit < 2%",
+            Connection(
+                "localhost",
+                1,
+                protocol=Protocol(
+                    "apache-status",
+                    limits=(Limit("loglimit", ">", 10, percent=True), Limit("dnslimit", "<", 2, percent=True)),
+                ),
+            ),
+        ),
+        ("failed port 1 protocol radius secret s", Connection("localhost", 1, protocol=Protocol("radius", secret="s"))),
+        (
+            "failed port 1 protocol sip with target a@b and maxforward 6",
+            Connection("localhost", 1, protocol=Protocol("sip", target="a@b", maxforward=6)),
+        ),
+        ("failed port 1 protocol sip maxforward 256", Connection("localhost", 1, protocol=Protocol("sip"))),
+        (
+            "failed url http://u:p@h:81/a?b#c timeout 1 second",
+            Connection("h", 81, protocol=Protocol("http", "/a?b"), timeout=1, url="http://u:p@h:81/a?b#c"),
+        ),
+        (
+            "failed url http://h content != 'x+'",
+            Connection("h", 80, protocol=Protocol("http", "/", content="x+", content_operator="!="), url="http://h"),
+        ),
+    ],
+)
+def test_of_a_process(text: str, expected: Test | None) -> None:
+    """Each test has one value; None is refused."""
+    if expected is None:
+        refusal(f"if {text} then alert")
+    else:
+        assert rule(f"if {text} then alert").test == expected
+
+
+@pytest.mark.parametrize(
+    ("unit", "bytes_"),
+    [
+        ("", 1),
+        ("b", 1),
+        ("byte", 1),
+        ("kb", 2**10),
+        ("kilobyte", 2**10),
+        ("mb", 2**20),
+        ("MegaByte", 2**20),
+        ("GB", 2**30),
+        ("gigabyte", 2**30),
+    ],
+)
+def test_units_of_size(unit: str, bytes_: int) -> None:
+    assert rule(f"if mem > 3 {unit} then alert").test == Limit("memory", ">", 3 * bytes_)
+
+
+@pytest.mark.parametrize(
+    ("unit", "seconds"), [("", 1), ("second", 1), ("seconds", 1), ("minutes", 60), ("hour", 3600), ("days", 86400)]
+)
+def test_units_of_time(unit: str, seconds: int) -> None:
+    assert rule(f"if timestamp > 3 {unit} then alert", "file").test == Limit("timestamp", ">", 3 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("operator", "spellings"),
+    [(">", "> gt greater"), ("<", "< lt less"), ("=", "= == eq equal"), ("!=", "!= ne notequal changed")],
+)
+def test_operators(operator: str, spellings: str) -> None:
+    for spelling in spellings.split():
+        assert rule(f"if children {spelling} 3 then alert").test == rule(f"if children {operator} 3 then alert").test
+
+
+@pytest.mark.parametrize("protocol", PLAIN_PROTOCOLS)
+def test_protocols_without_options(protocol: str) -> None:
+    test = rule(f"if failed port 1 protocol {protocol} then alert").test
+
+    assert isinstance(test, Connection)
+    assert test.protocol == Protocol(protocol)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("file", "size > 2 GB", Limit("size", ">", 2 * 2**30)),
+        ("file", "changed size", Changed("size")),
+        ("file", "changed sha1 checksum", Changed("checksum", "sha1")),
+        ("file", "changed checksum", Changed("checksum")),
+        ("file", "failed checksum", Checksum()),
+        ("file", f"failed checksum and expect the sum {SHA1}", Checksum("sha1", SHA1)),
+        ("file", f"failed md5 checksum expect '{':'.join(MD5)}'", Checksum("md5", MD5)),
+        ("file", "timestamp is older than 2 hours", None),
+        ("file", "timestamp > 2 hours", Limit("timestamp", ">", 7200)),
+        ("directory", "timestamp < 3", Limit("timestamp", "<", 3)),
+        ("directory", "changed timestamp", Changed("timestamp")),
+        ("directory", "failed permission 0755", Permission(0o755)),
+        ("file", "failed uid root", Owner("uid", "root")),
+        ("file", "failed gid 05", Owner("gid", "5")),
+        ("file", "match '^error'", Match("^error")),
+        ("file", "not match /patterns", Match(path="/patterns", negated=True)),
+        ("filesystem", "SPACE usage > 80%", Limit("space", ">", 80, percent=True)),
+        ("filesystem", "space > 1.5 gb", Limit("space", ">", 1.5 * 2**30)),
+        ("filesystem", "inodes > 500", Limit("inode", ">", 500)),
+        ("filesystem", "inode > 90%", Limit("inode", ">", 90, percent=True)),
+        ("filesystem", "changed fsflags", Changed("fsflag")),
+        ("host", "failed icmp type echo", Ping()),
+        ("host", "failed icmp type echo count 5 with timeout 15 seconds", Ping(5, 15)),
+        ("system", "cpu (wait) > 20%", Limit("cpu wait", ">", 20, percent=True)),
+        ("system", "swap > 10 mb", Limit("swap", ">", 10 * 2**20)),
+        ("system", "cpu > 20%", None),
+        ("system", "does not exist", None),
+        ("process", "size > 5", None),
+        ("directory", "changed size", None),
+    ],
+)
+def test_of_other_checks(kind: str, text: str, expected: Test | None) -> None:
+    """Each kind of check has its own tests; None is refused."""
+    if expected is None:
+        refusal(f"if {text} then alert", kind)
+    else:
+        assert rule(f"if {text} then alert", kind).test == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("then alert", Rule(Missing(), ALERT)),
+        ("for 3 cycles then restart", Rule(Missing(), Action("restart"), Rate(3, 3))),
+        ("2 times within 64 cycles then stop", Rule(Missing(), Action("stop"), Rate(2, 64))),
+        ("2 3 cycles then start", Rule(Missing(), Action("start"), Rate(2, 3))),
+        ("then unmonitor else if succeeded then stop", Rule(Missing(), Action("unmonitor"), recovery=Action("stop"))),
+        (
+            "then alert else if passed for 2 cycles then exec '/x'",
+            Rule(Missing(), ALERT, recovery=Action("exec", Program(("/x",))), recovery_rate=Rate(2, 2)),
+        ),
+        (
+            'then exec "/x y" as uid u and gid g every 5 cycles',
+            Rule(Missing(), Action("exec", Program(("/x", "y"), "u", "g"))),
+        ),
+    ],
+)
+def test_rates_and_actions(text: str, expected: Rule) -> None:
+    """How often, what then, and what when it is over."""
+    assert rule(f"if not exist {text}") == expected
+
+
+def test_what_cannot_recover() -> None:
+    """A change, a count of restarts and a line of a file happen; nothing follows when they do not."""
+    assert rule("if changed pid then stop") == Rule(Changed("pid"), Action("stop"), recovery=IGNORE)
+    assert rule("if 2 restarts 3 cycles then exec '/x'").recovery == IGNORE
+    assert rule("ignore not match 'x'", "file") == Rule(Match("x", negated=True), IGNORE, recovery=IGNORE)
+    assert rule("if 2 restarts 3 cycles then timeout") == rule("if 2 restarts 3 cycles then unmonitor")
+    assert rule("if 2 restarts 3 cycles then alert").test == Restarts(2, 3)
+
+
+def test_words_of_newer_versions_mean_something_else() -> None:
+    """``repeat`` is an argument here and ``every`` belongs to the check."""
+    text = f'{HEADS["process"]} if not exist then exec "/x" repeat every 5 cycles'
+    (check,) = parser.parse(text, origin="x").services
+
+    assert check.every == 5
+    assert check.rules[0].action.program == Program(("/x", "repeat"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("start '/x' with timeout 60 seconds as uid vcap", "found 'uid', expected 'uid' before 'timeout'"),
+        ("start '/x' with timeout 60", "found the end of the file, expected 'seconds'"),
+        ("start '/x' with timeout 1 minute", "found 'minute', expected 'seconds'"),
+        ('start program ""', "found the end of the file, expected a program and its arguments"),
+        ("start program /x 5", "found '5', expected an option of check process"),
+        ("start '/x' uid /y", "found '/y', expected a user"),
+        (f"start /x{' y' * 63}", "column 134: found 'y', expected a program of 63 words at most"),
+        (
+            "if then alert",
+            "found 'then', expected a test of check process: 'not exist', a number of restarts, 'changed pid'",
+        ),
+        ("if changed size then alert", "found 'size', expected a test of check process: 'changed pid', 'changed ppid'"),
+        ("if not exist for 65 cycles then alert", "found '65', expected a number of cycles from 1 to 64"),
+        ("if not exist for 0 cycles then alert", "found '0', expected a number of cycles from 1 to 64"),
+        ("if not exist 3 times within 2 cycles then alert", "found '3', expected a number of times from 1 to 2"),
+        ("if not exist for 3 then alert", "found 'then', expected 'cycles'"),
+        ("if not exist alert", "found 'alert', expected a rate or 'then'"),
+        (
+            "if not exist then timeout",
+            "found 'timeout', expected an action (alert, restart, start, stop, unmonitor or exec)",
+        ),
+        ("if not exist then alert else if passed alert", "found 'alert', expected a rate or 'then'"),
+        ("if not exist then alert else alert", "found 'alert', expected 'if'"),
+        (
+            "if not exist then alert else if failed then alert",
+            "found 'failed', expected 'succeeded', 'passed' or 'recovered'",
+        ),
+        ("if 3 restarts within 2 cycles then alert", "found '3', expected a number of restarts from 1 to 2"),
+        ("if 0 restarts within 0 cycles then alert", "found '0', expected cycles above 0"),
+        ("if 1 restart 2 cycles for 2 cycles then alert", "found '2', expected 'then'"),
+        (
+            "if totalmem > 500Mb then alert",
+            "found '500Mb', expected a number, a blank and a unit, like '500 mb'",
+        ),
+        ("if totalmem > 1.5 % then alert", "found '%', expected a rate or 'then'"),
+        ("if cpu > 5 then alert", "found 'then', expected '%'"),
+        ("if failed port 80 timeout 5 seconds protocol http then alert", "found 'protocol', expected a rate or 'then'"),
+        (
+            "if failed port 80 type tcpssl then alert",
+            "found 'tcpssl', expected 'tcp' or 'udp' (monit on a BOSH machine has no TLS)",
+        ),
+        ("if failed port 80 protocol https then alert", "found 'https', expected a protocol (apache-status, clamav,"),
+        (
+            "if failed url https://x/ then alert",
+            "found 'https://x/', expected 'http://' (monit on a BOSH machine has no TLS)",
+        ),
+        ("if failed port 80 protocol http request x then alert", "found 'x', expected a path, beginning with '/'"),
+        (
+            "if failed port 80 protocol http request /x checksum abc then alert",
+            "found 'abc', expected a checksum of 32 (md5) or 40 (sha1) hexadecimal digits",
+        ),
+        ("if failed port 80 protocol radius then alert", "found 'then', expected 'secret'"),
+        ("if failed port 80 protocol apache-status then alert", "found 'then', expected one of loglimit,"),
+        (
+            "if failed port 80 expect '[a' then alert",
+            "found ''[a'', expected a regular expression (Unmatched [, [^, [:, [., or [=)",
+        ),
+        (f"if failed port {'1' * 37} then alert", "expected a port of 36 digits at most"),
+        (f"if loadavg > {'9' * 400}.0 then alert", "expected a number below 1e+18"),
+    ],
+)
+def test_refusals(text: str, expected: str) -> None:
+    """The place, what stands there, and what would be right."""
+    assert expected in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("if failed permission 888 then alert", "found '888', expected an octal number up to 7777"),
+        ("if failed permission 17777 then alert", "found '17777', expected an octal number up to 7777"),
+        (f"if failed sha1 checksum expect {MD5} then alert", "expected a checksum of 40 (sha1) hexadecimal digits"),
+        ("if changed md5 then alert", "found 'then', expected 'checksum'"),
+        ("if match 5 then alert", "found '5', expected a regular expression"),
+        ("ignore exist", "found 'exist', expected 'match' or 'not match' after 'ignore'"),
+    ],
+)
+def test_refusals_of_files(text: str, expected: str) -> None:
+    assert expected in refusal(text, "file")

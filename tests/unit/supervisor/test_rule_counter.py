@@ -1,0 +1,56 @@
+"""When rules fail and recover, look by look, as monit's cycles count."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_shim.supervisor.monit.ast import ALERT, Changed, Limit, Rate, Rule
+from agent_shim.supervisor.rule_counter import Tally, Turn, exceeds, percent
+
+LIMIT = Limit("memory", ">", 5)
+LETTERS = {Turn.NOTHING: ".", Turn.FAILED: "F", Turn.STILL: "f", Turn.RECOVERED: "r"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "recovery", "looks", "turns"),
+    [
+        (Rate(), Rate(), "x.x", "FrF"),
+        (Rate(), Rate(), "xxx..", "Fffr."),
+        (Rate(3, 3), Rate(), "xx.xxxx.", ".....Ffr"),
+        (Rate(2, 4), Rate(), "x..xx.x", "...FfrF"),
+        (Rate(2, 4), Rate(), "x...x", "....."),
+        (Rate(), Rate(3, 3), "x..x...", "F..f..r"),
+        (Rate(64, 64), Rate(), "x" * 65, "." * 63 + "Ff"),
+    ],
+)
+def test_failures_are_counted(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
+    """N of the last M looks make it fail; while it has failed each bad look acts; as many good ones end that."""
+    tally = Tally(Rule(LIMIT, ALERT, rate, ALERT, recovery))
+
+    assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
+
+
+@pytest.mark.parametrize(("rate", "looks", "turns"), [(Rate(), "xx.x", "FF.F"), (Rate(2, 3), "x.xx", "..FF")])
+def test_changes_have_no_state(rate: Rate, looks: str, turns: str) -> None:
+    """Each change is an event, and there is nothing to recover from."""
+    tally = Tally(Rule(Changed("ppid"), ALERT, rate))
+
+    assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
+    assert not tally.has_failed
+
+
+@pytest.mark.parametrize(
+    ("operator", "bad"), [(">", [False, False, True]), ("<", [True, False, False]), ("=", [False, True, False])]
+)
+def test_limit_complains_about_its_side(operator: str, bad: list[bool]) -> None:
+    """A figure below, at and above the limit."""
+    limit = Limit("memory", operator, 5)  # type: ignore[arg-type]
+
+    assert [exceeds(value, limit) for value in (4, 5, 6)] == bad
+    assert [exceeds(value, Limit("memory", "!=", 5)) for value in (4, 5, 6)] == [True, False, True]
+
+
+def test_percents_come_in_tenths() -> None:
+    """So that an equality can be met."""
+    assert percent(1, 3) == 33.3
+    assert percent(1, 0) == 0
