@@ -409,7 +409,7 @@ async def racing(stand: Stand) -> str:
     return f"{races} races, each over after {longest:.2f} s at most, never two instances"
 
 
-@case("S-12", "a cycle of dependencies, one that is missing, a name twice, 500 checks", is_long=True)
+@case("S-12", "a cycle of dependencies, one that is missing, a name twice, 500 checks")
 async def bad_files(stand: Stand) -> str:
     await stand.boot()
     jobs = {

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 STRANGERS: Final = 32
 """Orphans that are reaped in one turn of the event loop."""
+KNOWN: Final = 4
+"""Children that somebody waits for, likewise: more than can be started in one turn, or zombies would add up."""
 heirs: Final[list[Callable[[proc.Stat], None]]] = []
 """Called with each orphan that has ended, before it is reaped: its number, group and session are still its own."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
@@ -56,7 +58,11 @@ def reaping() -> Iterator[None]:
 
 
 def reap_some() -> bool:
-    """Reap dead children, one that somebody waits for at most: there may be hundreds. Whether there may be more."""
+    """Reap dead children, some at most: there may be hundreds, and the first is acted upon before the last is noted.
+
+    Whether there may be more.
+    """
+    known = 0
     for _ in range(STRANGERS):
         try:
             # Looked at first and reaped by number: then its number cannot change hands before its status is delivered.
@@ -70,7 +76,8 @@ def reap_some() -> bool:
             for heir in heirs:
                 heir(ended)
         process.reap(dead.si_pid)
-        if not is_stranger:
+        known += not is_stranger
+        if known == KNOWN:
             break
     return True
 

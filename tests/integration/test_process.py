@@ -345,7 +345,7 @@ async def test_no_status_is_lost_to_the_reaper(env: dict[str, str], monkeypatch:
 async def test_of_many_that_end_together_the_first_is_acted_upon_before_the_last_is_noted(
     env: dict[str, str], *, is_reaping: bool
 ) -> None:
-    """One by its descriptor and one by SIGCHLD in each turn of the loop; none counts as running meanwhile."""
+    """One by its descriptor and some by SIGCHLD in each turn of the loop; none counts as running meanwhile."""
     with reaper.reaping() if is_reaping else contextlib.nullcontext():
         children = [process.spawn(["/bin/sleep", "600"], env=env) for _ in range(30)]
         ends = [asyncio.create_task(child.wait()) for child in children]
@@ -360,7 +360,7 @@ async def test_of_many_that_end_together_the_first_is_acted_upon_before_the_last
             noted.append(sum(end.done() for end in ends))
             assert noted[-1] == 0 or all(child.is_over for child in children)
 
-    assert max(later - earlier for earlier, later in itertools.pairwise(noted)) <= 2
+    assert max(later - earlier for earlier, later in itertools.pairwise(noted)) <= 1 + reaper.KNOWN
 
 
 async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: Path) -> None:

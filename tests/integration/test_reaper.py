@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import signal
+import time
 from pathlib import Path
 
-from agent_shim.host import process, reaper
+from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.ctl_programs import SPAWNS_AT_ONCE
 from tests.support.programs import is_alive, number_in
 
 
@@ -26,6 +28,19 @@ async def test_reaping_ends_with_its_block() -> None:
     assert not _is_subreaper()
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     assert asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD) is False
+
+
+async def test_more_is_reaped_in_one_turn_of_the_loop_than_is_started() -> None:
+    """Or zombies add up where processes end as soon as they are started, on a machine that is busy."""
+    children = [process.spawn(["/bin/true"], env={}) for _ in range(SPAWNS_AT_ONCE * 4)]
+    while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
+        time.sleep(0.01)  # noqa: ASYNC251 - the loop shall not turn
+
+    assert reaper.reap_some()
+
+    left = [child for child in children if proc.stat(child.pid)]
+    assert SPAWNS_AT_ONCE < len(children) - len(left) < len(children)
+    reaper.reap_all()
 
 
 async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path: Path) -> None:
