@@ -61,7 +61,11 @@ def modules() -> Mapping[str, Module]:
 def texts() -> Iterator[tuple[str, str]]:
     """Every text file of the project with its name; binary files are passed over."""
     for directory, below, files in os.walk(ROOT):
-        below[:] = [name for name in below if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
+        below[:] = [
+            name
+            for name in below
+            if name not in NOT_OURS and not name.startswith(".venv-") and not name.endswith(("_cache", ".egg-info"))
+        ]
         for name in files:
             path = Path(directory, name)
             raw = path.read_bytes() if path.is_file() else b""
