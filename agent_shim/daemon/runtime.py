@@ -422,7 +422,7 @@ def assemble(
         vitals=Vitals(paths, persistent.is_mounted),
         dns=Dns(paths),
         users=users,
-        sshd=Sshd(paths, ssh_port, lambda: bool(users.ephemeral() or store.current.source.env.bosh.authorized_keys)),
+        sshd=Sshd(paths, ssh_port, lambda: bool(users.made() or store.current.source.env.bosh.authorized_keys)),
         certificates=Certificates(paths),
         disks=persistent,
         mirror=mirror,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pwd
 import re
@@ -20,15 +21,18 @@ from agent_shim.core.errors import ActionError, HostError, saying
 from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, proc
 
+logger = logging.getLogger(__name__)
+
 PREFIX: Final = "bosh_"
-"""Users with this beginning are ours to make and to remove."""
+"""Users with this beginning are ours to remove; those of the Director have it."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 MOST: Final = 50
 """Users at a time; each is an entry in files that every log-in reads."""
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 """In place of a hash: no password fits."""
-_USER: Final = re.compile(r"bosh_[a-z0-9_]{1,27}")
+_USER: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?")
+_WORD: Final = re.compile(r"[A-Za-z0-9@._-]+")
 _HASH: Final = re.compile(r"[^\s:\0]+")
 
 ENDING: Final = 5.0
@@ -65,16 +69,18 @@ class Users:
         """Let ``public_key`` log in as ``user``, made if need be."""
         if _USER.fullmatch(user) is None:
             raise ActionError(
-                f"Creating user: cannot use the name {user[:64]!r}: it is not bosh_ and up to 27 of a-z 0-9 _"
+                f"Creating user: cannot use the name {user[:64]!r}: it is not a letter and up to 31 of a-z 0-9 _"
             )
         if _KEY.fullmatch(public_key.strip()) is None:
-            raise ActionError("Setting ssh public key: cannot use it: it is not one line with type and key")
+            if _WORD.fullmatch(public_key.strip()) is None:
+                raise ActionError("Setting ssh public key: cannot use it: it is not one line with type and key")
+            logger.warning("the public key for %s is none: no log-in fits it", user)
         if not self._paths.is_system:
             raise ActionError(f"Creating user: the agent works below {self._paths.base} and leaves the machine alone")
         if os.geteuid() != 0:
             raise ActionError("Creating user: cannot make users: the agent is not root")
         async with self._turn:
-            known = self.ephemeral()
+            known = self.made()
             try:
                 with saying("Creating user"):
                     await self._create(user, known)
@@ -83,7 +89,7 @@ class Users:
                 with saying("Setting ssh public key"):
                     await _authorize(user, self._paths.ssh_home / user, public_key)
             except BaseException:
-                if user not in known and user in self.ephemeral():
+                if user not in known and user in self.made():
                     with contextlib.suppress(HostError):
                         await _remove(user)
                 raise
@@ -92,7 +98,8 @@ class Users:
         """Remove the users that the expression finds, with their homes; never one whose name has another beginning."""
         pattern = compile_pattern(user_regex)
         async with self._turn:
-            doomed = [user for user in self.ephemeral() if pattern.search(user)] if self._paths.is_system else []
+            ours = self.made() if self._paths.is_system else []
+            doomed = [user for user in ours if user.startswith(PREFIX) and pattern.search(user)]
             with saying("SSH Cleanup: Deleting Ephemeral Users"):
                 for user in doomed:
                     await _remove(user)
@@ -122,6 +129,8 @@ class Users:
     async def _create(self, user: str, known: Sequence[str]) -> None:
         """A user that is there already is set up anew."""
         if user not in known:
+            if user in (row[0] for row in self._accounts()):
+                raise HostError(f"cannot use the name {user!r}: it belongs to another user of this machine")
             if len(known) >= MOST:
                 raise HostError(f"there are {len(known)} already")
             files.make_dir(self._paths.ssh_home, 0o755)
@@ -133,10 +142,13 @@ class Users:
         rows = [line.split(":") for line in (self._paths.etc / "shadow").read_text(errors="replace").splitlines()]
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
-    def ephemeral(self) -> list[str]:
-        """The users that are ours."""
-        lines = (self._paths.etc / "passwd").read_text(errors="replace").splitlines()
-        return [name for line in lines if (name := line.partition(":")[0]).startswith(PREFIX)]
+    def made(self) -> list[str]:
+        """The users that are ours: by their beginning, or by a home below that of our users."""
+        homes = str(self._paths.ssh_home)
+        return [row[0] for row in self._accounts() if row[0].startswith(PREFIX) or row[5:6] == [f"{homes}/{row[0]}"]]
+
+    def _accounts(self) -> list[list[str]]:
+        return [line.split(":") for line in (self._paths.etc / "passwd").read_text(errors="replace").splitlines()]
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:

@@ -34,7 +34,7 @@ from agent_shim.services.users import Users
 paths = Paths()
 boot.make_tree(paths)
 users = Users(paths)
-sshd = Sshd(paths, {port}, lambda: bool(users.ephemeral()))
+sshd = Sshd(paths, {port}, lambda: bool(users.made()))
 network = Network(type="manual", ip="127.0.0.1", netmask="255.0.0.0", default=["gateway"])
 settings = SimpleNamespace(current=Effective(Settings("agent-1", networks={{"a": network}}), UpdateSettings()))
 agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)

@@ -54,6 +54,29 @@ def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
     assert stat.S_IMODE((box.vcap / "bosh_ssh").stat().st_mode) == 0o755
 
 
+def test_a_name_without_our_beginning(box: Machine, inside: Inside) -> None:
+    """A free one is taken, with a word for a key too, as by the Go agent; a cleanup leaves that user."""
+    inside(setup("jane_doe", "public-key"))
+    inside(setup("jane_doe", KEY))
+
+    assert groups_of(box, "jane_doe") == {"jane_doe", "vcap", "admin", "bosh_sudoers", "bosh_sshers"}
+    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/jane_doe") == "700 jane_doe\n"
+    assert box.run("cat /var/vcap/bosh_ssh/jane_doe/.ssh/authorized_keys") == KEY
+    assert inside(cleanup("jane")) == []
+    assert accounts(box).count("jane_doe") == 1
+
+
+@pytest.mark.parametrize("user", ["root", "vcap"])
+def test_the_name_of_another_user_is_refused(box: Machine, inside: Inside, user: str) -> None:
+    """An account of the machine gains no group and no key."""
+    before = (groups_of(box, user), (box.root / "etc/passwd").read_text())
+
+    assert inside(setup(user)) == (
+        f"Creating user: cannot use the name {user!r}: it belongs to another user of this machine"
+    )
+    assert (groups_of(box, user), (box.root / "etc/passwd").read_text()) == before
+
+
 def test_a_request_that_comes_twice(box: Machine, inside: Inside) -> None:
     """The user is set up anew, with the newer key."""
     inside(setup("bosh_twice"))

@@ -255,7 +255,7 @@ RAW: Mapping[str, Raw] = {
     "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim"})),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "read_saved"})),
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
-    "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users.ephemeral"})),
+    "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
     "daemon.worker": Raw(SCRATCH, frozenset({"_finish", "_mirror.report", "_newest", "_rotate"})),
 }
