@@ -17,15 +17,15 @@ from agent_shim.services.scripts import Scripts
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.spec_store import SpecStore
 from agent_shim.services.sshd import Sshd
-from agent_shim.services.state_backup import Mirror
-from agent_shim.services.trusted_cas import Certificates
+from agent_shim.services.state_backup import StateBackup
+from agent_shim.services.trusted_cas import TrustedCas
 from agent_shim.services.users import Users
 from agent_shim.services.vitals import Vitals
 from agent_shim.supervisor.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)
-class Edges:
+class EdgeCallbacks:
     """What an action may ask of the edges above it."""
 
     announce_shutdown: Callable[[], Awaitable[None]]
@@ -53,7 +53,7 @@ class Agent:
     dns: Dns
     users: Users
     sshd: Sshd
-    certificates: Certificates
+    certificates: TrustedCas
     disks: Disks
-    mirror: Mirror
-    edges: Edges
+    mirror: StateBackup
+    edges: EdgeCallbacks

@@ -108,7 +108,7 @@ def _resolved(settings: Effective, wanted: dict[str, Any]) -> dict[str, Any]:
     return resolved
 
 
-def what_is_gone(agent: Agent) -> str:
+def missing_files(agent: Agent) -> str:
     """Which files of the jobs in the spec have been lost since they were applied: a directory in memory, say."""
     jobs, packages = bundles_of(agent.spec.current)
     gone = agent.bundles.missing([*jobs, *packages] if jobs else [])
@@ -124,7 +124,7 @@ async def start(agent: Agent) -> str:
     Refused while files of the jobs are gone, or the persistent disk that belongs on the store is not there: jobs would
     write beside it.
     """
-    if problem := what_is_gone(agent) or await agent.disks.problem():
+    if problem := missing_files(agent) or await agent.disks.problem():
         raise ActionError(f"Starting Monitored Services: {problem}")
     try:
         files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)

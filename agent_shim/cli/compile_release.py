@@ -35,7 +35,7 @@ from agent_shim.host.worker_client import BlobRef
 from agent_shim.services.bundles import Bundle, Bundles
 from agent_shim.services.compiler import Compiler, Package
 from agent_shim.services.spec_store import SpecStore
-from agent_shim.services.volume_lease import only_one
+from agent_shim.services.volume_lease import exclusive_agent
 
 FAILED: Final = 1
 INTERRUPTED: Final = 128 + signal.SIGINT
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: Paths) -> None:
-    with only_one(paths, "compile"):
+    with exclusive_agent(paths, "compile"):
         boot.make_tree(paths)
         bundles = Bundles(paths)
         compiler = Compiler(paths, process.environment_of_scripts(os.environ))

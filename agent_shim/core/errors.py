@@ -89,7 +89,7 @@ class HostError(OSError):
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
+def errors_as(what: str) -> Iterator[None]:
     """Whatever the system refuses in the block is an ``ActionError`` with the text ``WHAT: why``."""
     try:
         yield

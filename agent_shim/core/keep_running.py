@@ -22,7 +22,7 @@ failures: Final[Counter[str]] = Counter()
 """How often which has failed, since the process began."""
 
 
-async def for_ever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
+async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
     """Keep ``run`` going: whatever ends it is a bug. Raises that error when what ``is_vital`` fails too often."""
     pause = FIRST_PAUSE
     recent: deque[float] = deque(maxlen=OFTEN + 1)

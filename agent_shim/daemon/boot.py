@@ -22,10 +22,10 @@ from agent_shim.actions.jobs import bundles_of
 from agent_shim.core.errors import ActionError, BootError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import BoshEnv
-from agent_shim.daemon.job_recovery import Comeback
+from agent_shim.daemon.job_recovery import JobRecovery
 from agent_shim.host import files, mounts
 from agent_shim.services import bosh_env, resolver
-from agent_shim.services.bundles import put_bpm_in_front
+from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.services.users import NO_PASSWORD
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def make_tree(paths: Paths) -> None:
         files.swap_link(paths.data_sys, paths.sys)
 
 
-def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list[Step]:
+def steps(agent: Agent, comeback: JobRecovery, *, monit_password: str = "") -> list[Step]:
     """What follows once there are settings."""
     paths = agent.paths
 
@@ -132,7 +132,7 @@ def steps(agent: Agent, comeback: Comeback, *, monit_password: str = "") -> list
 
     async def bpm_command() -> str | None:
         """Scripts and people may call it before anything is applied."""
-        await asyncio.to_thread(put_bpm_in_front, paths)
+        await asyncio.to_thread(install_bpm_wrapper, paths)
         return None
 
     async def monit_user() -> str | None:
@@ -225,7 +225,7 @@ def _server_steps(agent: Agent) -> list[Step]:
     paths, settings = agent.paths, agent.settings.current
 
     async def name_servers() -> str | None:
-        return await resolver.settle(settings.name_servers) if owns_system(paths) else NOT_ROOT
+        return await resolver.write_servers(settings.name_servers) if owns_system(paths) else NOT_ROOT
 
     async def time_servers() -> str | None:
         if not settings.ntp:

@@ -18,7 +18,7 @@ from agent_shim.host import files, nftables, proc, watchdog
 from agent_shim.services import state_backup
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.logs import rotation
-from agent_shim.services.volume_lease import only_one
+from agent_shim.services.volume_lease import exclusive_agent
 from agent_shim.supervisor.plan import ProcessSpec, plan
 from agent_shim.supervisor.process_record import read as read_pidfile
 from agent_shim.supervisor.supervisor import Saved, read_saved, write_monit_files
@@ -29,7 +29,7 @@ def hand_back(paths: Paths) -> list[str]:
 
     Raises ``AlreadyRunningError`` while an agent runs and ``HostError`` when something cannot be removed.
     """
-    with only_one(paths, "hand back"):
+    with exclusive_agent(paths, "hand back"):
         saved = read_saved(paths.supervisor_state)
         said = [*_jobs(paths, saved), *_disks(paths), *_firewall(paths)]
         rotation.put_into_force(paths.logrotate_rule)

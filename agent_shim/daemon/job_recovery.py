@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from agent_shim.actions.agent import Agent
-from agent_shim.actions.jobs import monit_files, what_is_gone
+from agent_shim.actions.jobs import missing_files, monit_files
 from agent_shim.actions.state import record_health
 from agent_shim.core.errors import ActionError, HostError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Settings
 from agent_shim.services.disks import hints, markers
-from agent_shim.services.volume_lease import Fence
+from agent_shim.services.volume_lease import VolumeLeases
 from agent_shim.supervisor.supervisor import Event
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Pace:
     look: float = 0.5
 
 
-class Comeback:
+class JobRecovery:
     """``begin`` is the boot step for the jobs, ``run`` the root task that does what takes longer.
 
     ``tell`` is called when something new is in the way.
@@ -112,7 +112,7 @@ class Comeback:
             self._found(str(exc))
 
     async def _find_obstacle(self) -> str:
-        return what_is_gone(self._agent) or await self._agent.disks.problem()
+        return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _found(self, obstacle: str) -> None:
         """Wait, and say what is in the way, once."""
@@ -149,7 +149,7 @@ class Comeback:
         return self._agent.supervisor.is_held and GO_FIRST.isdisjoint(self._agent.tasks.waiting_methods())
 
 
-def twin(fence: Fence, paths: Paths, source: Settings) -> str:
+def twin(fence: VolumeLeases, paths: Paths, source: Settings) -> str:
     """Which of our disks is in use by an agent with our own id, the one before us perhaps, and where it is.
 
     Blocks on the disks. What cannot be looked at is in use by nobody.

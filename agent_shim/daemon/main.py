@@ -25,7 +25,7 @@ from agent_shim.core import log, settings, wire
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
-from agent_shim.daemon.runtime import GIVEN_UP, Running, or_stop
+from agent_shim.daemon.runtime import GIVEN_UP, Runtime, until_stopped
 from agent_shim.edges import control_server, metrics
 from agent_shim.host import (
     daemon_thread,
@@ -37,8 +37,8 @@ from agent_shim.host import (
 )
 from agent_shim.services.logs import tail
 from agent_shim.services.settings_store import SettingsStore
-from agent_shim.services.state_backup import Mirror
-from agent_shim.services.volume_lease import Fence, only_one
+from agent_shim.services.state_backup import StateBackup
+from agent_shim.services.volume_lease import VolumeLeases, exclusive_agent
 from agent_shim.supervisor.bpm import bpm_api
 
 logger = logging.getLogger(__name__)
@@ -102,9 +102,9 @@ class Daemon:
         self._watchdog = watchdog.Watchdog(self._systemd.beat, step=self._systemd.period or watchdog.STEP_S)
         self._stop = asyncio.Event()
         self._stage = "starting"
-        self._live: Running | None = None
-        self._mirror = Mirror(self._paths)
-        self._fence = Fence()
+        self._live: Runtime | None = None
+        self._mirror = StateBackup(self._paths)
+        self._fence = VolumeLeases()
         self._metrics = metrics.Metrics(self._readings, ACTIONS)
 
     @property
@@ -125,10 +125,10 @@ class Daemon:
             loop.add_signal_handler(number, self._signalled)
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
             loop.add_signal_handler(number, log.turn, steps)
-        with only_one(self._paths, "start"):
+        with exclusive_agent(self._paths, "start"):
             self._watchdog.start()
             async with self._http():
-                if await or_stop(self._without_rival(self._rival_on_data), self._stop):
+                if await until_stopped(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()
         logger.info("the agent stops")
         self._watchdog.stop()
@@ -182,19 +182,21 @@ class Daemon:
     async def _until_stopped(self) -> None:
         store = await asyncio.to_thread(self._settings_store)
         self._stage = "waiting for settings"
-        if not await or_stop(store.wait(), self._stop):
+        if not await until_stopped(store.wait(), self._stop):
             return
         await asyncio.to_thread(self._fence.introduce, store.current.agent_id)
         await self._mirror.recover(store.current.agent_id)
         find_twin = partial(job_recovery.twin, self._fence, self._paths, store.current.source)
-        if not await or_stop(self._without_rival(find_twin), self._stop) or not await or_stop(store.wait(), self._stop):
+        if not await until_stopped(self._without_rival(find_twin), self._stop):
+            return
+        if not await until_stopped(store.wait(), self._stop):
             return
         if await asyncio.to_thread(_was_given_up, self._paths, store.current.agent_id):
             self._stage = GIVEN_UP
             logger.warning("the Director has shut this agent down: it stays idle until it gets another agent_id")
             await self._stop.wait()
             return
-        self._live = Running(
+        self._live = Runtime(
             self._paths,
             self._config.shim,
             store,

@@ -29,12 +29,12 @@ from agent_shim.actions import (  # noqa: F401 - importing registers them
     scripts,
     state,
 )
-from agent_shim.actions.agent import Agent, Edges
+from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.actions.tasks import Tasks
 from agent_shim.core import settings, wire
 from agent_shim.core.errors import ActionError, BusError, HostError
-from agent_shim.core.keep_running import for_ever
+from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, shutdown
 from agent_shim.edges import alerts, heartbeat, monit_http
@@ -43,9 +43,9 @@ from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.edges.metrics import Metrics
 from agent_shim.host import files, network, proc, process
 from agent_shim.services import certificate_watch
-from agent_shim.services.address_watch import Drift, expected
+from agent_shim.services.address_watch import AddressWatch, expected
 from agent_shim.services.bundles import Bundles
-from agent_shim.services.certificate_watch import Expiry
+from agent_shim.services.certificate_watch import CertificateWatch
 from agent_shim.services.compiler import Compiler
 from agent_shim.services.disks import Disks
 from agent_shim.services.dns import Dns
@@ -57,11 +57,11 @@ from agent_shim.services.scripts import Scripts
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.spec_store import SpecStore
 from agent_shim.services.sshd import Sshd
-from agent_shim.services.state_backup import Mirror
-from agent_shim.services.trusted_cas import Certificates
+from agent_shim.services.state_backup import StateBackup
+from agent_shim.services.trusted_cas import TrustedCas
 from agent_shim.services.users import Users
 from agent_shim.services.vitals import Vitals
-from agent_shim.services.volume_lease import Fence
+from agent_shim.services.volume_lease import VolumeLeases
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import Event, Supervisor
 
@@ -84,7 +84,7 @@ LAST_WORDS: Final = 1.0
 """Seconds in which the replies to held polls may leave before the bus is left."""
 
 
-class Running:
+class Runtime:
     """One agent_id with everything it uses; ``serve`` is its life.
 
     ``phase`` says for people how far it is, ``running`` when it answers; ``vitals`` are those of the last heartbeat.
@@ -96,8 +96,8 @@ class Running:
         shim: settings.ShimOptions,
         store: SettingsStore,
         *,
-        mirror: Mirror,
-        fence: Fence,
+        mirror: StateBackup,
+        fence: VolumeLeases,
         metrics: Metrics,
         disown: Callable[[], None],
         stop: asyncio.Event,
@@ -110,10 +110,10 @@ class Running:
         self._begun_at = time.monotonic()
         self.vitals: dict[str, Any] = {}
         self.dispatcher: Dispatcher | None = None
-        self.orderly: shutdown.OrderlyStop | None = None
+        self.orderly: shutdown.Shutdown | None = None
         self.standalone: Standalone | None = None
-        self.drift = Drift(self._expected_addresses, self._address_missing)
-        self.expiry = Expiry(lambda: certificates(self.bus.mbus))
+        self.drift = AddressWatch(self._expected_addresses, self._address_missing)
+        self.expiry = CertificateWatch(lambda: certificates(self.bus.mbus))
         self._shim = shim
         self._fence = fence
         self._metrics = metrics
@@ -131,12 +131,12 @@ class Running:
                 is_strict=shim.bpm.strict,
                 settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
             ),
-            Edges(self._announce_shutdown, self._reconnect, self._shut_down),
+            EdgeCallbacks(self._announce_shutdown, self._reconnect, self._shut_down),
             mirror=mirror,
             fence=fence,
             ssh_port=shim.ssh.port,
         )
-        self.comeback = job_recovery.Comeback(self.agent, self._process_event)
+        self.comeback = job_recovery.JobRecovery(self.agent, self._process_event)
         if shim.spec:
             from agent_shim.daemon import standalone
 
@@ -180,7 +180,7 @@ class Running:
         agent = self.agent
         steps = boot.steps(agent, self.comeback, monit_password=self._shim.monit.password)
         async with agent.supervisor:
-            if not await or_stop(boot.boot([step for step in steps if not step.late]), self._stop):
+            if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
             await agent.tasks.resume(self.dispatcher.resumed())
@@ -243,10 +243,10 @@ class Running:
                 running: list[asyncio.Task[Any]] = [group.create_task(agent.supervisor.run(), name="supervisor")]
                 running.append(group.create_task(boot_late(), name="boot beside the connection"))
                 running += [
-                    group.create_task(for_ever(name, run, is_vital=name in VITAL), name=name)
+                    group.create_task(run_forever(name, run, is_vital=name in VITAL), name=name)
                     for name, run in roots.items()
                 ]
-                await or_stop(self._given_up.wait(), self._stop)
+                await until_stopped(self._given_up.wait(), self._stop)
                 agent.tasks.release_polls()
                 await self.bus.settle(LAST_WORDS)
                 for task in running:
@@ -263,11 +263,11 @@ class Running:
             assert self.dispatcher is not None
             self.phase = STOPPING
             self.dispatcher.refusing = STOPPING
-            self.orderly = shutdown.OrderlyStop(grace)
+            self.orderly = shutdown.Shutdown(grace)
             self._ending = asyncio.create_task(self._stop_in_order(self.orderly), name="orderly stop")
         return self._ending
 
-    async def _stop_in_order(self, stop: shutdown.OrderlyStop) -> None:
+    async def _stop_in_order(self, stop: shutdown.Shutdown) -> None:
         await stop.run(self.agent)
         if self.agent.paths.is_system:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
@@ -395,10 +395,10 @@ def assemble(
     paths: Paths,
     store: SettingsStore,
     supervisor: Supervisor,
-    edges: Edges,
+    edges: EdgeCallbacks,
     *,
-    mirror: Mirror,
-    fence: Fence,
+    mirror: StateBackup,
+    fence: VolumeLeases,
     ssh_port: int = 22,
 ) -> Agent:
     """The services of an agent, wired."""
@@ -423,7 +423,7 @@ def assemble(
         dns=Dns(paths),
         users=users,
         sshd=Sshd(paths, ssh_port, lambda: bool(users.made() or store.current.source.env.bosh.authorized_keys)),
-        certificates=Certificates(paths),
+        certificates=TrustedCas(paths),
         disks=persistent,
         mirror=mirror,
         edges=edges,
@@ -451,7 +451,7 @@ def _no_firewall(paths: Paths, *, is_wanted: bool) -> str:
     return "the network is that of the machine, with others on it" if network.is_of_machine() else ""
 
 
-async def or_stop(work: Awaitable[Any], stop: asyncio.Event) -> bool:
+async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
     """Wait for ``work`` or ``stop``; False for the latter."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())

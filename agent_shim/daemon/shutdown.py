@@ -31,7 +31,7 @@ NEXT_STATES: Final = dict.fromkeys(
 
 
 @dataclass
-class OrderlyStop:
+class Shutdown:
     """One stop; ``hurry`` cuts the scripts short, ``reasons`` say what was not clean."""
 
     grace: float

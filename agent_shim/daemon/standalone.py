@@ -31,7 +31,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
 from agent_shim.edges.bus import Stats
 from agent_shim.host import files
-from agent_shim.services.bundles import DIRECTORY_MODE, Kind, checked_name, settle
+from agent_shim.services.bundles import DIRECTORY_MODE, Kind, checked_name, set_owners_and_modes
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
         beside = files.sibling(target)
         try:
             shutil.copytree(source, beside, ignore=shutil.ignore_patterns("..*"))
-            settle("job", beside, paths.shared_owner)
+            set_owners_and_modes("job", beside, paths.shared_owner)
             beside.rename(target)
         except OSError as exc:
             files.remove_tree(beside)

@@ -10,14 +10,14 @@ from typing import Any
 from agent_shim import __version__
 from agent_shim.actions.agent import Agent
 from agent_shim.core import keep_running
-from agent_shim.daemon.runtime import Running, is_https
+from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
 from agent_shim.host import proc, worker_client
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
 
-def readiness(live: Running, level: str) -> tuple[bool, str]:
+def readiness(live: Runtime, level: str) -> tuple[bool, str]:
     """Whether the agent (``level`` agent), or else the jobs too, are as they should be, and why (not)."""
     if live.phase != "running":
         return False, live.phase
@@ -34,7 +34,7 @@ def readiness(live: Running, level: str) -> tuple[bool, str]:
 # --- status ---------------------------------------------------------------------------------------------------------
 
 
-async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any]:
+async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
     """The answer to ``agent-shim status``; the members are there, empty, before there are settings (``live`` None)."""
     found: dict[str, Any] = {
         "version": __version__,
@@ -83,19 +83,19 @@ async def status(live: Running | None, phase: str, uptime: int) -> dict[str, Any
     }
 
 
-def _firewall(live: Running) -> dict[str, Any] | None:
+def _firewall(live: Runtime) -> dict[str, Any] | None:
     """Whether jobs are kept from the bus and why not; None where there is no bus that they could reach."""
     mbus, obstacle = live.bus.mbus, live.firewall.obstacle
     return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
 
 
-def _heartbeat_age(live: Running) -> float | None:
+def _heartbeat_age(live: Runtime) -> float | None:
     """Seconds since the last heartbeat; None before the first, and on a bus that has none."""
     sent_at = None if is_https(live.bus.mbus) else live.heartbeat.sent_at
     return None if sent_at is None else time.monotonic() - sent_at
 
 
-def _warnings(live: Running) -> list[str]:
+def _warnings(live: Runtime) -> list[str]:
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.drift.missing.items()]
     obstacle = live.comeback.obstacle
     jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
@@ -118,7 +118,7 @@ async def _disk(agent: Agent) -> str:
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
-def readings(live: Running) -> metrics.Readings:
+def readings(live: Runtime) -> metrics.Readings:
     """The values of one scrape."""
     agent, bus = live.agent, live.bus
     progress = agent.disks.progress()

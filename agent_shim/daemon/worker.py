@@ -27,10 +27,10 @@ from agent_shim.core.errors import HostError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, worker_client
 from agent_shim.host.worker_client import (
+    CopyTree,
     Done,
     Get,
     Install,
-    Mirror,
     Outcome,
     Pack,
     Put,
@@ -75,7 +75,7 @@ async def serve(request: Request, temps: list[Path]) -> Done:
                 return await _put(request)
             case Pack():
                 return await _pack(request)
-            case Mirror():
+            case CopyTree():
                 return _mirror(request)
             case Rotate():
                 return _rotate(request)
@@ -126,7 +126,7 @@ async def _pack(request: Pack) -> Done:
     return Done(sha1=sha1, sha512=sha512)
 
 
-def _mirror(request: Mirror) -> Done:
+def _mirror(request: CopyTree) -> Done:
     from agent_shim.host import copytree
 
     # There is nothing to tidy up: whenever it is killed, the next one goes on where it was.
@@ -224,7 +224,7 @@ def _unpack(file: BinaryIO, piece: _Piece, owner: str | None) -> None:
         archive.unpack(
             file, piece.temp, subtree=target.name if target.kind == "job" else "", outside_links=target.kind != "job"
         )
-        bundles.settle(target.kind, piece.temp, owner)
+        bundles.set_owners_and_modes(target.kind, piece.temp, owner)
         newest = _newest(piece.temp) if target.kind == "source" else 0
         piece.outcome = Outcome(compressed=archive.is_gzip(file), newest=newest)
     except (ShimError, OSError) as exc:

@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def apart(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """What ``work`` returns or raises; nothing waits for it when we end. ``OSError`` where no thread can be made."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()

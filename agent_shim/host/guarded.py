@@ -32,7 +32,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import capabilities
-from agent_shim.host.daemon_thread import apart
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 T = TypeVar("T")
 
@@ -446,7 +446,7 @@ async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S)
         async with asyncio.timeout(timeout):
             while not _begin(key):  # noqa: ASYNC110 - rare: the same files twice at once, or servers that hang
                 await asyncio.sleep(_POLL_S)
-            answer = apart(run, f"files of {key}")
+            answer = run_in_daemon_thread(run, f"files of {key}")
             if answer.done():  # no thread was to be had
                 with _guard:
                     _hanging.discard(key)

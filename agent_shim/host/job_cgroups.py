@@ -118,7 +118,7 @@ def place(hierarchy: cgroups.Hierarchy) -> Path:
     return hierarchy.own
 
 
-class Cage:
+class JobCgroup:
     """The cgroups of one process of a job, by a ``name`` that is unique on the machine. Blocks."""
 
     def __init__(self, name: str) -> None:

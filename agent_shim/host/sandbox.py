@@ -42,14 +42,14 @@ class Isolation(NamedTuple):
 
 def place(
     path: str, *, source: str = "", write: bool = False, run: bool = False, shared: bool = False
-) -> sandbox_exec.Place:
+) -> sandbox_exec.BindMount:
     """Seen where it is unless another ``source`` is given."""
     return {"path": path, "source": source or path, "write": write, "run": run, "shared": shared}
 
 
-def order(argv: Sequence[str], **members: object) -> sandbox_exec.Order:
+def order(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
     """To run ``argv`` as who we are, with nothing gained and nothing hidden unless ``members`` say so."""
-    made: sandbox_exec.Order = {
+    made: sandbox_exec.ExecSpec = {
         "argv": list(argv),
         "env": {},
         "cwd": "/",
@@ -86,7 +86,7 @@ def _program() -> str:
     return sandbox_exec.__file__
 
 
-def write_order(order: sandbox_exec.Order) -> int:
+def write_order(order: sandbox_exec.ExecSpec) -> int:
     """A descriptor from which an order is read; in memory, because an environment may be secret."""
     descriptor = os.memfd_create("order")
     os.write(descriptor, _encoded(order))
@@ -94,13 +94,13 @@ def write_order(order: sandbox_exec.Order) -> int:
     return descriptor
 
 
-def _encoded(order: sandbox_exec.Order) -> bytes:
+def _encoded(order: sandbox_exec.ExecSpec) -> bytes:
     return json.dumps(order).encode() + b"\n"
 
 
 @contextlib.asynccontextmanager
 async def prepared(
-    order: sandbox_exec.Order, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
+    order: sandbox_exec.ExecSpec, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
 ) -> AsyncIterator[process.Process]:
     """The process that becomes the program when the block ends; when that fails the process ends without it.
 

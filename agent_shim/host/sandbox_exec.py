@@ -2,7 +2,7 @@
 
 A program of its own, run as ``python -I -S jail.py FD``: so nothing of it happens in the daemon between fork and exec,
 and nothing of it is left once the program runs, which has the same process number; only in a pid namespace of its own
-an init stays above it. ``FD`` holds the ``Order`` as a line of JSON. What cannot be done is said on stderr; then
+an init stays above it. ``FD`` holds the ``ExecSpec`` as a line of JSON. What cannot be done is said on stderr; then
 nothing is run (exit 127).
 
 With a ``gate`` FD 0 is a socket. The other side gets the process number (as text) where that is another one than that
@@ -95,7 +95,7 @@ _MAX_LINKS: Final = 40
 """On one way, as for the kernel."""
 
 
-class Place(TypedDict):
+class BindMount(TypedDict):
     """What can be opened, with all below it: the directory or file ``source``, seen at ``path``.
 
     It is read-only unless ``write`` and cannot be executed unless ``run``. What is mounted below one that is ``shared``
@@ -109,7 +109,7 @@ class Place(TypedDict):
     shared: bool
 
 
-class Order(TypedDict):
+class ExecSpec(TypedDict):
     """What to become. ``uid`` and ``gid`` are None to stay who we are; ``capabilities`` are numbers.
 
     ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits, ``cgroups`` are directories to join. Without
@@ -129,7 +129,7 @@ class Order(TypedDict):
     capabilities: list[int]
     limits: dict[str, int]
     cgroups: list[str]
-    places: list[Place] | None
+    places: list[BindMount] | None
     namespaces: list[str]
     has_init: bool
     inits: list[str]
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     return FAILED
 
 
-def _read(descriptor: int) -> tuple[Order, bool]:
+def _read(descriptor: int) -> tuple[ExecSpec, bool]:
     """The order, and whether the byte that opens the gate has come along."""
     text = b""
     while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
@@ -221,7 +221,7 @@ def _join(groups: Iterable[str]) -> None:
             file.write("0")
 
 
-def _become(order: Order, rules: Sequence[tuple[int, int]] = ()) -> None:
+def _become(order: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
     with _step("set its limits"):
         _set_limits(order["limits"])
         _be_killable()
@@ -250,7 +250,7 @@ def _become(order: Order, rules: Sequence[tuple[int, int]] = ()) -> None:
             _forbid_mounts()
 
 
-def _run(order: Order) -> NoReturn:
+def _run(order: ExecSpec) -> NoReturn:
     """No shell between; what Python ignores for itself the program does not."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -301,7 +301,7 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 # --- namespaces -----------------------------------------------------------------------------------------------------
 
 
-def _be_apart(order: Order) -> int:
+def _be_apart(order: ExecSpec) -> int:
     """A child, of our parent, in new namespaces with the view as its root; 0 in the child, as fork does it."""
     places = order["places"] or []
     with _step("share a volume"):
@@ -417,7 +417,7 @@ def _trusted() -> frozenset[int]:
 # --- the view -------------------------------------------------------------------------------------------------------
 
 
-def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
+def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     """A root of our own with the places and what every root has; nothing else is there any more.
 
     All that is shown is taken hold of first: while the new root is put together the old one gets covered. Where ``/``
@@ -425,7 +425,10 @@ def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
     """
     shown = [
         *places,
-        *(Place(path=f"/dev/{each}", source=f"/dev/{each}", write=True, run=False, shared=False) for each in _NODES),
+        *(
+            BindMount(path=f"/dev/{each}", source=f"/dev/{each}", write=True, run=False, shared=False)
+            for each in _NODES
+        ),
     ]
     shown.sort(key=lambda place: place["path"].count("/"))  # What lies below another is mounted after it.
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
@@ -465,7 +468,7 @@ def _make_root(places: Sequence[Place], *, is_masked: bool) -> None:
         _set_attributes(_AT_FDCWD, "/", _ATTR_RDONLY)
 
 
-def _tree(place: Place, *, is_masked: bool) -> int | None:
+def _tree(place: BindMount, *, is_masked: bool) -> int | None:
     """A copy of what is mounted there with what may be done to it; None where nothing is."""
     try:
         tree = _open_tree(place["source"])
@@ -529,7 +532,7 @@ def _is_directory(tree: int) -> bool:
     return os.fstat(tree).st_mode & 0o170000 == 0o040000
 
 
-def _enter(order: Order, pid: int) -> int:
+def _enter(order: ExecSpec, pid: int) -> int:
     """Run the program beside ``pid``, which may be ours to signal; its exit code, as a shell has it."""
     flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
     with _step("enter its namespaces"):
@@ -549,7 +552,7 @@ def _enter(order: Order, pid: int) -> int:
     return _exit_code(os.waitpid(child, 0)[1])
 
 
-def _run_below_init(order: Order) -> None:
+def _run_below_init(order: ExecSpec) -> None:
     """Leave this place to an init; the program runs below it, as the scripts of releases count on.
 
     It passes signals on to the program alone, reaps what is left to it, and ends as the program does; in a pid
@@ -585,7 +588,7 @@ def _run_below_init(order: Order) -> None:
                     os._exit(_exit_code(ended[1]))
 
 
-def _take_terminal(order: Order) -> None:
+def _take_terminal(order: ExecSpec) -> None:
     if order["terminal"] is not None:
         with _step("take the terminal"):
             os.setsid()
@@ -606,7 +609,7 @@ def landlock_version() -> int:
     return max(0, version)
 
 
-def _rules(places: Sequence[Place]) -> list[tuple[int, int]]:
+def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
     """What is held of the places, and what may be done below it. Paths that do not exist are passed over.
 
     Names may be listed everywhere: Landlock cannot show those along the way to a place alone.

@@ -116,7 +116,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     remarks: str = ""
 
 
-class Mirror(msgspec.Struct, frozen=True, tag=True):
+class CopyTree(msgspec.Struct, frozen=True, tag=True):
     """Make the directory ``target`` hold what ``source`` holds but ``spared`` (``host.copytree``).
 
     How far that is, is written to the file ``progress`` from time to time.
@@ -140,7 +140,7 @@ class Rotate(msgspec.Struct, frozen=True, tag=True):
     most: int
 
 
-Request = Install | Get | Put | Pack | Mirror | Rotate
+Request = Install | Get | Put | Pack | CopyTree | Rotate
 
 
 class Outcome(msgspec.Struct, frozen=True):

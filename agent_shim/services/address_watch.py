@@ -39,7 +39,7 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-class Drift:
+class AddressWatch:
     """``missing`` are the addresses that no interface has, as of the last look, and who says that one should.
 
     ``tell`` is called with a network and a text when another one is missing.

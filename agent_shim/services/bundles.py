@@ -108,7 +108,7 @@ class Bundles:
         await self.link(jobs, packages)
         await self._in_thread(self._keep_only, "job", jobs)
         await self._in_thread(self._keep_only, "package", packages)
-        await self._in_thread(put_bpm_in_front, self._paths)
+        await self._in_thread(install_bpm_wrapper, self._paths)
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
         """Those that are not installed."""
@@ -119,7 +119,7 @@ class Bundles:
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._activate, "job", jobs)
         await self._in_thread(self._link_packages, jobs, packages)
-        await self._in_thread(put_bpm_in_front, self._paths)
+        await self._in_thread(install_bpm_wrapper, self._paths)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
         """Bring exactly these packages into use and remove all others, and whatever else lies where the links are.
@@ -279,7 +279,7 @@ BPM: Final = "bpm"
 """The name under which our ``bpm`` stands among jobs and packages."""
 
 
-def put_bpm_in_front(paths: Paths) -> None:
+def install_bpm_wrapper(paths: Paths) -> None:
     """Have our ``bpm`` stand where scripts call it, whether a release brings its own or not."""
     ours = str(Path(__file__).parents[2])
     # Without site and runpy: half of the time that -m takes.
@@ -297,7 +297,7 @@ def put_bpm_in_front(paths: Paths) -> None:
             files.write_atomic(path, launcher.encode(), mode=0o755)
 
 
-def settle(kind: str, tree: Path, owner: str | None) -> None:
+def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
     """Give an unpacked tree the modes and owners it has when installed (agent/applier/jobs/owner_fix.go).
 
     In a job everything is ``owner``'s, directories are 0750, files below ``bin`` 0750, all others 0640. A package keeps

@@ -26,7 +26,7 @@ DOOR: Final = "server"
 """The certificate of the HTTPS door at which the bosh CLI calls; all others are the agent's on the bus."""
 
 
-class Expiry:
+class CertificateWatch:
     """``ends`` are the ends of certificates by name (seconds since 1970), as of the last look."""
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:

@@ -21,7 +21,7 @@ FIRST: Final = "# set by resolvectl"
 """Ends the lines that the stand-in for resolvectl puts before all others: bosh-dns asks for that."""
 
 
-async def settle(servers: Sequence[str]) -> str | None:
+async def write_servers(servers: Sequence[str]) -> str | None:
     """Have names looked up at ``servers``. A boot step: returns why nothing was changed, or None.
 
     Raises ``HostError`` and ``OSError``. Needs root.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from agent_shim.core.errors import HostError, saying
+from agent_shim.core.errors import HostError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
@@ -67,7 +67,7 @@ class Sshd:
         """The text of the public RSA key; both halves are made where an image has come without."""
         public = self._key.with_suffix(".pub")
         async with self._turn:
-            with saying("Getting host public key"):
+            with errors_as("Getting host public key"):
                 if not public.exists():
                     await _make_host_key(self._key, public)
                 return await asyncio.to_thread(public.read_text)
@@ -77,7 +77,7 @@ class Sshd:
         if not self._paths.is_system:
             return
         async with self._turn:
-            with saying("Seeing to sshd"):
+            with errors_as("Seeing to sshd"):
                 if not self._is_needed():
                     await self._stop()
                 elif not network.is_listening(self._port):

@@ -59,7 +59,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class BackedUpFile:
     """A file of which there is a copy, with the mode and owner that it has when it comes back."""
 
     path: Path
@@ -67,22 +67,22 @@ class Kept:
     owner: str | None = None
 
 
-def kept(paths: Paths) -> dict[str, Kept]:
+def kept(paths: Paths) -> dict[str, BackedUpFile]:
     """What is copied, by the name of the copy."""
     return {
-        "update_settings.json": Kept(paths.update_settings),
-        "former_mbus.json": Kept(paths.former_mbus),
-        "spec.json": Kept(paths.spec),
-        "tasks.json": Kept(paths.tasks),
-        "persistent_disk_hints.json": Kept(paths.disk_hints),
-        "managed_disk_settings.json": Kept(paths.managed_disk),
-        "shut_down": Kept(paths.given_up),
-        "stopped": Kept(paths.stopped_marker, 0o644),
-        "records.json": Kept(paths.dns_records, 0o640, paths.shared_owner),
+        "update_settings.json": BackedUpFile(paths.update_settings),
+        "former_mbus.json": BackedUpFile(paths.former_mbus),
+        "spec.json": BackedUpFile(paths.spec),
+        "tasks.json": BackedUpFile(paths.tasks),
+        "persistent_disk_hints.json": BackedUpFile(paths.disk_hints),
+        "managed_disk_settings.json": BackedUpFile(paths.managed_disk),
+        "shut_down": BackedUpFile(paths.given_up),
+        "stopped": BackedUpFile(paths.stopped_marker, 0o644),
+        "records.json": BackedUpFile(paths.dns_records, 0o640, paths.shared_owner),
     }
 
 
-class Mirror:
+class StateBackup:
     """Keeps the copy. ``begin`` comes before anything is written, ``recover`` as soon as the agent's id is known."""
 
     def __init__(self, paths: Paths) -> None:

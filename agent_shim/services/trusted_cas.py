@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.core import x509
-from agent_shim.core.errors import ActionError, HostError, saying
+from agent_shim.core.errors import ActionError, HostError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.host import command, files
 
@@ -37,7 +37,7 @@ PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
 _OURS: Final = "bosh-trusted-cert-"
 
 
-class Certificates:
+class TrustedCas:
     """Installs trusted authorities where the machine is ours."""
 
     def __init__(self, paths: Paths) -> None:
@@ -54,7 +54,7 @@ class Certificates:
         found = await asyncio.to_thread(split, bundle)
         wanted = {f"{_OURS}{number}.crt": pem for number, pem in enumerate(found, 1)}
         async with self._turn:
-            with saying("cannot install trusted certificates"):
+            with errors_as("cannot install trusted certificates"):
                 if await asyncio.to_thread(_write, wanted) or await asyncio.to_thread(_is_stale, wanted):
                     await _update(tries)
                     await asyncio.to_thread(PENDING.unlink, missing_ok=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from agent_shim.core.errors import ActionError, HostError, saying
+from agent_shim.core.errors import ActionError, HostError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, proc
 
@@ -82,11 +82,11 @@ class Users:
         async with self._turn:
             known = self.made()
             try:
-                with saying("Creating user"):
+                with errors_as("Creating user"):
                     await self._create(user, known)
-                with saying("Adding user to groups"):
+                with errors_as("Adding user to groups"):
                     await command.run("usermod", "-G", GROUPS, user)
-                with saying("Setting ssh public key"):
+                with errors_as("Setting ssh public key"):
                     await _authorize(user, self._paths.ssh_home / user, public_key)
             except BaseException:
                 if user not in known and user in self.made():
@@ -100,7 +100,7 @@ class Users:
         async with self._turn:
             ours = self.made() if self._paths.is_system else []
             doomed = [user for user in ours if user.startswith(PREFIX) and pattern.search(user)]
-            with saying("SSH Cleanup: Deleting Ephemeral Users"):
+            with errors_as("SSH Cleanup: Deleting Ephemeral Users"):
                 for user in doomed:
                     await _remove(user)
         return doomed
@@ -108,7 +108,7 @@ class Users:
     async def authorize_vcap(self, keys: Sequence[str]) -> None:
         """Make ``keys`` the ones that log in as vcap."""
         async with self._turn:
-            with saying("cannot authorize keys for vcap"):
+            with errors_as("cannot authorize keys for vcap"):
                 try:
                     home = pwd.getpwnam("vcap").pw_dir
                 except KeyError:
@@ -121,7 +121,7 @@ class Users:
         if _HASH.fullmatch(hashed) is None:
             raise ActionError(f"cannot set the password of {' and '.join(users)}: it is not a crypt hash")
         async with self._turn:
-            with saying(f"cannot set the password of {' and '.join(users)}"):
+            with errors_as(f"cannot set the password of {' and '.join(users)}"):
                 if hashed == NO_PASSWORD and not await asyncio.to_thread(self._with_password, users):
                     return
                 await command.run("chpasswd", "-e", given="".join(f"{user}:{hashed}\n" for user in users))

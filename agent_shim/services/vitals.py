@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import cgroups, clock, host_stats, proc
-from agent_shim.host.daemon_thread import apart
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.host_stats import CpuTimes, Memory
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Vitals:
     async def _ask(self, path: Path) -> Usage | None:
         """Ask once: while a disk owes an answer it is asked nothing else."""
         if path not in self._asked:
-            self._asked[path] = apart(partial(_usage, path), f"statvfs {path}")
+            self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")
         asked = self._asked[path]
         await asyncio.wait({asked}, timeout=PATIENCE)
         if not asked.done():

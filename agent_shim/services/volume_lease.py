@@ -86,7 +86,7 @@ class _Hold:
     count: int = 0
 
 
-class Fence:
+class VolumeLeases:
     """The locks and leases of this agent.
 
     ``host`` and ``boot`` name the place: by default this pod or machine, and the kernel that it runs on.
@@ -261,7 +261,7 @@ def _boot() -> str:
 # --- one root file system --------------------------------------------------------------------------------------------
 
 
-class only_one:  # noqa: N801 - reads as a phrase: with only_one(paths, "start")
+class exclusive_agent:  # noqa: N801 - reads as a phrase: with exclusive_agent(paths, "start")
     """Hold the lock that says an agent works on this root file system; who comes second cannot do ``what``."""
 
     def __init__(self, paths: Paths, what: str) -> None:

@@ -41,7 +41,7 @@ from agent_shim.supervisor.ownership import (
     look,
 )
 from agent_shim.supervisor.plan import ProcessSpec, Program
-from agent_shim.supervisor.process_record import Identity, Traces
+from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +175,11 @@ class Programs:
                 living = (seen.processes[pid] for pid in found.of(label))
                 traces.see_kin(each.identity for each in living if each.is_alive)
 
-    async def members(self, name: str, traces: Traces, known: Iterable[Identity] = ()) -> list[Identity]:
+    async def members(self, name: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """Everything alive that belongs to the service, ``known`` and what descends from that included."""
         return self.ownership.members(await self._look(), name, traces, known)
 
-    async def clear(self, name: str, traces: Traces, grace: float) -> list[Left]:
+    async def clear(self, name: str, traces: ProcessRecord, grace: float) -> list[Left]:
         """End what is left of the service's last process; what could not be ended."""
         cage = self.ownership.cage(name)
         give_up_at = time.monotonic() + PARTING_S
@@ -192,7 +192,7 @@ class Programs:
             await asyncio.sleep(process.POLL)
 
     async def sweep(
-        self, name: str, traces: Traces, known: Iterable[Identity], grace: float, *, is_usual: bool = False
+        self, name: str, traces: ProcessRecord, known: Iterable[Identity], grace: float, *, is_usual: bool = False
     ) -> list[Left]:
         """Send TERM, and KILL after ``grace`` seconds, to all that belongs to the service; what is left after that.
 
@@ -225,7 +225,7 @@ class Programs:
             for each in held.values():
                 each.release()
 
-    async def _is_over(self, name: str, traces: Traces, cage: job_cgroups.Cage) -> bool:
+    async def _is_over(self, name: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> bool:
         """Whether nothing is left of a service of which the last look has found nothing.
 
         The kernel says so of a cgroup. Without one, a look is believed during which no orphan of the service, or of
@@ -278,7 +278,7 @@ class Programs:
         return await self.strays(since)
 
     async def _hold(
-        self, name: str, traces: Traces, known: Iterable[Identity], held: dict[Identity, Process]
+        self, name: str, traces: ProcessRecord, known: Iterable[Identity], held: dict[Identity, Process]
     ) -> list[Process]:
         """The members, each held since before the look that found it to be one: so its number is not another's by now.
 
@@ -365,7 +365,7 @@ def telling(lines: Sequence[str]) -> str:
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 
 
-class Bucket:
+class TokenBucket:
     """Lets ``burst`` pass at once and then ``rate`` a second, for all services together."""
 
     def __init__(self, burst: float, rate: float) -> None:

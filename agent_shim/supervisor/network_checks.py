@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 import httptools
 
-from agent_shim.host.daemon_thread import apart
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Ping, Protocol
 
@@ -152,7 +152,7 @@ async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, A
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await apart(look_up, f"look up {host}")
+    found = await run_in_daemon_thread(look_up, f"look up {host}")
     return [(family, address) for family, _, _, _, address in found]
 
 

@@ -31,13 +31,13 @@ from agent_shim.supervisor.process_record import (
     MONIT_MARK,
     Identity,
     Pidfile,
-    Traces,
+    ProcessRecord,
     mark,
 )
 
 MAX_ANCESTORS: Final = 64
 
-Records: TypeAlias = Iterable[tuple[str, Traces]]
+Records: TypeAlias = Iterable[tuple[str, ProcessRecord]]
 """The label of each service, and what is remembered of it."""
 
 
@@ -171,9 +171,9 @@ class Ownership:
         self.records: Callable[[], Records] = tuple
         self._base = base
 
-    def cage(self, label: str) -> job_cgroups.Cage:
+    def cage(self, label: str) -> job_cgroups.JobCgroup:
         """The cgroups of a service."""
-        return job_cgroups.Cage(mark(label, self._base))
+        return job_cgroups.JobCgroup(mark(label, self._base))
 
     def label_of(self, pid: int) -> str | None:
         """The service whose cgroup a process is in; None where it is in none."""
@@ -194,10 +194,10 @@ class Ownership:
         end = mark("", self._base)
         return name.removesuffix(end) if name is not None and name.endswith(end) else None
 
-    def members(self, look: Look, label: str, traces: Traces, known: Iterable[Identity] = ()) -> list[Identity]:
+    def members(self, look: Look, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """Everything alive that belongs to a service: proven, marked, among ``known``, or descending from those."""
         processes = look.processes
-        records = [*self.records(), (label, traces), (label, Traces(kin=list(known)))]
+        records = [*self.records(), (label, traces), (label, ProcessRecord(kin=list(known)))]
         marked = {each: look.marked.get(mark(each, self._base), ()) for each, _ in records}
         found = kinship(processes, records, look.caged, marked)
         roots = {pid for pid in marked[label] if not _is_anothers(found.verdicts.get(pid), label)}
@@ -263,7 +263,7 @@ class Ownership:
             return True
         return self.verdict(leader) == label
 
-    def tie(self, each: proc.Stat, label: str, traces: Traces, pidfile: Pidfile) -> tuple[Tie, str]:
+    def tie(self, each: proc.Stat, label: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
         """What ties a living process to the service whose ``pidfile`` names it; why nothing does. Blocks."""
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
@@ -298,7 +298,7 @@ class Ownership:
             return Tie.NAMED, ""
         return Tie.NONE, "that was not started by this agent, and nothing shows that it is of the job"
 
-    def match(self, pattern: Pattern, label: str, traces: Traces) -> tuple[proc.Stat, Tie] | None:
+    def match(self, pattern: Pattern, label: str, traces: ProcessRecord) -> tuple[proc.Stat, Tie] | None:
         """The process whose command line ``pattern`` fits: the known one, else the oldest. Blocks.
 
         Any process may be: a pattern is how monit finds what others start. A start program that still runs as a script

@@ -15,12 +15,12 @@ from typing import Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, watchdog
-from agent_shim.host.daemon_thread import apart
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.process import Process
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.ownership import Ownership, Tie
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_record import Pidfile, Traces
+from agent_shim.supervisor.process_record import Pidfile, ProcessRecord
 
 FIRST_LOOK: Final = 0.001
 SLOWEST_LOOK: Final = 0.05
@@ -53,7 +53,7 @@ class LateError(HostError):
     """No process in time; it may come yet."""
 
 
-class Presence:
+class ProcessFinder:
     """The process of a service; ``program`` is its start program while that is waited for.
 
     ``traces`` are those of the service's record; ``changed`` is called when they have changed.
@@ -79,7 +79,7 @@ class Presence:
         """Of the process, 0 without one."""
         return self.process.pid if self.process is not None else 0
 
-    async def look(self, spec: ProcessSpec, traces: Traces) -> bool:
+    async def look(self, spec: ProcessSpec, traces: ProcessRecord) -> bool:
         """Whether it is there now; what another agent, a late pidfile, a successor brings is taken up."""
         if not spec.is_process:
             return self._is_there
@@ -109,7 +109,7 @@ class Presence:
         self._session = found.session
         return True
 
-    def _take_note(self, spec: ProcessSpec, traces: Traces) -> None:
+    def _take_note(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
         """Let the traces know what lives and what has ended; a process that has ended is no longer ours."""
         if self.program is not None and not self.program.is_alive:
             traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
@@ -137,10 +137,12 @@ class Presence:
         Where not even a thread can be had for the look, what was seen last holds.
         """
         with contextlib.suppress(OSError):
-            self._is_there = spec.path is None or await apart(partial(_exists, spec.path), f"look for {spec.name}")
+            self._is_there = spec.path is None or await run_in_daemon_thread(
+                partial(_exists, spec.path), f"look for {spec.name}"
+            )
         return self._is_there
 
-    async def arrival(self, spec: ProcessSpec, traces: Traces) -> None:
+    async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
         """Wait for it, and for the end of the start program unless that is the process.
 
         Raises ``HostError`` when none is to be expected any more, ``LateError`` when the start program has taken longer
@@ -168,7 +170,7 @@ class Presence:
             await asyncio.sleep(pause)
             pause = min(pause * 2, SLOWEST_LOOK)
 
-    def resume(self, traces: Traces) -> None:
+    def resume(self, traces: ProcessRecord) -> None:
         """Take up what another agent watched, the start program too if it still runs."""
         if traces.program is not None and traces.program != traces.known:
             self.program = process.adopt(*traces.program)
@@ -188,7 +190,9 @@ class Presence:
             self.process.release()
         self.process = None
 
-    async def _find(self, spec: ProcessSpec, traces: Traces, pidfile: Pidfile | None) -> tuple[proc.Stat, Tie] | None:
+    async def _find(
+        self, spec: ProcessSpec, traces: ProcessRecord, pidfile: Pidfile | None
+    ) -> tuple[proc.Stat, Tie] | None:
         """The living process that the pidfile, or the pattern, names, and what ties it to the service."""
         if spec.pattern is not None:
             return await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, traces)
@@ -204,7 +208,7 @@ class Presence:
         return found, tie
 
     @staticmethod
-    def _hope(program: Process, status: int | None, spec: ProcessSpec, traces: Traces, *, is_late: bool) -> None:
+    def _hope(program: Process, status: int | None, spec: ProcessSpec, traces: ProcessRecord, *, is_late: bool) -> None:
         """Raise ``HostError`` if after the end of the start program no process is to be expected."""
         with watchdog.reading(spec.name, "its pidfile"):
             found = _read(spec)

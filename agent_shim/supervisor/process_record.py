@@ -75,7 +75,7 @@ class Session(NamedTuple):
     """Whether the leader may live."""
 
 
-class Traces(msgspec.Struct):
+class ProcessRecord(msgspec.Struct):
     """What is remembered of a service's processes; outlives the agent in its saved state."""
 
     known: Identity | None = None

@@ -96,7 +96,7 @@ class _Own(NamedTuple):
 _NOTHING: Final = _Own()
 
 
-class Readings:
+class ProcessStats:
     """Reads ``/proc`` once for each question; ``memory_total`` tells the bytes that percentages are of.
 
     Without it those of the container are.

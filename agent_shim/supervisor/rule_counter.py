@@ -10,7 +10,7 @@ from agent_shim.supervisor.monit.ast import Changed, Limit, Match, Rule
 REMEMBERED: Final = (1 << 64) - 1
 
 
-class Turn(enum.Enum):
+class RuleTransition(enum.Enum):
     """What follows from one look."""
 
     NOTHING = "nothing"
@@ -22,7 +22,7 @@ class Turn(enum.Enum):
     """It counts as failed no longer: tell, and act as the rule says for that."""
 
 
-class Tally:
+class RuleCounter:
     """What one rule has found, look by look; of 64 looks at most.
 
     It counts as failed once ``count`` of the last ``cycles`` looks have failed, and as recovered once that many (of the
@@ -38,7 +38,7 @@ class Tally:
         self._failures = 0
         """A bit for each look, the latest the lowest."""
 
-    def add(self, *, fails: bool) -> Turn:
+    def add(self, *, fails: bool) -> RuleTransition:
         """Count one look."""
         self._failures = (self._failures << 1 | fails) & REMEMBERED
         self._looks += 1
@@ -47,17 +47,17 @@ class Tally:
         seen = min(self._looks, recovery.cycles)
         good = seen - (self._failures & (1 << seen) - 1).bit_count()
         if self._is_momentary:
-            return Turn.FAILED if fails and bad >= rate.count else Turn.NOTHING
+            return RuleTransition.FAILED if fails and bad >= rate.count else RuleTransition.NOTHING
         if self.has_failed:
             if fails:
-                return Turn.STILL
+                return RuleTransition.STILL
             if good >= recovery.count:
                 self.has_failed = False
-                return Turn.RECOVERED
+                return RuleTransition.RECOVERED
         elif fails and bad >= rate.count:
             self.has_failed = True
-            return Turn.FAILED
-        return Turn.NOTHING
+            return RuleTransition.FAILED
+        return RuleTransition.NOTHING
 
 
 def exceeds(value: float, limit: Limit) -> bool:

@@ -29,7 +29,7 @@ from agent_shim.supervisor.monit.ast import (
 )
 from agent_shim.supervisor.plan import ACTED_ON, ProcessSpec, reaction
 from agent_shim.supervisor.process_record import Identity
-from agent_shim.supervisor.rule_counter import Tally, Turn, exceeds, percent
+from agent_shim.supervisor.rule_counter import RuleCounter, RuleTransition, exceeds, percent
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import UP
 
@@ -63,7 +63,7 @@ class _Watch:
         """``first_at`` is the monotonic time of the first look."""
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
-        self.tallies = [Tally(rule) for rule in self.spec.rules]
+        self.tallies = [RuleCounter(rule) for rule in self.spec.rules]
         self.busy: set[object] = set()
         self._next_at = first_at
         self._cycles = 0
@@ -96,7 +96,7 @@ class _Watch:
         return percent(used[0], whole), percent(sum(used), whole)
 
 
-class Checks:
+class RuleEngine:
     """Looks at the rules of all services for ever; ``run`` is somebody's task."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
@@ -245,16 +245,16 @@ class Checks:
                 service.complaints.pop(number, None)
             await self._follow(service, number, rule, turn, finding)
 
-    async def _follow(self, service: Service, number: int, rule: Rule, turn: Turn, finding: Finding) -> None:
+    async def _follow(self, service: Service, number: int, rule: Rule, turn: RuleTransition, finding: Finding) -> None:
         kind = event_kinds.kind_of(rule.test)
         is_momentary = isinstance(rule.test, Changed | Match)
-        if turn in (Turn.FAILED, Turn.STILL):
+        if turn in (RuleTransition.FAILED, RuleTransition.STILL):
             if not is_momentary:
                 service.complaints[number] = event_kinds.Complaint(kind, finding.text)
-            if turn is Turn.FAILED:
+            if turn is RuleTransition.FAILED:
                 service.tell(kind.changed if is_momentary else kind.failed, rule.action.kind, finding.text)
             await service.react(reaction(rule.action))
-        elif turn is Turn.RECOVERED:
+        elif turn is RuleTransition.RECOVERED:
             service.tell(kind.succeeded, rule.recovery.kind, finding.text)
             await service.react(reaction(rule.recovery))
 

@@ -24,12 +24,12 @@ from agent_shim.host import watchdog
 from agent_shim.host.process import Process
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.bpm.runner import Bpm
-from agent_shim.supervisor.ctl_programs import Bucket, Programs
+from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.ownership import Left, left
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
-from agent_shim.supervisor.process_finder import LateError, Presence, Timing, kind_of
-from agent_shim.supervisor.process_record import Identity, Traces
+from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timing, kind_of
+from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import (
     ACTIVE,
     UP,
@@ -59,7 +59,7 @@ class Record(msgspec.Struct):
     """What of a service outlives the agent."""
 
     state: State = State.STOPPED
-    traces: Traces = msgspec.field(default_factory=Traces)
+    traces: ProcessRecord = msgspec.field(default_factory=ProcessRecord)
     restarts: int = 0
     failures: int = 0
     """In a row; each makes the wait before the next restart longer."""
@@ -77,13 +77,13 @@ class Record(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class ServiceContext:
     """What the services of one supervisor have in common."""
 
     base: Path
     programs: Programs
     bpm: Bpm
-    restarts: Bucket
+    restarts: TokenBucket
     timing: Timing
     tell: Callable[[Event], None]
     changed: Callable[[], None]
@@ -100,7 +100,7 @@ HELD: Final = "not read, as {} held the agent before: it is left alone until it 
 class Service:
     """A process of a job, kept as it is wanted."""
 
-    def __init__(self, spec: ProcessSpec, shared: Shared, held_by: str = "") -> None:
+    def __init__(self, spec: ProcessSpec, shared: ServiceContext, held_by: str = "") -> None:
         """``held_by`` is what of it held an agent before this one: nothing of it is read until ``trust``."""
         self.spec = spec
         self.record = Record()
@@ -113,7 +113,7 @@ class Service:
         """The last stop could not end everything."""
         self._shared = shared
         self._timing = shared.timing
-        self._presence = Presence(shared.programs.ownership, shared.timing, shared.changed)
+        self._presence = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
         self._step: asyncio.Task[None] | None = None
         self._moved: asyncio.Event | None = None
         """The next move; there is none while nobody waits for it."""
@@ -268,7 +268,7 @@ class Service:
         if same_world and not self.held_by:
             self._presence.resume(record.traces)
             return
-        record.traces = Traces()
+        record.traces = ProcessRecord()
         if record.state is State.STOPPING and not record.is_start_due:
             record.state = State.STOPPED
         elif record.state not in (State.STOPPED, State.UNMONITORED, State.BROKEN):
@@ -554,7 +554,7 @@ class Service:
         self.release()
         self._stopper = None
         self._has_lived = False
-        self.record.traces = Traces()
+        self.record.traces = ProcessRecord()
         self._move(Trigger.EMPTIED)
         if self.record.is_start_due:
             self._follow_up(start=False)

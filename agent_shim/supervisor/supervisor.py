@@ -17,19 +17,19 @@ from typing import Final, Self
 import msgspec
 
 from agent_shim.core.errors import ActionError, HostError
-from agent_shim.core.keep_running import for_ever
+from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, proc, watchdog
 from agent_shim.supervisor import plan
-from agent_shim.supervisor.bpm.runner import Bpm, Hog
-from agent_shim.supervisor.ctl_programs import Bucket, Programs
+from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
+from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.process_record import Traces
-from agent_shim.supervisor.process_stats import ProcessInfo, Readings, ServiceInfo
-from agent_shim.supervisor.rule_engine import Checks
-from agent_shim.supervisor.service import Event, Record, Service, Shared
+from agent_shim.supervisor.process_record import ProcessRecord
+from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
+from agent_shim.supervisor.rule_engine import RuleEngine
+from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
 from agent_shim.supervisor.state import ACTIVE, MONITORED, State, job_state
 
 __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
@@ -86,16 +86,16 @@ class Supervisor:
         self._settling = settling
         self._settled_at = float("-inf")
         self._paths = paths
-        self._readings = Readings(memory_total)
+        self._readings = ProcessStats(memory_total)
         self._kills = Kills()
-        self._checks = Checks(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - it may change
+        self._checks = RuleEngine(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - it may change
         self._programs = Programs(paths.base, paths.shim_run / "output")
         user = "vcap" if paths.is_system else None
         self.bpm = Bpm(paths, self._programs, user=user, is_strict=is_strict)
-        restarts = Bucket(BURST, RESTARTS_PER_SECOND)
+        restarts = TokenBucket(BURST, RESTARTS_PER_SECOND)
         may_start = asyncio.Event()
         may_start.set()
-        self._shared = Shared(
+        self._shared = ServiceContext(
             paths.base,
             self._programs,
             self.bpm,
@@ -132,7 +132,7 @@ class Supervisor:
         await self.close()
         self._counting.close()
 
-    def _records(self) -> list[tuple[str, Traces]]:
+    def _records(self) -> list[tuple[str, ProcessRecord]]:
         return [(service.spec.label, service.record.traces) for service in self._services.values()]
 
     async def run(self) -> None:
@@ -141,7 +141,7 @@ class Supervisor:
         The daemon then ends, and the next agent takes the processes over: it finds out what is true of the service.
         """
         beside = [
-            asyncio.create_task(for_ever(name, run), name=name)
+            asyncio.create_task(run_forever(name, run), name=name)
             for name, run in {
                 "memory of bpm processes": self._watch_memory,
                 "rules": self._checks.run,
@@ -177,7 +177,7 @@ class Supervisor:
                 self._shared.tell(self._event_of(hog))
             await asyncio.sleep(MEMORY_PERIOD * (1 if is_in_use else SELDOM))
 
-    def _event_of(self, hog: Hog) -> Event:
+    def _event_of(self, hog: MemoryKill) -> Event:
         label = plan.bpm_label(hog.job, hog.process)
         names = [service.name for service in self._services.values() if service.spec.label == label]
         used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (hog.used, hog.limit))

@@ -19,7 +19,7 @@ from agent_shim.cli import bpm as bpm_cli
 from agent_shim.core.paths import Paths
 from agent_shim.edges import control_server
 from agent_shim.host import proc, process
-from agent_shim.services.bundles import put_bpm_in_front
+from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api, runner
 from tests.support import jobs
 from tests.support.programs import end_marked, eventually, is_alive
@@ -37,7 +37,7 @@ async def machine(base: Path) -> AsyncIterator[World]:
         async def answer(request: dict[str, Any], _: bytes) -> bytes:
             return msgspec.json.encode(await bpm_api.answer(found.agent.supervisor.bpm, request))
 
-        put_bpm_in_front(found.paths)
+        install_bpm_wrapper(found.paths)
         async with control_server.listening(found.paths.control_socket, answer):
             try:
                 yield found

@@ -21,7 +21,7 @@ from agent_shim.cli.release_tarball import Job, Manifest, SourcePackage
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
-from agent_shim.services.volume_lease import only_one
+from agent_shim.services.volume_lease import exclusive_agent
 from tests.support.programs import PATIENCE, is_alive
 
 COMMAND = [sys.executable, "-c", "import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())"]
@@ -159,7 +159,7 @@ def test_a_package_that_fails_is_told(paths: Paths, tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
     """It has packages in use."""
-    with only_one(paths, "test"):
+    with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 
     assert done.returncode == 1

@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import process
-from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT, Bucket, Programs
+from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT, Programs, TokenBucket
 from agent_shim.supervisor.plan import Program
 
 
@@ -104,7 +104,7 @@ async def test_the_step_that_failed_is_told(tmp_path: Path) -> None:
 
 async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:
     """500 restarts at once are no storm, a thousand a second are."""
-    bucket = Bucket(10, 50)
+    bucket = TokenBucket(10, 50)
     begun_at = time.monotonic()
     async with asyncio.timeout(30):
         await asyncio.gather(*(bucket.take() for _ in range(10)))
@@ -115,7 +115,7 @@ async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:
 
 async def test_who_gives_up_waiting_takes_no_turn() -> None:
     """Services that are stopped while they wait for a restart make the others wait no longer."""
-    bucket = Bucket(1, 1 / 3600)
+    bucket = TokenBucket(1, 1 / 3600)
     await bucket.take()
     waiting = [asyncio.create_task(bucket.take()) for _ in range(100)]
     await asyncio.sleep(0)

@@ -14,12 +14,12 @@ from agent_shim.host import capabilities, process, sandbox, sandbox_exec
 NOBODY = 65534
 
 
-def order(**members: Any) -> sandbox_exec.Order:
+def order(**members: Any) -> sandbox_exec.ExecSpec:
     """A program that prints what the kernel knows of it."""
     return sandbox.order(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
 
 
-async def run(tmp_path: Path, wanted: sandbox_exec.Order) -> tuple[int | None, dict[str, str]]:
+async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None, dict[str, str]]:
     """Its exit code, and the lines it has printed by their names."""
     descriptor = sandbox.write_order(wanted)
     out = tmp_path / "out"

@@ -16,7 +16,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_finder import Presence
+from agent_shim.supervisor.process_finder import ProcessFinder
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import World, info, program, until
@@ -475,7 +475,7 @@ async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
 ) -> None:
     """It swallows errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process.Process, "send", _lose)
-    monkeypatch.setattr(job_cgroups.Cage, "kill", lambda _: None)
+    monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
     async with world.supervising(job, world.job("fine")) as supervisor:
         await until(supervisor, "web", "running")
@@ -495,7 +495,7 @@ def _lose(self: process.Process, sig: int) -> bool:
 async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the Go agent."""
     monkeypatch.setattr(process.Process, "send", _lose)
-    monkeypatch.setattr(job_cgroups.Cage, "kill", lambda _: None)
+    monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     monkeypatch.setattr(process, "KILL_PATIENCE", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
@@ -583,10 +583,10 @@ async def test_closed_supervisor_leaves_processes_alone(world: World) -> None:
 async def test_bug_in_a_life_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that nobody watches any more is worse than an agent that starts anew."""
 
-    async def fail(self: Presence, spec: ProcessSpec) -> str:
+    async def fail(self: ProcessFinder, spec: ProcessSpec) -> str:
         raise RuntimeError(f"a bug about {spec.name}")
 
-    monkeypatch.setattr(Presence, "gone", fail)
+    monkeypatch.setattr(ProcessFinder, "gone", fail)
     with pytest.raises(RuntimeError, match="a bug about web"):
         async with asyncio.timeout(10), world.supervising(world.job("web")) as supervisor:
             await supervisor.run()

@@ -117,9 +117,9 @@ def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -
 SHELL = """
 import fcntl, pty, struct, termios, msgspec
 from agent_shim import control
-from agent_shim.services.bundles import put_bpm_in_front
+from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor import bpm_answers
-put_bpm_in_front(paths)
+install_bpm_wrapper(paths)
 paths.shim_run.mkdir(exist_ok=True)
 
 async def answer(request, _):

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.root
 AGENT = """
 import msgspec, socket, textwrap
 from agent_shim import control
-from agent_shim.services.bundles import put_bpm_in_front
+from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor import bpm_answers
-put_bpm_in_front(paths)
+install_bpm_wrapper(paths)
 paths.shim_run.mkdir(exist_ok=True)
 for name in ("web", "other"):
     shutil.rmtree(paths.jobs / name)

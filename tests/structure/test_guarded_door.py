@@ -74,7 +74,7 @@ RAW: Mapping[str, Raw] = {
                 "Bundles.fetch_small",
                 "Bundles.missing",
                 "_link",
-                "put_bpm_in_front",
+                "install_bpm_wrapper",
             }
         ),
     ),
@@ -82,7 +82,7 @@ RAW: Mapping[str, Raw] = {
     "edges.bus.nats": Raw("a method of the link to the bus", frozenset({"NatsBus._open"})),
     "edges.bus.tls": Raw(OWN, frozenset({"load_pair"})),
     "services.trusted_cas": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
-    "daemon.job_recovery": Raw(OWN, frozenset({"Comeback._take_over"})),
+    "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
     "cli.commands": Raw("whether a job has a directory of logs, and /dev/null", frozenset({"_logs", "main"})),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_told"})),
@@ -93,15 +93,15 @@ RAW: Mapping[str, Raw] = {
         "places that root mounts and links; disks.identity reads volumes through the door",
         frozenset(
             {
-                "Places._find",
-                "Places._mounted_on",
-                "Places._refuse_strangers",
-                "Places._remember",
-                "Places.link",
-                "Places.linked",
-                "Places.look",
-                "Places.prepare",
-                "Places.swap",
+                "DiskMounts._find",
+                "DiskMounts._mounted_on",
+                "DiskMounts._refuse_strangers",
+                "DiskMounts._remember",
+                "DiskMounts.link",
+                "DiskMounts.linked",
+                "DiskMounts.look",
+                "DiskMounts.prepare",
+                "DiskMounts.swap",
             }
         ),
     ),
@@ -113,7 +113,7 @@ RAW: Mapping[str, Raw] = {
             {"_applied", "_clock", "_config", "_directories", "_kernel", "_network", "_settings", "_space", "_sysctl"}
         ),
     ),
-    "services.volume_lease": Raw(OWN, frozenset({"only_one.__enter__"})),
+    "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks"})),
     "host.archive": Raw(
         "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
@@ -122,10 +122,10 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset(
             {
-                "Cage.is_empty",
-                "Cage.kill",
-                "Cage.make",
-                "Cage.members",
+                "JobCgroup.is_empty",
+                "JobCgroup.kill",
+                "JobCgroup.make",
+                "JobCgroup.members",
                 "_below",
                 "_forbid_swap",
                 "_hand_down",
@@ -214,7 +214,7 @@ RAW: Mapping[str, Raw] = {
     "core.log": Raw(OWN, frozenset({"_File.emit", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
-        OWN, frozenset({"Mirror._move", "Mirror._restore", "_agent_id", "_empty", "_make_equal", "_read"})
+        OWN, frozenset({"StateBackup._move", "StateBackup._restore", "_agent_id", "_empty", "_make_equal", "_read"})
     ),
     "cli.monit": Raw(NAMED, frozenset({"_check", "main"})),
     "edges.monit_http": Raw(OWN, frozenset({"Api._is_known"})),
@@ -222,7 +222,7 @@ RAW: Mapping[str, Raw] = {
     "cli.release_tarball": Raw(
         "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
     ),
-    "services.resolver": Raw(KERNEL, frozenset({"_text", "settle"})),
+    "services.resolver": Raw(KERNEL, frozenset({"_text", "write_servers"})),
     "daemon.runtime": Raw(NAMED, frozenset({"write_termination_log"})),
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})

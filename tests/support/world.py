@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_shim.actions.agent import Agent, Edges
+from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
 from agent_shim.daemon import boot, runtime
-from agent_shim.daemon.job_recovery import Comeback
+from agent_shim.daemon.job_recovery import JobRecovery
 from agent_shim.host import reaper
 from agent_shim.services.settings_store import SettingsStore
-from agent_shim.services.state_backup import Mirror
-from agent_shim.services.volume_lease import Fence
+from agent_shim.services.state_backup import StateBackup
+from agent_shim.services.volume_lease import VolumeLeases
 from agent_shim.supervisor.supervisor import Event, Supervisor, Timing
 
 NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "default": ["dns", "gateway"]}}
@@ -117,9 +117,9 @@ async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> 
         timing=timing or Timing(),
         settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
     )
-    edges = Edges(announce, reconnect, lambda: asked.append("shut_down"))
-    agent = runtime.assemble(paths, store, supervisor, edges, mirror=Mirror(paths), fence=Fence())
-    comeback = Comeback(agent, events.append)
+    edges = EdgeCallbacks(announce, reconnect, lambda: asked.append("shut_down"))
+    agent = runtime.assemble(paths, store, supervisor, edges, mirror=StateBackup(paths), fence=VolumeLeases())
+    comeback = JobRecovery(agent, events.append)
     with reaper.reaping():
         async with supervisor:
             await agent.mirror.recover(store.current.agent_id)

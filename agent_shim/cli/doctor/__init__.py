@@ -69,7 +69,7 @@ RESOLV_CONF: Final = Path("/etc/resolv.conf")
 
 
 @dataclass(frozen=True)
-class Patient:
+class ContainerView:
     """What is looked at: the tree, the configuration, and what the settings and a running agent say, if they do."""
 
     paths: Paths
@@ -86,7 +86,7 @@ class Patient:
 def examine(paths: Paths, config: Path | None) -> Report:
     """Look at everything; ``config`` is agent.json, by default the one of stemcells."""
     with _scratch(paths) as scratch:
-        patient = Patient(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
+        patient = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []
         for topic, check in CHECKS.items():
             try:
@@ -146,7 +146,7 @@ def _status(paths: Paths) -> Mapping[str, Any]:
 # --- who we are -----------------------------------------------------------------------------------------------------
 
 
-def _user(patient: Patient) -> Iterator[Finding]:
+def _user(patient: ContainerView) -> Iterator[Finding]:
     vcap = _vcap()
     uid, gid = (vcap.pw_uid, vcap.pw_gid) if vcap else (verdicts.VCAP_UID, verdicts.VCAP_UID)
     yield verdicts.user(
@@ -159,20 +159,20 @@ def _user(patient: Patient) -> Iterator[Finding]:
     )
 
 
-def _privileges(patient: Patient) -> Iterator[Finding]:
+def _privileges(patient: ContainerView) -> Iterator[Finding]:
     found = capabilities.privileges()
     yield verdicts.capabilities(found, is_root=patient.is_root)
     yield verdicts.privileges(found)
 
 
-def _mounts(patient: Patient) -> Iterator[Finding]:
+def _mounts(patient: ContainerView) -> Iterator[Finding]:
     yield verdicts.mounts(
         privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch)),
         privilege_probes.outcome(partial(privilege_probes.tmpfs, patient.scratch)),
     )
 
 
-def _isolation(patient: Patient) -> Iterator[Finding]:
+def _isolation(patient: ContainerView) -> Iterator[Finding]:
     version = sandbox_exec.landlock_version()
     namespaces = {
         "mounts": privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch)),
@@ -184,7 +184,7 @@ def _isolation(patient: Patient) -> Iterator[Finding]:
     yield verdicts.isolation(level, version, namespaces)
 
 
-def _users(patient: Patient) -> Iterator[Finding]:
+def _users(patient: ContainerView) -> Iterator[Finding]:
     vcap = _vcap()
     missing = [name for name in LOGIN_PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
     yield verdicts.users(
@@ -202,7 +202,7 @@ def _vcap() -> pwd.struct_passwd | None:
 # --- what there is --------------------------------------------------------------------------------------------------
 
 
-def _cgroups(_: Patient) -> Iterator[Finding]:
+def _cgroups(_: ContainerView) -> Iterator[Finding]:
     found, host = cgroups.find(), host_stats.memory()
     hierarchy = found.memory or found.cpu
     limits = cgroups.memory(found, host)
@@ -215,7 +215,7 @@ def _cgroups(_: Patient) -> Iterator[Finding]:
     )
 
 
-def _job_limits(_: Patient) -> Iterator[Finding]:
+def _job_limits(_: ContainerView) -> Iterator[Finding]:
     hard = {name: resource.getrlimit(which)[1] for name, which in _LIMITS.items()}
     yield verdicts.open_files(hard["files"], hard["tasks"])
 
@@ -223,7 +223,7 @@ def _job_limits(_: Patient) -> Iterator[Finding]:
 _LIMITS: Final = {"files": resource.RLIMIT_NOFILE, "tasks": resource.RLIMIT_NPROC}
 
 
-def _directories(patient: Patient) -> Iterator[Finding]:
+def _directories(patient: ContainerView) -> Iterator[Finding]:
     paths, table = patient.paths, mounts.mounts()
     for path, needs in (
         (paths.data, "packages, jobs, logs and the state of the agent"),
@@ -251,7 +251,7 @@ def _directories(patient: Patient) -> Iterator[Finding]:
             )
 
 
-def _space(patient: Patient) -> Iterator[Finding]:
+def _space(patient: ContainerView) -> Iterator[Finding]:
     seen = set()
     for path in (patient.paths.data, patient.paths.store, Path("/")):
         if path.is_dir() and (device := path.stat().st_dev) not in seen:
@@ -265,7 +265,7 @@ def _space(patient: Patient) -> Iterator[Finding]:
     yield verdicts.shared_memory(memory.f_blocks * memory.f_frsize)
 
 
-def _kernel(_: Patient) -> Iterator[Finding]:
+def _kernel(_: ContainerView) -> Iterator[Finding]:
     lacking = {}
     if privilege_probes.outcome(privilege_probes.know_processes):
         lacking["pidfd"] = "ends of processes that were adopted are noticed by looking, up to a second late"
@@ -290,7 +290,7 @@ def _sysctl(name: str) -> int:
 # --- what is around us ----------------------------------------------------------------------------------------------
 
 
-def _clock(patient: Patient) -> Iterator[Finding]:
+def _clock(patient: ContainerView) -> Iterator[Finding]:
     shown = float(Path("/proc/uptime").read_text().split()[0])
     drift_of_uptime = shown - clock.boot_time()
     yield verdicts.clock(year=time.gmtime().tm_year, drift=drift_of_uptime, kept=privilege_probes.is_clock_kept())
@@ -301,7 +301,7 @@ def _clock(patient: Patient) -> Iterator[Finding]:
         yield verdicts.certificate(ends - now, begins - now, is_door=is_door)
 
 
-def _ports(patient: Patient) -> Iterator[Finding]:
+def _ports(patient: ContainerView) -> Iterator[Finding]:
     host, colon, port = patient.config.shim.http.rpartition(":")
     is_running = bool(patient.status)
     if colon and port.isdigit():
@@ -324,7 +324,7 @@ def _refuses(host: str, port: int) -> str:
     return ""
 
 
-def _without_bus(patient: Patient, place: SplitResult) -> str:
+def _without_bus(patient: ContainerView, place: SplitResult) -> str:
     """Why the agent has no link, else why there would be none; "" if there is or would be one.
 
     The handshake is brought to its end: what is dropped before that, the server logs as an error.
@@ -351,7 +351,7 @@ def _read_line(one: socket.socket) -> None:
             return
 
 
-def _network(patient: Patient) -> Iterator[Finding]:
+def _network(patient: ContainerView) -> Iterator[Finding]:
     words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
     servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
     places = [bus_address(url) for url in patient.settings.mbus.urls] if patient.settings else []
@@ -374,11 +374,11 @@ def _network(patient: Patient) -> Iterator[Finding]:
         yield verdicts.firewall(_no_firewall(patient))
 
 
-def _names(_: Patient) -> Iterator[Finding]:
+def _names(_: ContainerView) -> Iterator[Finding]:
     yield verdicts.own_names({name: _unresolved(name) for name in ("localhost", socket.gethostname())})
 
 
-def _no_firewall(patient: Patient) -> str:
+def _no_firewall(patient: ContainerView) -> str:
     """What a running agent says, else what the kernel would say to one."""
     if held := patient.status.get("firewall"):
         return str(held["why"])
@@ -418,7 +418,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
     return networks if isinstance(networks, dict) else {}
 
 
-CHECKS: Final[Mapping[str, Callable[[Patient], Iterator[Finding]]]] = {
+CHECKS: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
     "user": _user,
     "capabilities": _privileges,
     "users": _users,

@@ -30,7 +30,7 @@ from agent_shim.core import lean_imports
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.edges.bus import Handle, Stats, tls
-from agent_shim.host.daemon_thread import apart
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 # aiohttp is there for websockets, importlib.metadata for a version number, nats.js for JetStream: 15 MB for nothing.
 with lean_imports.without("aiohttp", "importlib.metadata", empty="nats.js"):
@@ -148,7 +148,7 @@ async def look_up(url: ParseResult | SplitResult) -> list[str]:
     with suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
     ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
-    found = {str(address[0]) for *_, address in await apart(ask, f"look up {host}")}
+    found = {str(address[0]) for *_, address in await run_in_daemon_thread(ask, f"look up {host}")}
     return random.sample(sorted(found), len(found))
 
 

@@ -30,7 +30,7 @@ def in_worker(paths: Paths) -> Copy:
         progress = paths.shim_run / "migration.json"
         watching = asyncio.create_task(_watch(progress, report), name="migration progress")
         try:
-            await worker_client.work(worker_client.Mirror(str(source), str(target), sorted(OURS), str(progress)))
+            await worker_client.work(worker_client.CopyTree(str(source), str(target), sorted(OURS), str(progress)))
         finally:
             watching.cancel()
             await asyncio.to_thread(progress.unlink, missing_ok=True)

@@ -44,7 +44,7 @@ class View:
     has_stranger: bool = False
 
 
-class Places:
+class DiskMounts:
     """The store, the migration target, and the volumes that may come there."""
 
     def __init__(

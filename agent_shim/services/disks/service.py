@@ -24,7 +24,7 @@ from agent_shim.services.disks import hints
 from agent_shim.services.disks.copying import Copy, in_worker
 from agent_shim.services.disks.hints import DiskSettings
 from agent_shim.services.disks.markers import Disk
-from agent_shim.services.disks.mounting import InUseError, Places, View, plain
+from agent_shim.services.disks.mounting import DiskMounts, InUseError, View, plain
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Disks:
         self._of_jobs = of_jobs
         self._copy = copy or in_worker(paths)
         self._patience = patience
-        self._places = Places(paths, settings, instance, hold, let_go)
+        self._places = DiskMounts(paths, settings, instance, hold, let_go)
         self._doing = ""
         self._trouble = ""
         self._progress: Progress | None = None

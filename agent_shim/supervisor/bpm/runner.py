@@ -40,7 +40,7 @@ from agent_shim.host import (
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.ctl_programs import Programs, last_line
 from agent_shim.supervisor.plan import BpmCall, bpm_label
-from agent_shim.supervisor.process_record import MARK, Identity, Traces
+from agent_shim.supervisor.process_record import MARK, Identity, ProcessRecord
 
 if TYPE_CHECKING:
     # Loaded where they are used: an agent whose jobs have no bpm.yml does without YAML and ctypes.
@@ -108,7 +108,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Hog:
+class MemoryKill:
     """A process that was killed because its tree used more memory than it may; bytes."""
 
     job: str
@@ -140,7 +140,7 @@ class Bpm:
         self._trying = asyncio.Lock()
         self._counting = threading.Lock()
         self._ooms: dict[str, int] = {}
-        self._hogs: list[Hog] = []
+        self._hogs: list[MemoryKill] = []
         """Found at their end or when their cgroup was taken away, not told yet."""
         self._victims: set[str] = set()
         """Killed for their memory, by label, until their end is explained by that."""
@@ -233,12 +233,12 @@ class Bpm:
                 signal_name = wanted.shutdown_signal
             label = bpm_label(call.job, call.process)
             found = self.find(call.job, call.process)
-            left = await self._programs.members(label, Traces(), [found] if found else [])
+            left = await self._programs.members(label, ProcessRecord(), [found] if found else [])
             left += await asyncio.to_thread(self._cage(label).members)
             running = process.adopt(*found) if found else None
             if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
                 self._programs.killed.add(label)
-            await self._programs.sweep(label, Traces(), left, 0.0, is_usual=True)
+            await self._programs.sweep(label, ProcessRecord(), left, 0.0, is_usual=True)
             await asyncio.to_thread(self._open_cage, call.job, call.process)
             await asyncio.to_thread(self._pidfile(call.job, call.process).unlink, missing_ok=True)
 
@@ -259,7 +259,7 @@ class Bpm:
                 raise
             finally:
                 del self._runs[call.job, call.process]
-            await self._programs.sweep(bpm_label(call.job, call.process), Traces(), [], 0.0)
+            await self._programs.sweep(bpm_label(call.job, call.process), ProcessRecord(), [], 0.0)
             await asyncio.to_thread(self._open_cage, call.job, call.process)
             return 1 if status is None else status
 
@@ -320,7 +320,7 @@ class Bpm:
         self._complain(job, wanted, isolation)
         label = bpm_label(job, name)
         left = await asyncio.to_thread(self._cage(label).members)
-        await self._programs.sweep(label, Traces(), left, 0.0)
+        await self._programs.sweep(label, ProcessRecord(), left, 0.0)
         await asyncio.to_thread(self._make_directories, job, wanted)
         if wanted.pre_start:
             await self._run_hook(job, wanted)
@@ -354,7 +354,7 @@ class Bpm:
 
     # --- what is made -----------------------------------------------------------------------------------------------
 
-    def order(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> sandbox_exec.Order:
+    def order(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
         """What the process becomes; its cgroups are made. Raises ``HostError``."""
         from agent_shim.host import sandbox
 
@@ -386,7 +386,7 @@ class Bpm:
             may_signal=wanted.unsafe.host_pid_namespace,
         )
 
-    async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.Order:
+    async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.ExecSpec:
         """What a shell beside the running process becomes; raises ``HostError`` when none runs."""
         isolation = await self.isolation()
         found = self.find(job, wanted.name)
@@ -407,7 +407,7 @@ class Bpm:
             **wanted.env,
         }
 
-    def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[sandbox_exec.Place]:
+    def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
         """What the process may open, the first of each path: a volume cannot open what bpm has closed."""
         from agent_shim.host import sandbox
 
@@ -436,8 +436,8 @@ class Bpm:
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
         return list({each["path"]: each for each in reversed(found)}.values())
 
-    def _cage(self, label: str) -> job_cgroups.Cage:
-        return job_cgroups.Cage(process_record.mark(label, self._paths.base))
+    def _cage(self, label: str) -> job_cgroups.JobCgroup:
+        return job_cgroups.JobCgroup(process_record.mark(label, self._paths.base))
 
     def _make_cage(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> list[str]:
         """Cgroups with the limits of a process, as far as there can be any; the directories to join."""
@@ -459,13 +459,13 @@ class Bpm:
         with self._counting:
             self._ooms[label] = (cage.memory() or (0, 0))[0]
 
-    def _killed_by_kernel(self, job: str, name: str) -> Hog | None:
+    def _killed_by_kernel(self, job: str, name: str) -> MemoryKill | None:
         """Who had no memory left in its cgroup since this was asked last."""
         label = bpm_label(job, name)
         with self._counting:
             kills, peak = self._cage(label).memory() or (0, 0)
             before, self._ooms[label] = self._ooms.get(label, 0), kills
-        return Hog(job, name, peak, self._memory_limit(job, name)) if kills > before else None
+        return MemoryKill(job, name, peak, self._memory_limit(job, name)) if kills > before else None
 
     def _make_directories(self, job: str, wanted: bpm.Process) -> None:
         """Directories and log files with bpm's modes; raises ``HostError``."""
@@ -533,7 +533,7 @@ class Bpm:
         """Whether a process of bpm.yml was ever started here."""
         return (self._paths.sys / "run/bpm").is_dir()
 
-    def kill_hogs(self) -> list[Hog]:
+    def kill_hogs(self) -> list[MemoryKill]:
         """Every process that used more memory than bpm.yml allows, killed with its tree; blocks for some milliseconds.
 
         Where the kernel keeps the limit it has begun to do so.
@@ -567,7 +567,7 @@ class Bpm:
                     # The process first: else it may end by itself for want of its children.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
-                    hogs.append(Hog(job, name, used, limit))
+                    hogs.append(MemoryKill(job, name, used, limit))
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:

@@ -15,7 +15,7 @@ from agent_shim.actions.state import update_settings
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import DiskAssociation, Effective, UpdateSettings
 from agent_shim.services.settings_store import SettingsStore
-from agent_shim.services.trusted_cas import Certificates
+from agent_shim.services.trusted_cas import TrustedCas
 from tests.support.volumes import Instance
 
 
@@ -25,7 +25,7 @@ class Asked:
 
     settings: SettingsStore
     disks: Any
-    certificates: Certificates
+    certificates: TrustedCas
 
 
 class Stored(Instance):
@@ -44,7 +44,7 @@ class World:
         self.instance = Stored(scratch, bind=False)
         self.source = scratch / "cpi.json"
         self.store = self.instance.store = SettingsStore(self.instance.paths, [self.source])
-        self.agent: Any = Asked(self.store, self.instance.disks, Certificates(self.instance.paths))
+        self.agent: Any = Asked(self.store, self.instance.disks, TrustedCas(self.instance.paths))
 
     def write(self, **persistent: Any) -> None:
         document = {"agent_id": "a-1", "mbus": "nats://h:1", "disks": {"persistent": persistent}}

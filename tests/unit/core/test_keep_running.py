@@ -36,7 +36,7 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
 async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
     """Without an end where it is not vital; it is counted."""
     lasts = asyncio.Event()
-    working = asyncio.create_task(keep_running.for_ever("watch", failing(times, lasts), is_vital=is_vital))
+    working = asyncio.create_task(keep_running.run_forever("watch", failing(times, lasts), is_vital=is_vital))
     async with asyncio.timeout(10):
         await lasts.wait()
     working.cancel()
@@ -48,7 +48,7 @@ async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
 async def test_what_is_vital_may_not_fail_again_and_again() -> None:
     """The error says why."""
     with pytest.raises(RuntimeError, match="bus fails again and again") as raised:
-        await keep_running.for_ever("bus", failing(keep_running.OFTEN + 1, asyncio.Event()), is_vital=True)
+        await keep_running.run_forever("bus", failing(keep_running.OFTEN + 1, asyncio.Event()), is_vital=True)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
@@ -59,7 +59,7 @@ async def test_an_end_and_a_cancellation_from_within_are_failures_too() -> None:
         if keep_running.failures["watch"]:
             raise asyncio.CancelledError
 
-    working = asyncio.create_task(keep_running.for_ever("watch", ends))
+    working = asyncio.create_task(keep_running.run_forever("watch", ends))
     async with asyncio.timeout(10):
         while keep_running.failures["watch"] < 2:
             await asyncio.sleep(0)

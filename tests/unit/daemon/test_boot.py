@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot
-from agent_shim.daemon.job_recovery import Comeback
+from agent_shim.daemon.job_recovery import JobRecovery
 from tests.support.world import world
 
 
@@ -31,7 +31,7 @@ def test_what_only_the_agent_may_read_is_closed_to_all_others(tmp_path: Path) ->
 async def test_what_the_bus_does_not_need_is_late_and_nothing_vital_is(tmp_path: Path) -> None:
     """Late steps run beside the connection, with programs that take most of a second as root."""
     async with world(tmp_path) as made:
-        steps = boot.steps(made.agent, Comeback(made.agent, made.events.append))
+        steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))
 
     late = {step.name for step in steps if step.late}
     assert late == {"authorized keys", "passwords", "ssh server", "trusted certificates"}

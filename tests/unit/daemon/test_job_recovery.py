@@ -13,7 +13,7 @@ import pytest
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.tasks import Tasks
-from agent_shim.daemon.job_recovery import Comeback, Pace
+from agent_shim.daemon.job_recovery import JobRecovery, Pace
 
 PACE = Pace(first=60, limit=60, look=0.01)
 
@@ -59,10 +59,10 @@ class Coming:
 
 @pytest.fixture
 async def coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Coming]:
-    monkeypatch.setattr("agent_shim.daemon.job_recovery.what_is_gone", lambda _: "")
+    monkeypatch.setattr("agent_shim.daemon.job_recovery.missing_files", lambda _: "")
     monkeypatch.setattr("agent_shim.daemon.job_recovery.record_health", lambda _: asyncio.sleep(0))
     made = Coming(tmp_path)
-    comeback = Comeback(cast("Agent", made.agent), lambda _: None, pace=PACE)
+    comeback = JobRecovery(cast("Agent", made.agent), lambda _: None, pace=PACE)
     running = [asyncio.create_task(made.tasks.run(lambda _, exc: str(exc))), asyncio.create_task(comeback.run())]
     async with asyncio.timeout(20):
         await made.begun.wait()

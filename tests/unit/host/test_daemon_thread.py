@@ -7,22 +7,22 @@ import threading
 
 import pytest
 
-from agent_shim.host.daemon_thread import apart, pool
+from agent_shim.host.daemon_thread import pool, run_in_daemon_thread
 
 
 async def test_result_and_error_come_back() -> None:
     """Both where they are waited for."""
-    assert await apart(lambda: 7, "seven") == 7
+    assert await run_in_daemon_thread(lambda: 7, "seven") == 7
     with pytest.raises(ZeroDivisionError):
-        await apart(lambda: 1 // 0, "nothing")
+        await run_in_daemon_thread(lambda: 1 // 0, "nothing")
 
 
 async def test_work_that_hangs_holds_nobody() -> None:
     """Many at once may hang: the loop goes on, and so does other work."""
     gate = threading.Event()
-    hung = [apart(gate.wait, f"hung {number}") for number in range(50)]
+    hung = [run_in_daemon_thread(gate.wait, f"hung {number}") for number in range(50)]
     try:
-        assert await apart(lambda: 7, "seven") == 7
+        assert await run_in_daemon_thread(lambda: 7, "seven") == 7
         assert not any(each.done() for each in hung)
     finally:
         gate.set()
@@ -32,10 +32,10 @@ async def test_work_that_hangs_holds_nobody() -> None:
 async def test_answer_nobody_waits_for_is_dropped() -> None:
     """A waiter that gave up is not disturbed by it."""
     gate = threading.Event()
-    answer = apart(gate.wait, "late")
+    answer = run_in_daemon_thread(gate.wait, "late")
     answer.cancel()
     gate.set()
-    assert await apart(lambda: 7, "seven") == 7
+    assert await run_in_daemon_thread(lambda: 7, "seven") == 7
     assert answer.cancelled()
 
 
@@ -47,7 +47,7 @@ async def test_without_a_further_thread_it_is_an_error_of_the_machine(monkeypatc
     """As everything that the machine refuses: who asks knows how to go on without an answer."""
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
-        await apart(lambda: 7, "seven")
+        await run_in_daemon_thread(lambda: 7, "seven")
 
 
 def test_the_pool_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_limits_of_version_2(own: Path) -> None:
     """One directory for both; no swap; the whole is killed when memory runs out."""
-    joined = job_cgroups.Cage("a/b").make(memory=1 << 20, processes=7)
+    joined = job_cgroups.JobCgroup("a/b").make(memory=1 << 20, processes=7)
 
     group = own / "agent_shim/a%2fb"
     assert joined == [str(group)]
@@ -36,32 +36,32 @@ def test_limits_of_version_2(own: Path) -> None:
 
 def test_without_a_limit_it_tells_processes_apart(own: Path) -> None:
     """Nothing is limited, and no memory is counted: that is how the kernel knows of no limit."""
-    assert job_cgroups.Cage("a").make() == [str(own / "agent_shim/a")]
+    assert job_cgroups.JobCgroup("a").make() == [str(own / "agent_shim/a")]
     assert list((own / "agent_shim/a").iterdir()) == []
     (own / "agent_shim/a/memory.max").write_text("max\n")
-    assert job_cgroups.Cage("a").memory() is None
+    assert job_cgroups.JobCgroup("a").memory() is None
 
 
 def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are known by descent then."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
 
-    assert job_cgroups.Cage("a").make() == []
-    assert job_cgroups.Cage("a").is_empty()
+    assert job_cgroups.JobCgroup("a").make() == []
+    assert job_cgroups.JobCgroup("a").is_empty()
     assert job_cgroups.members() == {}
     assert not (own / "agent_shim/a").exists()
 
 
 def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
     """A job may have made some; the name is that of ours."""
-    job_cgroups.Cage("a/b@/c").make()
+    job_cgroups.JobCgroup("a/b@/c").make()
     below = own / "agent_shim/a%2fb@%2fc/theirs"
     below.mkdir()
     (below.parent / "cgroup.procs").write_text("")
     (below / "cgroup.procs").write_text(f"{os.getpid()}\n")
 
     assert job_cgroups.members() == {os.getpid(): "a/b@/c"}
-    assert [pid for pid, _ in job_cgroups.Cage("a/b@/c").members()] == [os.getpid()]
+    assert [pid for pid, _ in job_cgroups.JobCgroup("a/b@/c").members()] == [os.getpid()]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_name_of_a_process(own: Path, monkeypatch: pytest.MonkeyPatch, path: str
 
 def test_what_the_kernel_counted(own: Path) -> None:
     """Kills, and the most that was used."""
-    cage = job_cgroups.Cage("a")
+    cage = job_cgroups.JobCgroup("a")
     assert cage.memory() is None
     cage.make(memory=1 << 20, processes=None)
     (own / "agent_shim/a/memory.events").write_text("low 0\noom 2\noom_kill 3\n")

@@ -12,7 +12,7 @@ from agent_shim.core import settings
 from agent_shim.core.settings import Effective, UpdateSettings
 from agent_shim.host import network
 from agent_shim.services import address_watch
-from agent_shim.services.address_watch import Drift, expected
+from agent_shim.services.address_watch import AddressWatch, expected
 
 NOWHERE = "192.0.2.17"
 
@@ -60,7 +60,7 @@ def test_missing_address_is_told_once_and_again_after_it_was_back() -> None:
     """Whoever misses it is named."""
     wanted = {"127.0.0.1": "network a of the settings"}
     told: list[tuple[str, str]] = []
-    found = Drift(lambda: wanted, lambda *what: told.append(what))
+    found = AddressWatch(lambda: wanted, lambda *what: told.append(what))
     found.look()
     assert (found.missing, told) == ({}, [])
 
@@ -84,7 +84,7 @@ async def test_it_looks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_watch, "PERIOD", 0.01)
     wanted: dict[str, str] = {}
     told = asyncio.Event()
-    watching = asyncio.create_task(Drift(lambda: wanted, lambda *_: told.set()).watch())
+    watching = asyncio.create_task(AddressWatch(lambda: wanted, lambda *_: told.set()).watch())
     await asyncio.sleep(0.02)
 
     wanted[NOWHERE] = "network a of the settings"

@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.daemon.runtime import certificates
 from agent_shim.demo.pki import EXPIRED, HOUR, Authority
-from agent_shim.services.certificate_watch import DAY, DOOR, Expiry
+from agent_shim.services.certificate_watch import DAY, DOOR, CertificateWatch
 
 AUTHORITY = Authority()
 
@@ -33,7 +33,7 @@ def agent(begin: float, end: float) -> str:
 )
 def test_near_is_a_month_or_a_fifth(valid: tuple[float, float], is_near: bool) -> None:
     """The credentials of a new VM live for an hour: to warn all that time would say nothing."""
-    expiry = Expiry(lambda: {"client": agent(*valid)})
+    expiry = CertificateWatch(lambda: {"client": agent(*valid)})
     expiry.look()
 
     assert bool(expiry.warnings) == is_near
@@ -43,7 +43,7 @@ def test_near_is_a_month_or_a_fifth(valid: tuple[float, float], is_near: bool) -
 def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     """The words say which and when, and what follows."""
     now = time.time()
-    expiry = Expiry(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
+    expiry = CertificateWatch(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
     near = agent(-99 * DAY, DAY)
     for later in (0.0, HOUR, HOUR, 2 * DAY, DAY):
         now += later
@@ -63,7 +63,7 @@ def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
     for pem in (cert, ended):
-        expiry = Expiry(lambda pem=pem: {DOOR: pem})  # type: ignore[misc]
+        expiry = CertificateWatch(lambda pem=pem: {DOOR: pem})  # type: ignore[misc]
         expiry.look()
         said += expiry.warnings
 
@@ -76,7 +76,7 @@ def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
 def test_a_rotation_ends_the_warning() -> None:
     """What is looked at is what is in use."""
     pem = agent(-99 * DAY, DAY)
-    expiry = Expiry(lambda: {"client": pem})
+    expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()
     assert expiry.warnings
     pem = agent(-HOUR, 365 * DAY)
@@ -88,7 +88,7 @@ def test_a_rotation_ends_the_warning() -> None:
 def test_of_several_authorities_the_last_to_end_counts() -> None:
     """While one takes the place of another both are trusted; and no certificate at all is nothing to say."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY, DAY)).certificate
-    expiry = Expiry(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
+    expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
     expiry.look()
 
     assert expiry.warnings == []

@@ -15,7 +15,7 @@ from agent_shim.core.errors import BootError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, proc
 from agent_shim.services import state_backup
-from agent_shim.services.state_backup import Mirror
+from agent_shim.services.state_backup import StateBackup
 
 Container = Callable[[], None]
 
@@ -59,9 +59,9 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
     return begin_anew
 
 
-async def start(paths: Paths, agent_id: str = "a-1") -> Mirror:
+async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
     """A new agent."""
-    made = Mirror(paths)
+    made = StateBackup(paths)
     made.begin()
     await made.recover(agent_id)
     return made
@@ -213,7 +213,7 @@ async def test_kill_before_everything_is_back_has_it_restored_once_more(
         patched.setattr(files, "write_atomic", until_then)
         while not paths.stamp.exists() or left < 0:
             left = kills = kills + 1
-            one = Mirror(paths)
+            one = StateBackup(paths)
             with suppress(Killed):
                 one.begin()
                 one._recover("a-1")
@@ -273,7 +273,7 @@ async def test_used_root_file_system_of_another_agent_is_set_aside(paths: Paths,
     (paths.monit_job / "0000_web.monitrc").write_text("check process web")
     make_root(paths)
 
-    one = Mirror(paths)
+    one = StateBackup(paths)
     one.begin()
     paths.settings_cache.write_text('{"agent_id": "a-2"}')  # read from the CPI meanwhile
     await one.recover("a-2")
@@ -333,7 +333,7 @@ async def test_state_of_a_newer_version_is_refused_and_stays(paths: Paths) -> No
         stamp.write_text(json.dumps(newer))
 
         with pytest.raises(BootError, match=f"schema {state_backup.SCHEMA + 1} of a newer version"):
-            Mirror(paths).begin()
+            StateBackup(paths).begin()
 
         assert json.loads(stamp.read_text()) == newer
         stamp.write_text(before)
@@ -386,7 +386,7 @@ async def test_update_before_recover_touches_nothing(paths: Paths) -> None:
     fill(paths)
     await start(paths)
     reset_root(paths)
-    agent = Mirror(paths)
+    agent = StateBackup(paths)
     agent.begin()
 
     await agent.update()

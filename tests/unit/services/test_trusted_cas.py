@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.demo.pki import Authority
 from agent_shim.services import trusted_cas
-from agent_shim.services.trusted_cas import Certificates, split
+from agent_shim.services.trusted_cas import TrustedCas, split
 
 A, B = (Authority(name).ca.strip() for name in "ab")
 NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
@@ -43,7 +43,7 @@ async def test_below_another_base_nothing_is_installed(tmp_path: Path, monkeypat
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
-    assert await Certificates(Paths(tmp_path)).install(A) == "not root of a container with the real /var/vcap"
+    assert await TrustedCas(Paths(tmp_path)).install(A) == "not root of a container with the real /var/vcap"
     assert not (tmp_path / "certificates").exists()
 
 
@@ -52,7 +52,7 @@ async def test_an_ordinary_user_installs_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
-    assert await Certificates(Paths()).install(A) == "not root of a container with the real /var/vcap"
+    assert await TrustedCas(Paths()).install(A) == "not root of a container with the real /var/vcap"
     assert not (tmp_path / "certificates").exists()
 
 
@@ -91,7 +91,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 
 async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) -> None:
     """It takes three quarters of a start, and of an image the directory is younger than what was made of it."""
-    trusting = Certificates(Paths())
+    trusting = TrustedCas(Paths())
     await trusting.install("")
     assert image.runs == 0
 
@@ -108,7 +108,7 @@ async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) ->
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
 async def test_what_was_cut_off_is_done_to_its_end(image: Image, left: str) -> None:
     """Before the command, in the midst of it, or when the files of the image were put in the place of ours."""
-    trusting = Certificates(Paths())
+    trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":
         (image.directory / "pending").touch()

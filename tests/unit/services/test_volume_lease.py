@@ -12,18 +12,18 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.services import volume_lease
-from agent_shim.services.volume_lease import Fence, Lease, Pace
+from agent_shim.services.volume_lease import Lease, Pace, VolumeLeases
 
 SHORT = Pace(period=0.02, patience=0.15, restart=0.08)
 
 
-def fence(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -> Fence:
-    made = Fence(pace=SHORT, host=host, boot=boot)
+def fence(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -> VolumeLeases:
+    made = VolumeLeases(pace=SHORT, host=host, boot=boot)
     made.introduce(agent_id)
     return made
 
 
-def end(one: Fence) -> None:
+def end(one: VolumeLeases) -> None:
     """Its process ends, without a word."""
     for hold in one._held.values():
         os.close(hold.descriptor)
@@ -57,7 +57,7 @@ def lease(directory: Path) -> Lease:
     return msgspec.json.decode((directory / volume_lease.NAME).read_bytes(), type=Lease)
 
 
-async def until_held(one: Fence, directory: Path) -> float:
+async def until_held(one: VolumeLeases, directory: Path) -> float:
     """Try until the volume is ours; seconds that took."""
     begun_at = asyncio.get_running_loop().time()
     async with asyncio.timeout(5):
@@ -178,7 +178,7 @@ def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monke
     before = fence(agent_id="an agent with a name of some length")
     assert before.hold(tmp_path) == ""
     end(before)
-    first = Fence(pace=SHORT, host="pod-0", boot="kernel 1")
+    first = VolumeLeases(pace=SHORT, host="pod-0", boot="kernel 1")
     with monkeypatch.context() as patched:
         for call in ("ftruncate", "fdatasync", "fsync"):
             patched.setattr(os, call, killed)

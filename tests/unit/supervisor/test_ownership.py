@@ -16,8 +16,8 @@ from agent_shim.supervisor.process_record import (
     MONIT_MARK,
     Identity,
     Pidfile,
+    ProcessRecord,
     Session,
-    Traces,
     mark,
     read,
 )
@@ -53,7 +53,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mappin
     return processes
 
 
-def own(process: proc.Stat, traces: Traces, pidfile: Pidfile) -> bool:
+def own(process: proc.Stat, traces: ProcessRecord, pidfile: Pidfile) -> bool:
     """Whether a process that the pidfile of web names is owned by web."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", traces)]
@@ -62,10 +62,10 @@ def own(process: proc.Stat, traces: Traces, pidfile: Pidfile) -> bool:
 
 def members(
     processes: Mapping[int, proc.Stat],
-    traces: Traces,
+    traces: ProcessRecord,
     marked: Mapping[str, set[int]] = {},
     known: Collection[Identity] = (),
-    others: Mapping[str, Traces] = {},
+    others: Mapping[str, ProcessRecord] = {},
 ) -> set[int]:
     """The numbers of the processes of web."""
     ownership = Ownership(BASE)
@@ -116,7 +116,7 @@ def test_pidfile_written_again_is_fresh(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     path.write_text("50\n")
     os.utime(path, ns=(1, 1))
-    traces = Traces()
+    traces = ProcessRecord()
     traces.begin((40, 900), read(path))
     before = read(path)
     path.write_text("50\n")
@@ -146,7 +146,7 @@ def test_mark_decides(
     """An old process that the pidfile names is believed by its mark alone."""
     kernel[50] = stat(50), environment, "sleep 600"
 
-    assert own(kernel[50][0], Traces(), OLD) is is_ours
+    assert own(kernel[50][0], ProcessRecord(), OLD) is is_ours
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_orphan_in_a_new_pidfile_must_have_started_since(
     kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], process: proc.Stat, owner: int, is_ours: bool
 ) -> None:
     """Without any mark it must descend from us, and be one that the owner of the pidfile could signal."""
-    traces = Traces()
+    traces = ProcessRecord()
     traces.begin((40, 1000), OLD)
     kernel[50] = process, {}, ""
 
@@ -173,7 +173,7 @@ def test_orphan_in_a_new_pidfile_must_have_started_since(
 
 def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
     """By number and start time, both."""
-    traces = Traces(known=(50, 1000))
+    traces = ProcessRecord(known=(50, 1000))
 
     assert own(stat(50, start=1000), traces, OLD)
     kernel[50] = stat(50, start=1001), {}, ""
@@ -182,7 +182,7 @@ def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[st
 
 def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
     """A process that wiped its environment is known by where it comes from, though nothing else speaks for it."""
-    traces = Traces()
+    traces = ProcessRecord()
     traces.begin((40, 1000), NEW)
     kernel[40] = stat(40, session=40), {}, ""
     kernel[41] = stat(41, parent=40, session=99), {}, ""
@@ -209,7 +209,7 @@ def test_process_started_by_hand(
     """It was there when the pidfile was written, and is a program of a job: it is watched, not signalled."""
     kernel[50] = stat(50, start=start), {}, line
 
-    tie, why = Ownership(BASE).tie(kernel[50][0], "web", Traces(), OLD)
+    tie, why = Ownership(BASE).tie(kernel[50][0], "web", ProcessRecord(), OLD)
     assert tie is (Tie.NAMED if is_named else Tie.NONE)
     assert bool(why) is not is_named
 
@@ -232,8 +232,8 @@ def test_members_are_all_that_belong() -> None:
     ]
     table = {process.pid: process for process in processes}
     marked = {mark("web", BASE): {13, 20}, mark("other", BASE): {15}}
-    traces = Traces(known=(18, 107), sessions=[Session(10, 100)])
-    others = {"other": Traces(known=(20, 109))}
+    traces = ProcessRecord(known=(18, 107), sessions=[Session(10, 100)])
+    others = {"other": ProcessRecord(known=(20, 109))}
 
     assert members(table, traces, marked, [(19, 999)], others) == {10, 11, 12, 13, 14, 15, 18}
 
@@ -241,7 +241,7 @@ def test_members_are_all_that_belong() -> None:
 def test_number_of_a_session_used_again_is_another_session() -> None:
     """Its leader started at another time."""
     table = {10: stat(10, session=10, start=5000), 11: stat(11, session=10, start=5001)}
-    traces = Traces(sessions=[Session(10, 100)])
+    traces = ProcessRecord(sessions=[Session(10, 100)])
 
     assert members(table, traces) == set()
 
@@ -258,7 +258,7 @@ def test_number_of_a_session_used_again_is_another_session() -> None:
 def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
     """It has lasted if somebody in it was there when it was seen last; else its number may be another session's."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
-    traces = Traces(sessions=[session])
+    traces = ProcessRecord(sessions=[session])
 
     assert members(table, traces) == ({11, 12} if is_ours else set())
 
@@ -266,8 +266,8 @@ def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
 def test_session_lasts_while_one_of_ours_is_in_it() -> None:
     """The process that is known, or one that carries our mark."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
-    known = Traces(known=(11, 150), sessions=[Session(10, 100)])
-    plain = Traces(sessions=[Session(10, 100)])
+    known = ProcessRecord(known=(11, 150), sessions=[Session(10, 100)])
+    plain = ProcessRecord(sessions=[Session(10, 100)])
     marked = {mark("web", BASE): {11}}
 
     assert members(table, known) == {11, 12}
@@ -277,7 +277,7 @@ def test_session_lasts_while_one_of_ours_is_in_it() -> None:
 def test_kin_of_a_process_that_has_ended() -> None:
     """What descended from it is of the service while it lives; nobody else with its number is."""
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
-    traces = Traces(known=(10, 100))
+    traces = ProcessRecord(known=(10, 100))
     traces.see_kin(table[pid].identity for pid in kinship(table, [("web", traces)], {}).of("web"))
     assert traces.kin == [(11, 1000), (12, 1000)]
     traces.ended((10, 100), 0, 2000)
@@ -289,7 +289,7 @@ def test_kin_of_a_process_that_has_ended() -> None:
 def test_the_cgroup_decides_before_all_else() -> None:
     """What is in that of another is the other's, though it is known, descends from us, or is in our session."""
     table = {10: stat(10, session=10, start=100), 11: stat(11, parent=10, session=10, start=101), 12: stat(12)}
-    traces = Traces(known=(10, 100), sessions=[Session(10, 100)])
+    traces = ProcessRecord(known=(10, 100), sessions=[Session(10, 100)])
 
     assert kinship(table, [("web", traces)], {11: "other", 12: "web"}).verdicts == {
         10: "web",
@@ -308,8 +308,8 @@ def test_nothing_of_the_agent_is_of_a_job() -> None:
         12: stat(12, parent=1, start=100),
     }
     ownership = Ownership(BASE)
-    ownership.records = lambda: [("web", Traces())]
-    verdicts = kinship(table, [("web", Traces())], {}).verdicts
+    ownership.records = lambda: [("web", ProcessRecord())]
+    verdicts = kinship(table, [("web", ProcessRecord())], {}).verdicts
 
     assert verdicts == {
         1: Unproven.AGENTS,
@@ -322,7 +322,7 @@ def test_nothing_of_the_agent_is_of_a_job() -> None:
 
 def test_leader_that_has_ended_leads_no_more() -> None:
     """Whoever has its number, even since the same tick, is a stranger."""
-    traces = Traces()
+    traces = ProcessRecord()
     traces.begin((10, 100), None)
     table = {10: stat(10, session=10, start=100), 11: stat(11, session=10, start=100)}
     assert members(table, traces) == {10, 11}
@@ -333,7 +333,7 @@ def test_leader_that_has_ended_leads_no_more() -> None:
 
 def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
     """When that has ended, who gets its number later is not the service, though younger than the start program."""
-    traces = Traces()
+    traces = ProcessRecord()
     traces.begin((40, 1000), OLD)
     kernel[50] = stat(50, parent=US, start=1001), {}, ""
     assert own(kernel[50][0], traces, NEW)
@@ -353,7 +353,7 @@ def test_pattern_prefers_the_known_then_the_oldest(
     kernel[41] = stat(41, start=101), {}, "web --serve"
     kernel[42] = stat(42, start=102), {}, "web --serve"
     kernel[43] = stat(43, start=90), {MARK: mark("other", BASE)}, "web --serve"
-    traces = Traces(program=(40, 100))
+    traces = ProcessRecord(program=(40, 100))
     pattern = posix_regex.compiled("web")
     ownership = Ownership(BASE)
 
@@ -375,7 +375,7 @@ def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(
 ) -> None:
     """It would be taken for the one it writes, and that one, later, would name whoever has the number next."""
     kernel[50] = (stat(50), {MARK: mark("web", BASE)}, "")
-    traces = Traces()
+    traces = ProcessRecord()
     traces.begin((50, 1000), OLD)
 
     assert not own(kernel[50][0], traces, OLD)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.supervisor.monit.ast import ALERT, Changed, Limit, Rate, Rule
-from agent_shim.supervisor.rule_counter import Tally, Turn, exceeds, percent
+from agent_shim.supervisor.rule_counter import RuleCounter, RuleTransition, exceeds, percent
 
 LIMIT = Limit("memory", ">", 5)
-LETTERS = {Turn.NOTHING: ".", Turn.FAILED: "F", Turn.STILL: "f", Turn.RECOVERED: "r"}
+LETTERS = {
+    RuleTransition.NOTHING: ".",
+    RuleTransition.FAILED: "F",
+    RuleTransition.STILL: "f",
+    RuleTransition.RECOVERED: "r",
+}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +30,7 @@ LETTERS = {Turn.NOTHING: ".", Turn.FAILED: "F", Turn.STILL: "f", Turn.RECOVERED:
 )
 def test_failures_are_counted(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
     """N of the last M looks make it fail; while it has failed each bad look acts; as many good ones end that."""
-    tally = Tally(Rule(LIMIT, ALERT, rate, ALERT, recovery))
+    tally = RuleCounter(Rule(LIMIT, ALERT, rate, ALERT, recovery))
 
     assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
 
@@ -33,7 +38,7 @@ def test_failures_are_counted(rate: Rate, recovery: Rate, looks: str, turns: str
 @pytest.mark.parametrize(("rate", "looks", "turns"), [(Rate(), "xx.x", "FF.F"), (Rate(2, 3), "x.xx", "..FF")])
 def test_changes_have_no_state(rate: Rate, looks: str, turns: str) -> None:
     """Each change is an event, and there is nothing to recover from."""
-    tally = Tally(Rule(Changed("ppid"), ALERT, rate))
+    tally = RuleCounter(Rule(Changed("ppid"), ALERT, rate))
 
     assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
     assert not tally.has_failed

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from agent_shim.supervisor.ctl_programs import Bucket
+from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.service import Service, Shared
+from agent_shim.supervisor.service import Service, ServiceContext
 from agent_shim.supervisor.state import State
 
 
@@ -52,11 +52,11 @@ async def test_a_restart_takes_along_only_dependants_that_are_up(
 
 
 def made(name: str) -> Service:
-    shared = Shared(
+    shared = ServiceContext(
         base=Path("/"),
         programs=cast("Any", SimpleNamespace(ownership=None)),
         bpm=cast("Any", None),
-        restarts=Bucket(1, 1),
+        restarts=TokenBucket(1, 1),
         timing=Timing(),
         tell=lambda _: None,
         changed=lambda: None,

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from agent_shim.core.errors import HostError
 from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import service as service_module
-from agent_shim.supervisor.ctl_programs import Bucket
+from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_finder import LateError, Timing
-from agent_shim.supervisor.process_record import Traces
-from agent_shim.supervisor.service import Event, Record, Service, Shared
+from agent_shim.supervisor.process_record import ProcessRecord
+from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
 from agent_shim.supervisor.state import State
 
 TIMING: Final = Timing()
@@ -196,7 +196,7 @@ class PlayedPresence:
             await self.process.wait()
         return "exit 1"
 
-    async def arrival(self, spec: ProcessSpec, _: Traces) -> None:
+    async def arrival(self, spec: ProcessSpec, _: ProcessRecord) -> None:
         assert self.program is not None
         assert spec.start is not None
         try:
@@ -348,11 +348,11 @@ class Walk:
         self.spec = SPEC
         may_start = asyncio.Event()
         may_start.set()
-        self._shared = Shared(
+        self._shared = ServiceContext(
             base=Path("/"),
             programs=cast("Any", PlayedPrograms(self.machine)),
             bpm=cast("Any", None),
-            restarts=Bucket(1e9, 1e9),
+            restarts=TokenBucket(1e9, 1e9),
             timing=TIMING,
             tell=self.events.append,
             changed=lambda: None,
@@ -469,7 +469,7 @@ def _played() -> Iterator[None]:
     """Presence is played, and the clock is that of the loop."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service_module, "Presence", PlayedPresence)
+        patch.setattr(service_module, "ProcessFinder", PlayedPresence)
         patch.setattr(service_module, "time", clock)
         patch.setattr(programs_module, "time", clock)
         yield
