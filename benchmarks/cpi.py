@@ -218,7 +218,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi = [], []
     for _ in range(count):
         other = f"vm-by-hand-{uuid.uuid4().hex[:16]}"
-        arguments = _arguments(site, await _admitted(site))
+        arguments = _arguments(site, str(uuid.uuid4()))
         made = settings_by_hand(secret, instance.vm, other, arguments), copied(pod, instance.vm, other)
         by_hand.append(await asyncio.to_thread(bare.make, *made))
         await asyncio.to_thread(bare.remove, other)
@@ -263,16 +263,9 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
 
 
 async def _create_vm(site: Site, instance: Instance) -> None:
-    """One that no agent will be asked of: its bus lets it in, and it answers its probe."""
-    agent = await _admitted(site)
-    instance.agent = agent
-    instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, agent))
-
-
-async def _admitted(site: Site) -> str:
-    agent = str(uuid.uuid4())
-    await site.deployments.world.server.add_agent(agent)
-    return agent
+    """One that no agent will be asked of: no Director lets it in on the bus."""
+    instance.agent = str(uuid.uuid4())
+    instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
 
 
 def _arguments(site: Site, agent: str) -> list[Any]:
@@ -282,7 +275,7 @@ def _arguments(site: Site, agent: str) -> list[Any]:
 
 
 async def _at_once(site: Site, figures: Figures, count: int) -> None:
-    requests = [request(site.cpi, "create_vm", *_arguments(site, await _admitted(site))) for _ in range(count)]
+    requests = [request(site.cpi, "create_vm", *_arguments(site, str(uuid.uuid4()))) for _ in range(count)]
     site.cpi.home.mkdir(exist_ok=True)
     argv = list(site.cpi.command)
     seconds, memory, responses = await asyncio.to_thread(largest_of, argv, requests, site.cpi.home)

@@ -229,9 +229,9 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", "/usr/sbin/runsvdir-start"],
         "securityContext": _container_security(properties.tier),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # The agent alone: create_vm waits for it before there are any jobs.
+        # Not the bus: Directors let an agent on it when create_vm has returned, and Services outlive its outages.
         "readinessProbe": {
-            "httpGet": {"path": "/readyz?level=agent", "port": "agent"},
+            "httpGet": {"path": "/readyz?level=boot", "port": "agent"},
             "periodSeconds": 1,
             "timeoutSeconds": 3,
             "failureThreshold": 3,

@@ -18,9 +18,11 @@ from agent_shim.supervisor.supervisor import ServiceInfo
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
-    """Whether the agent (``level`` agent), or else the jobs too, are as they should be, and why (not)."""
+    """Whether the boot is over (``level`` boot), the bus connected too (agent), and the jobs run too; and why (not)."""
     if live.phase != "running":
         return False, live.phase
+    if level == "boot":
+        return True, "booted"
     if not live.bus.is_connected:
         return False, "not connected to the message bus"
     if level == "agent":

@@ -416,7 +416,7 @@ _OF_INFO: Final = {"agent_shim_build": ("version", "python"), "agent_shim_stemce
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What is behind the paths. ``ready(level)`` (``jobs`` or ``agent``) is the answer and its reason."""
+    """What is behind the paths. ``ready(level)`` (``jobs``, ``agent`` or ``boot``) is the answer and its reason."""
 
     render: Callable[[bool], bytes]
     ready: Callable[[str], tuple[bool, str]]
@@ -432,8 +432,8 @@ class Routes:
             return Response(200, b"ok\n")
         if path == "/readyz":
             level = urllib.parse.parse_qs(query).get("level", ["jobs"])[0]
-            if level not in ("jobs", "agent"):
-                return Response(400, b"level is jobs or agent\n")
+            if level not in ("jobs", "agent", "boot"):
+                return Response(400, b"level is jobs, agent or boot\n")
             is_ready, reason = self.ready(level)
             return Response(200 if is_ready else 503, f"{reason}\n".encode("utf-8", "replace"))
         return Response(404, b"there is /metrics, /healthz and /readyz\n")

@@ -44,6 +44,14 @@ def test_settings_are_what_an_agent_reads(cpi: Cpi, cluster: Cluster) -> None:
     assert [item["key"] for item in volume["secret"]["items"]] == ["config.json"]
 
 
+def test_pod_is_ready_without_a_bus(cpi: Cpi, cluster: Cluster) -> None:
+    """No Director lets an agent on the bus before create_vm has returned (steps/create_vm_step.rb)."""
+    vm = cpi.create_vm()
+
+    (container,) = cluster.of("pods")[vm]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?level=boot"
+
+
 def test_image_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
     cluster.pod_status = lambda _: waiting("ErrImagePull", 'pull of "registry.example/x": not found')
 

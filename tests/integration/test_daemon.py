@@ -9,6 +9,8 @@ import resource
 import shlex
 import signal
 import stat
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.demo.release import archive
 from agent_shim.host import files, process
+from benchmarks.idle import free_port
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 from tests.support import jobs
@@ -51,6 +54,16 @@ async def command(world: World, *words: str) -> tuple[int | None, str]:
     argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(world.base)]
     status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
     return status, out.read_text()
+
+
+def readiness(address: str, level: str) -> tuple[int, str]:
+    """What a probe is answered."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/readyz?level={level}", timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, exc.read().decode()
 
 
 async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(world: World) -> None:
@@ -228,13 +241,18 @@ while :; do sleep 0.1; done
 
 
 async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_it(world: World) -> None:
+    """A Director lets an agent in when create_vm has returned, for which CPIs wait until the agent has booted."""
+    port = world.http = await free_port()
     await world.server.remove_agent(AGENT)
     starting = asyncio.create_task(world.start_agent())
     await until(lambda: "Authorization Violation" in log_of(world))
+    assert await asyncio.to_thread(readiness, port, "boot") == (200, "booted\n")
+    assert await asyncio.to_thread(readiness, port, "agent") == (503, "not connected to the message bus\n")
 
     await world.server.add_agent(AGENT)
 
     assert await starting > 0
+    assert await asyncio.to_thread(readiness, port, "agent") == (200, "connected\n")
 
 
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(world: World) -> None:

@@ -117,7 +117,6 @@ class Deployments:
         """A VM with an agent that has credentials to stay (vm_creator.rb, steps/update_instance_settings_step.rb)."""
         agent = str(uuid.uuid4())
         world = self.world
-        await world.server.add_agent(agent)
         bootstrap = world.credentials(agent, bootstrap=True)
         password = f"$6$salt${secrets.token_hex(16)}"
         self.secrets += [bootstrap["private_key"].splitlines()[2], password]
@@ -132,6 +131,8 @@ class Deployments:
             }
         }
         vm, *_ = await self.cpi.call("create_vm", agent, self.stemcell, self.vm_type, NETWORKS, list(disks), env)
+        # A VM gets its row in the database now, and that is what nats-sync goes by (steps/create_vm_step.rb).
+        await world.server.add_agent(agent)
         instance.vm, instance.agent = vm, agent
         self.vms.add(vm)
         metadata = {"director": "director", "deployment": "dep", "id": instance.id, "index": str(instance.index)}

@@ -145,16 +145,6 @@ class Pod:
         """Until the kubelet says that it is ready, or is not."""
         await self.until(lambda pod: _is_ready(pod) is wanted, "ready" if wanted else "not ready")
 
-    async def until_probe_fails(self, why: str) -> None:
-        """Until the kubelet has told that a probe got this answer."""
-        events = ("get", "events", f"--field-selector=reason=Unhealthy,involvedObject.name={self.name}")
-        try:
-            async with asyncio.timeout(LIMIT):
-                while why not in await self.namespace.kubectl(*events):
-                    await asyncio.sleep(0.2)
-        except TimeoutError:
-            pytest.fail(f"no probe of {self.name} has failed with {why} within {LIMIT:g} s")
-
     async def until(self, is_so: Any, what: str) -> Document:
         """Until the object is so; what it was then."""
         pod: Document = {}

@@ -78,20 +78,19 @@ async def test_readiness_follows_the_job(namespace: Namespace) -> None:
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_readiness_follows_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """The pod of a CPI lives before it is let in, and is ready as soon as a Director can ask."""
+async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Namespace, bosh: Environment) -> None:
+    """The pod of a CPI is ready before a Director lets its agent in, and says at which level the bus counts."""
     await bosh.server.remove_agent(AGENT)
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     pod = namespace.pod("vm-1")
     await pod.until(lambda one: one["status"].get("podIP") and "containerStatuses" in one["status"], "started")
 
-    assert (await pod.get("/healthz"))[0] == 200
-    assert (await pod.get("/readyz?level=agent"))[0] == 503
-    await pod.until_probe_fails("statuscode: 503")
-    assert (await pod.container())["ready"] is False
-    await bosh.server.add_agent(AGENT)
     await pod.until_ready()
+    assert await pod.get("/readyz?level=boot") == (200, "booted\n")
+    assert (await pod.get("/readyz?level=agent"))[0] == 503
+    await bosh.server.add_agent(AGENT)
     await bosh.until_pong()
+    assert (await pod.get("/readyz?level=agent"))[0] == 200
 
 
 async def test_a_restarted_agent_keeps_the_jobs(namespace: Namespace) -> None:
