@@ -65,12 +65,9 @@ class Sshd:
 
     async def host_key(self) -> str:
         """The text of the public RSA key; both halves are made where an image has come without."""
-        public = self._key.with_suffix(".pub")
         async with self._turn:
             with errors_as("Getting host public key"):
-                if not public.exists():
-                    await _make_host_key(self._key, public)
-                return await asyncio.to_thread(public.read_text)
+                return await asyncio.to_thread((await self._have_host_key()).read_text)
 
     async def settle(self) -> None:
         """Start a server if one is needed and there is none, end ours if it is no longer needed."""
@@ -89,6 +86,7 @@ class Sshd:
             raise HostError(f"nothing listens on port {self._port}, and there is no sshd (package openssh-server)")
         if os.geteuid() != 0:
             raise HostError(f"nothing listens on port {self._port}, and the agent is not root")
+        await self._have_host_key()
         files.make_dir(_PRIVILEGE_SEPARATION, 0o755)
         await files.save(self._config, _CONFIG.format(port=self._port, key=self._key).encode(), mode=0o600)
         begin = self._log_size()
@@ -105,6 +103,13 @@ class Sshd:
         except TimeoutError:
             await server.terminate(GRACE)
             raise HostError(f"it does not listen on port {self._port} after {PATIENCE:.0f} seconds") from None
+
+    async def _have_host_key(self) -> Path:
+        """The path of the public half; sshd does not start without the private one."""
+        public = self._key.with_suffix(".pub")
+        if not (self._key.exists() and public.exists()):
+            await _make_host_key(self._key, public)
+        return public
 
     async def _stop(self) -> None:
         lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table().keys()))

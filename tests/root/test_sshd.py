@@ -26,7 +26,7 @@ DIES = ["setpriv", "--pdeathsig", "KILL"]
 
 _AGENT = """
 from types import SimpleNamespace
-from agent_shim import boot
+from agent_shim.daemon import boot
 from agent_shim.actions.access import SshParams, ssh
 from agent_shim.core.settings import Effective, Network, Settings, UpdateSettings
 from agent_shim.services.sshd import Sshd
@@ -141,6 +141,17 @@ def test_an_operator_logs_in(alone: Alone) -> None:
     assert set(groups.split()) == {"bosh_jane", "vcap", "admin", "bosh_sudoers", "bosh_sshers"}
     assert stat.S_IMODE((alone.box.root / "etc/ssh/ssh_host_rsa_key").stat().st_mode) == 0o600
     assert "Accepted publickey for bosh_jane" in (alone.box.vcap / "bosh/log/sshd.log").read_text()
+
+
+def test_a_server_that_is_needed_from_the_boot_on_has_a_host_key(alone: Alone) -> None:
+    """With ``authorized_keys`` in the settings the boot starts it, before any request asks for the key."""
+    key = alone.key.with_suffix(".pub").read_text()
+    for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
+        path.unlink()
+    alone.agent(f"await users.setup('bosh_boot', {key!r}); await sshd.settle()")
+    told = (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").read_text()
+
+    assert alone.login("bosh_boot", told, "id -un").stdout == "bosh_boot\n"
 
 
 def test_the_host_key_stays(alone: Alone) -> None:
@@ -317,7 +328,7 @@ def test_a_server_that_cannot_start_is_told_and_leaves_no_user(alone: Alone, str
     """In the server's words."""
     stranger("127.0.0.1")  # serves nobody from elsewhere
     error = alone.agent(
-        "from agent_shim import sshd as module\n"
+        "from agent_shim.services import sshd as module\n"
         "module._CONFIG += 'NoSuchOption yes\\n'\n"
         f"return await ssh(agent, 'setup', SshParams('bosh_any', {alone.key.with_suffix('.pub').read_text()!r}))"
     )
