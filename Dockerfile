@@ -88,7 +88,7 @@ RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/
 LABEL org.opencontainers.image.title="agent_shim" \
     org.opencontainers.image.description="A BOSH stemcell for containers and pods" \
     org.opencontainers.image.licenses="Apache-2.0" \
-    io.bosh.stemcell.version="${STEMCELL_VERSION:-0.1.0}" \
+    io.bosh.stemcell.version="${STEMCELL_VERSION:-0.2.0}" \
     io.bosh.stemcell.api_version="3"
 
 # CPIs put their own command in place of CMD; an entry point would stand before it.

@@ -1,3 +1,3 @@
 """A BOSH agent and process supervisor for containers and Kubernetes pods."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -96,7 +96,7 @@ def release(version: str, out: Path) -> Path:
 
 def own_version() -> str:
     """That of this project."""
-    found = re.search(r'__version__ = "([^"]+)"', (ROOT / "agent_shim//__init__.py").read_text())
+    found = re.search(r'__version__ = "([^"]+)"', (ROOT / "agent_shim/__init__.py").read_text())
     assert found is not None
     return found[1]
 

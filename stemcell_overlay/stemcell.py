@@ -141,7 +141,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
 
 def own_version(base: str = "0.0.0") -> str:
     """That of this project, after the version of the stemcell that it lies on."""
-    text = (ROOT / "agent_shim//__init__.py").read_text()
+    text = (ROOT / "agent_shim/__init__.py").read_text()
     found = re.search(r'__version__ = "([^"]+)"', text)
     assert found is not None
     return found[1] if base == "0.0.0" else f"{base}+shim.{found[1]}"

@@ -3,7 +3,7 @@
 Subjects are those of the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
 elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
 
-Needs ``cryptography``, which comes with the extra ``test``.
+Needs ``cryptography``, which comes with the extra ``demo``.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def _key(bits: int) -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ec, rsa
     except ImportError as exc:
-        raise ConfigError("cannot make certificates: the package cryptography is not installed (extra: test)") from exc
+        raise ConfigError(
+            "cannot make certificates: the package cryptography is not installed (pip install 'agent-shim[demo]')"
+        ) from exc
     return rsa.generate_private_key(65537, bits) if bits else ec.generate_private_key(ec.SECP256R1())
 
 

