@@ -176,8 +176,12 @@ def _joined(comments: Iterator[tuple[int, str]]) -> Iterator[Text]:
 
 
 def markdown(text: str) -> Iterator[Text]:
-    """A page without its code blocks and headings, which may ask."""
-    without = re.sub(r"(?ms)^ *```.*?^ *```", lambda block: "\n" * block[0].count("\n"), text)
+    """A page without headings, which may ask, code blocks, and tables of docstrings, which are counted where they are."""
+    without = re.sub(
+        r"(?ms)^<!-- (floors|modules) -->$.*?^<!-- /\1 -->$|^ *```.*?^ *```",
+        lambda block: "\n" * block[0].count("\n"),
+        text,
+    )
     yield Text("page", 1, re.sub(r"(?m)^#.*$", "", without))
 
 

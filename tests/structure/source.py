@@ -16,6 +16,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
+FLOORS: Mapping[str, int] = {
+    "cli": 6,
+    "demo": 6,
+    "daemon": 5,
+    "edges": 4,
+    "actions": 3,
+    "services": 2,
+    "supervisor": 2,
+    "host": 1,
+    "core": 0,
+    "": 0,
+}
+"""The floor of each package; docs/architecture.md shows the table."""
 NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
 
 

@@ -7,21 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 
-from tests.structure.source import PACKAGE, Module, imports, modules
-
-FLOORS: Mapping[str, int] = {
-    "cli": 6,
-    "demo": 6,
-    "daemon": 5,
-    "edges": 4,
-    "actions": 3,
-    "services": 2,
-    "supervisor": 2,
-    "host": 1,
-    "core": 0,
-    "": 0,
-}
-"""The floor of each package; docs/architecture.md shows the table."""
+from tests.structure.source import FLOORS, PACKAGE, Module, imports, modules
 
 STRANGERS = frozenset({2})
 """Floors whose services do not know each other; on the others a neighbour may be imported."""

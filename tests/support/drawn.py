@@ -1,38 +1,76 @@
-"""``./dev run python -m tests.support.drawn``: draw what the pages show of the code."""
+"""``./dev run python -m tests.support.drawn``: write the generated parts of the pages in ``docs/``."""
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from agent_shim.supervisor import state
+from tests.structure.source import FLOORS, PACKAGE, Module, modules
 
 PAGES: Final = Path(__file__).parents[2] / "docs"
-DRAWN: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
+
+
+def floor_table() -> str:
+    """The floors from the top down: number, folder, and the purpose of the package."""
+    rows = [f"| {number} | `{folder}/` | {purpose(modules()[folder])} |" for folder, number in FLOORS.items() if folder]
+    return "\n".join(["| floor | folder | content |", "|---|---|---|", *rows, ""])
+
+
+def module_tables() -> str:
+    """A heading and a table for each floor: every module with its purpose."""
+    return "\n".join(line for folder, number in FLOORS.items() if folder for line in _module_table(folder, number))
+
+
+def _module_table(folder: str, number: int) -> Iterator[str]:
+    yield from (f"### {number}: {folder}", "", "| module | purpose |", "|---|---|")
+    for name, module in modules().items():
+        if module.top == folder and name != folder:
+            yield f"| `{name.removeprefix(f'{folder}.')}` | {purpose(module)} |"
+    yield ""
+
+
+def purpose(module: Module) -> str:
+    """The first sentence of the module's docstring in one line, for a cell of a table.
+
+    Raises ``ValueError`` for a module without one.
+    """
+    first = (ast.get_docstring(module.tree) or "").partition("\n\n")[0]
+    sentence = " ".join(first.split()).partition(". ")[0].removesuffix(".")
+    if not sentence:
+        raise ValueError(f"{PACKAGE}.{module.name} has no docstring")
+    return sentence.replace("``", "`").replace("|", "\\|")
+
+
+GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
+    ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{state.mermaid()}```\n",
+    ("architecture.md", "modules"): module_tables,
 }
-"""What stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
+"""Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 
 
-def with_drawings(page: str, text: str) -> str:
-    """The text of a page with everything drawn anew; raises ``ValueError`` when a marker is missing."""
-    for (where, name), draw in DRAWN.items():
+def regenerated(page: str, text: str) -> str:
+    """The text of a page with current generated parts; raises ``ValueError`` if a marker is missing."""
+    for (where, name), generate in GENERATED.items():
         if where == page:
             begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
             before, found, rest = text.partition(begin)
             _, closed, after = rest.partition(end)
             if not (found and closed):
                 raise ValueError(f"{page} has no place for {name}")
-            text = before + begin + draw() + end + after
+            text = before + begin + generate() + end + after
     return text
 
 
 def main() -> int:
-    for page in {page for page, _ in DRAWN}:
+    """Write every page."""
+    for page in {page for page, _ in GENERATED}:
         path = PAGES / page
-        path.write_text(with_drawings(page, path.read_text()))
+        path.write_text(regenerated(page, path.read_text()))
     return 0
 
 
