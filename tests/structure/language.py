@@ -176,7 +176,7 @@ def _joined(comments: Iterator[tuple[int, str]]) -> Iterator[Text]:
 
 
 def markdown(text: str) -> Iterator[Text]:
-    """A page without headings, which may ask, code blocks, and tables of docstrings, which are counted where they are."""
+    """A page without headings, which may ask, code blocks, and tables of docstrings that are counted elsewhere."""
     without = re.sub(
         r"(?ms)^<!-- (floors|modules) -->$.*?^<!-- /\1 -->$|^ *```.*?^ *```",
         lambda block: "\n" * block[0].count("\n"),
