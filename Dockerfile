@@ -35,11 +35,10 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
 COPY LICENSE README.md pyproject.toml ./
 COPY agent_shim agent_shim
-# Compiled once and never looked at again: without these files the agent starts four times slower.
+# Compiled once, without docstrings: without these files the agent starts four times slower.
 RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install --no-deps --no-index /dist/*.whl \
-    && /opt/agent_shim/bin/python3 -m compileall -q -f --invalidation-mode unchecked-hash \
-        /opt/agent_shim/lib /opt/agent_shim/python/lib
+    && /opt/agent_shim/bin/python3 make/compile /opt/agent_shim/lib /opt/agent_shim/python/lib
 
 # --- the overlay alone ------------------------------------------------------------------------------------------------
 FROM scratch AS overlay

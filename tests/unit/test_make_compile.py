@@ -1,0 +1,68 @@
+"""The image's modules are compiled without docstrings, with everything else."""
+
+from __future__ import annotations
+
+import marshal
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "stemcell_overlay/make/compile"
+MODULE = '''"""Of the module."""
+
+from __future__ import annotations
+
+
+class Empty:
+    """Of the class."""
+
+
+def half(number: int) -> int:
+    """Of the function."""
+    assert number % 2 == 0
+    return number // 2
+
+
+def nothing() -> None:
+    """Of a function without a body."""
+
+
+NAME = "kept"
+'''
+
+
+def script() -> Any:
+    found = types.ModuleType("make_compile")
+    exec(SourceFileLoader(found.__name__, str(SCRIPT)).get_code(found.__name__) or "", found.__dict__)  # noqa: S102
+    return found
+
+
+def test_docstrings_are_gone_and_assertions_stay(tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+    source.write_text(MODULE)
+
+    raw = script().compile_file(source).read_bytes()
+
+    names: dict[str, Any] = {}
+    exec(marshal.loads(raw[16:]), names)  # noqa: S102, S302 - compiled two lines above
+    assert [names.get("__doc__"), *(names[name].__doc__ for name in ("Empty", "half", "nothing"))] == [None] * 4
+    assert names["NAME"] == "kept"
+    assert names["half"](4) == 2
+    with pytest.raises(AssertionError):
+        names["half"](3)
+    assert names["half"].__code__.co_firstlineno == MODULE.splitlines().index("def half(number: int) -> int:") + 1
+
+
+def test_a_file_that_does_not_compile_is_reported_and_the_rest_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.py").write_text("def (")
+    (tmp_path / "good.py").write_text(MODULE)
+
+    assert script().main([str(tmp_path)]) == 0
+
+    assert f"cannot compile {tmp_path / 'bad.py'}" in capsys.readouterr().err
+    assert [path.name.split(".")[0] for path in (tmp_path / "__pycache__").iterdir()] == ["good"]
