@@ -57,7 +57,7 @@ async def command(world: World, *words: str) -> tuple[int | None, str]:
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
-    """What a probe is answered."""
+    """The answer to a probe."""
     try:
         with urllib.request.urlopen(f"http://{address}/readyz?level={level}", timeout=20) as answer:
             return answer.status, answer.read().decode()
@@ -210,7 +210,7 @@ async def test_s7_heartbeat_tells_of_the_instance_its_state_and_how_many_process
 
 
 def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
-    """Whether a heartbeat is of this instance in this state."""
+    """True if a heartbeat is of this instance in this state."""
     return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
 
 
