@@ -78,7 +78,7 @@ HABITS: Final[Mapping[str, Habit]] = {
     "for want of": Habit(_words("for want of"), "without, because of too little"),
     "of late": Habit(_words("of late"), "recently"),
     "who": Habit(
-        _words(r"(?:to|for|by|from|of|with) who(?:m|ever)?\b(?![^.!?|]*\?)"), "the caller, the owner, the reader"
+        _words(r"(?:to|for|by|from|of|with) who(?:ever)?\b(?![^.!?|]*\?)"), "the caller, the owner, the reader"
     ),
 }
 
