@@ -332,7 +332,7 @@ def _shell(call: Call) -> int:
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
-        descriptor = sandbox.write_order(order)
+        descriptor = sandbox.write_spec(order)
         return sandbox.command(descriptor), descriptor
 
     return pseudo_terminal.run(argv, pid)

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args([_LONG_FLAG.sub("--", word) for word in argv])
     paths = Paths(args.base.absolute())
     process.default_signals()
-    process.leave_no_core()
+    process.disable_core_dumps()
     # What asyncio makes of SIGINT, a cancelled task and KeyboardInterrupt outside a loop, SIGTERM means too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -101,7 +101,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
     with exclusive_agent(paths, "compile"):
         boot.make_tree(paths)
         bundles = Bundles(paths)
-        compiler = Compiler(paths, process.environment_of_scripts(os.environ))
+        compiler = Compiler(paths, process.script_environment(os.environ))
         in_use = packages_of_jobs(asyncio.run(SpecStore(paths).load()), bundles)
         store = Blobstore("local", {"blobstore_path": str(paths.blobs)})
         compilation = Compilation(bundles, compiler, store, in_use)

@@ -118,7 +118,7 @@ class Daemon:
         As process 1 of a container the same signals are its end: then the jobs are stopped in order first.
         """
         process.default_signals()
-        process.leave_no_core()
+        process.disable_core_dumps()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(daemon_thread.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):

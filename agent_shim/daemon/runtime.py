@@ -404,7 +404,7 @@ def assemble(
     """The services of an agent, wired."""
     spec = SpecStore(paths)
     of_jobs = partial(_processes_of_jobs, supervisor)
-    environ = {**process.environment_of_scripts(os.environ), "TMPDIR": str(paths.tmp)}
+    environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
     persistent = Disks(
         paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, let_go=fence.let_go

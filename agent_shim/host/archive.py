@@ -1,10 +1,10 @@
-"""Tar archives: unpacking what may be hostile, packing what may change while it is read.
+"""Unpack tar archives, which may be hostile, and read their members.
 
-Only short-lived processes import this module. Headers are read with :class:`tarfile.TarInfo`, everything else is done
-here: the interpreters of supported systems differ in what ``tarfile`` checks, and some loop for ever on a hostile
-archive.
-What is unpacked looks as after GNU tar run by root with ``--no-same-owner``, as the Go agent does it
-(bosh-utils fileutil/tarball_compressor.go): modes and times kept, all owned by whoever unpacks.
+Only short-lived processes import this module. :class:`tarfile.TarInfo` parses the headers; all else is done here: the
+Python versions of supported systems differ in the checks of ``tarfile``, and some loop for ever on a hostile archive.
+
+The result is that of GNU tar run by root with ``--no-same-owner``, as the Go agent runs it (bosh-utils
+fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ REGULAR: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
 LONG_NAMES: Final = frozenset({tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK})
 PAX: Final = frozenset({tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE})
 LABEL: Final = b"V"
-"""GNU's volume label: a name and nothing else."""
+"""GNU's volume label: a name without content."""
 
-MOST_EXTENSION: Final = 1024 * 1024
-"""Bytes of one extended header; real ones hold a path or two."""
-DEEPEST: Final = 256
-"""Parts of a path; what is deeper cannot be removed again by code that calls itself."""
+MAX_EXTENSION_BYTES: Final = 1024 * 1024
+"""Limit of one extended header; real ones hold a path or two."""
+MAX_PATH_PARTS: Final = 256
+"""Limit of the parts of a path: recursive code could not remove a deeper tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no honest archive reaches. Sizes in bytes, unpacked."""
+    """Limits that no legitimate archive reaches. Sizes in bytes, unpacked."""
 
     members: int = 1_000_000
     size: int = 20 * 1024**3
     ratio: int = 200
     """Unpacked to packed size; zeros reach a thousand."""
     size_without_ratio: int = 1024**3
-    """Up to here the ratio does not matter."""
+    """Size below which the ratio is ignored."""
 
     def room(self, packed: int) -> int:
-        """How much may come out of ``packed`` bytes."""
+        """Return the bytes that may be unpacked from ``packed`` bytes."""
         return min(self.size, max(self.size_without_ratio, packed * self.ratio))
 
 
 def is_gzip(source: BinaryIO) -> bool:
-    """True if a file begins as gzip does; its position is at the start afterwards."""
+    """Return True if a file starts like gzip; rewinds it."""
     source.seek(0)
     magic = source.read(len(GZIP))
     source.seek(0)
@@ -80,15 +80,15 @@ def unpack(
 ) -> None:
     """Unpack all of ``source``, tar or gzipped tar, into the new directory ``into``.
 
-    With ``subtree`` the archive is one of rendered templates: it must be gzip, and only what lies in that directory of
-    it (``job/…`` or ``./job/…``) is unpacked, the directory itself becoming ``into``. ``outside_links`` lets symbolic
-    links point anywhere, as those of compiled packages do (``/var/vcap/packages/…``); nothing is ever written through
-    one. Raises ``ArchiveError``, and then nothing is left.
+    With ``subtree`` the archive holds rendered templates: it must be gzip, and only the content of that directory
+    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. ``outside_links`` allows symbolic links to any path,
+    as in compiled packages (``/var/vcap/packages/…``); nothing is ever written through one. Raises ``ArchiveError``
+    after removing ``into``.
     """
     try:
         into.mkdir(mode=0o700)
     except OSError as exc:
-        raise ArchiveError(f"cannot make {into}: {exc.strerror}") from exc
+        raise ArchiveError(f"cannot create {into}: {exc.strerror}") from exc
     try:
         if subtree and not is_gzip(source):
             raise ArchiveError("Detecting prefix of package files: the archive is not gzip")
@@ -104,7 +104,7 @@ def unpack(
 
 
 def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, limits: Limits) -> bool:
-    """True if there was anything below ``wanted``."""
+    """Unpack the members below ``wanted``; True if there are any."""
     found = not wanted
     reader = _reader(source, limits)
     fd = os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -123,9 +123,9 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
 
 
 def entries(source: BinaryIO, limits: Limits = GENEROUS) -> Iterator[tuple[Member, str, Iterator[bytes]]]:
-    """Each member of ``source``, tar or gzipped tar, with its path in normal form and its data.
+    """Yield each member of ``source``, tar or gzipped tar, with its normalized path and its data.
 
-    The path has neither ``./`` before it nor ``/`` behind it. Data that is not read by the next step is skipped. Raises
+    The path has no leading ``./`` and no trailing ``/``. Data that is not read before the next step is skipped. Raises
     ``ArchiveError``.
     """
     try:
@@ -163,7 +163,7 @@ def _place(tree: _Tree, reader: _Reader, member: Member, parts: _Parts, wanted: 
             raise ArchiveError("it is neither file, directory nor link")
     except (ArchiveError, OSError) as exc:
         why = (exc.strerror or exc) if isinstance(exc, OSError) else exc
-        raise ArchiveError(f"{_told(member.name)}: {why}") from exc
+        raise ArchiveError(f"{_quoted(member.name)}: {why}") from exc
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -173,8 +173,9 @@ _Parts = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A header with its extensions applied: ``kind`` is the type of ``tarfile``, ``size`` in bytes, ``mtime`` in
-    nanoseconds since 1970.
+    """A header with its extensions applied.
+
+    ``kind`` is the type of ``tarfile``, ``size`` in bytes, ``mtime`` in nanoseconds since 1970.
     """
 
     kind: bytes
@@ -190,18 +191,18 @@ class _Source(Protocol):
 
 
 class _Reader:
-    """The members of a tar stream, read forward only, each byte of it counted."""
+    """Members of a tar stream, read forward only, with a limit on every byte."""
 
     def __init__(self, stream: _Source, members: int, room: int) -> None:
         self._stream = stream
         self._members = members
         self._room = room
         self._left = 0
-        """Data bytes of the current member that nobody has read yet."""
+        """Data bytes of the current member that are not read yet."""
         self._padding = 0
 
     def members(self) -> Iterator[Member]:
-        """Each member; what is not taken of its data before the next is skipped."""
+        """Yield each member; data not read before the next one is skipped."""
         defaults: dict[str, str] = {}
         extended: dict[str, str] = {}
         while (header := self._header()) is not None:
@@ -221,7 +222,7 @@ class _Reader:
                     pass
 
     def data(self) -> Iterator[bytes]:
-        """What is left of the current member's data, in pieces."""
+        """Yield the remaining data of the current member in chunks."""
         while self._left:
             piece = self._stream.read(min(self._left, CHUNK))
             if not piece:
@@ -245,11 +246,11 @@ class _Reader:
         except tarfile.HeaderError as exc:
             raise ArchiveError(f"{exc}") from exc
         if header.size < 0:
-            raise ArchiveError(f"{_told(header.name)}: its size is negative")
+            raise ArchiveError(f"{_quoted(header.name)}: its size is negative")
         return header
 
     def _extension(self, size: int) -> bytes:
-        if size > MOST_EXTENSION:
+        if size > MAX_EXTENSION_BYTES:
             raise ArchiveError("an extended header is too long")
         self._begin(size)
         return b"".join(self.data())
@@ -272,17 +273,17 @@ class _Reader:
 def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:
     name = extended.get("path", header.name)
     if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended):
-        raise ArchiveError(f"{_told(name)}: it is stored as a file with holes")
+        raise ArchiveError(f"{_quoted(name)}: it is stored as a file with holes")
     is_directory = header.type in REGULAR and name.endswith("/")
     try:
         size = int(extended.get("size", header.size)) if header.type in REGULAR and not is_directory else 0
-        # Nothing is younger than the seconds of 33 bits; a float would round whole seconds of today wrongly.
+        # Clamp to 33 bits of seconds, beyond any real time; a float would round today's seconds wrongly.
         seconds, _, fraction = extended.get("mtime", str(header.mtime)).partition(".")
         mtime = max(0, min(int(seconds), 2**33)) * 10**9 + int(f"{fraction:0<9.9}")
     except ValueError as exc:
-        raise ArchiveError(f"{_told(name)}: {exc}") from exc
+        raise ArchiveError(f"{_quoted(name)}: {exc}") from exc
     if size < 0:
-        raise ArchiveError(f"{_told(name)}: its size is negative")
+        raise ArchiveError(f"{_quoted(name)}: its size is negative")
     kind = tarfile.DIRTYPE if is_directory else header.type
     return Member(kind, name, extended.get("linkpath", header.linkname), stat.S_IMODE(header.mode), size, mtime)
 
@@ -291,7 +292,7 @@ _PAX_RECORD: Final = re.compile(rb"(\d{1,7}) ([^=\n]+)=")
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """``LENGTH KEY=VALUE\\n`` one after another, LENGTH counting all of it."""
+    """Parse records ``LENGTH KEY=VALUE\n``; LENGTH counts the whole record."""
     records = {}
     at = 0
     while at < len(data) and data[at] != 0:
@@ -305,17 +306,17 @@ def _pax_records(data: bytes) -> dict[str, str]:
 
 
 def _parts(name: str) -> _Parts:
-    """The steps of a path in an archive; refuses those that lead elsewhere or nowhere."""
+    """Split a path of an archive; refuses absolute paths and those with ``..`` or NUL."""
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise ArchiveError(f"{_told(name)}: it does not lie below the archive")
-    if len(parts) > DEEPEST:
-        raise ArchiveError(f"{_told(name)}: it lies too deep")
+        raise ArchiveError(f"{_quoted(name)}: it does not lie below the archive")
+    if len(parts) > MAX_PATH_PARTS:
+        raise ArchiveError(f"{_quoted(name)}: it lies too deep")
     return parts
 
 
-def _told(name: str) -> str:
-    """A name as an error may show it."""
+def _quoted(name: str) -> str:
+    """Quote and shorten a name for an error."""
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
@@ -324,10 +325,10 @@ def _told(name: str) -> str:
 
 @dataclass(slots=True)
 class _Tree:
-    """What has been unpacked into the directory with descriptor ``fd``.
+    """The tree unpacked so far into the directory with descriptor ``fd``.
 
-    Symbolic links are made last: while there is none, no path can lead through one. Modes and times of directories come
-    after that: a read-only one must be filled first, and filling it changes its time.
+    Symbolic links are made last: until then no path can lead through one. Modes and times of directories follow: a
+    read-only directory must be filled first, and filling it changes its time.
     """
 
     fd: int
@@ -367,35 +368,35 @@ class _Tree:
         try:
             os.link(other, path, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            raise ArchiveError(f"it is a link to {_told(other)}, which is no file unpacked before it") from None
+            raise ArchiveError(f"it is a link to {_quoted(other)}, which is no file unpacked before it") from None
 
     def finish(self) -> None:
         for path, link in self.links.items():
             os.symlink(link.target, path, dir_fd=self.fd)
             os.utime(path, ns=(link.mtime, link.mtime), dir_fd=self.fd, follow_symlinks=False)
         self.directories.setdefault("", None)
-        for path in sorted(self.directories, key=len, reverse=True):  # what is inside before what it is in
+        for path in sorted(self.directories, key=len, reverse=True):  # children before parents
             member = self.directories[path]
             os.chmod(path or ".", member.mode if member else 0o755, dir_fd=self.fd)
             if member:
                 os.utime(path or ".", ns=(member.mtime, member.mtime), dir_fd=self.fd)
 
     def _enter(self, parts: _Parts) -> None:
-        """See that a directory and all above it are there."""
+        """Create a directory and its parents if missing."""
         path = "/".join(parts)
         if not parts or path in self.directories:
             return
         self._enter(parts[:-1])
         if path in self.links:
-            raise ArchiveError(f"{_told(path)} is a link")
+            raise ArchiveError(f"{_quoted(path)} is a link")
         try:
             os.mkdir(path, 0o700, dir_fd=self.fd)
         except FileExistsError:
-            raise ArchiveError(f"{_told(path)} is no directory") from None
+            raise ArchiveError(f"{_quoted(path)} is no directory") from None
         self.directories[path] = None
 
     def _vacate(self, parts: _Parts) -> str:
-        """The path for a new entry; of two members with one name the later wins."""
+        """Return the path for a new entry; of two members with one name the later wins."""
         path = "/".join(parts)
         self._enter(parts[:-1])
         if path in self.directories:
@@ -407,9 +408,9 @@ class _Tree:
 
 
 def _points_out(depth: int, target: str) -> bool:
-    """Whether a link ``depth`` directories below the top could lead out of it, by way of other such links too.
+    """Return True if a link ``depth`` directories below the top could lead out, also through other such links.
 
-    Steps up count only before all others: after a step down, perhaps through another link, nobody knows where up is.
+    Leading ``..`` count only: after a step down, perhaps through another link, the parent is unknown.
     """
     steps = [step for step in target.split("/") if step not in ("", ".")]
     ups = next((index for index, step in enumerate(steps) if step != ".."), len(steps))

@@ -1,17 +1,16 @@
-"""The one door through which root opens, reads, lists and appends to files that a job can influence.
+"""Bounded access to files that a job can influence: the only module through which root opens, reads, lists or appends.
 
 A job may put anything at any time into a directory that it can write: a link to a secret, a pipe without a writer, a
-sparse file of terabytes, a file that grows while it is read. So at this door
+sparse file of terabytes, a file that grows while it is read. So
 
-* links are never followed below a directory that is given as ``root``; elsewhere only links that root made, in
-  directories where only root can make them;
-* only regular files are opened, and they are looked at before they are opened: a pipe is not waited for, and a device
-  is not touched. ``O_NONBLOCK`` refuses a file whose owner holds a lease on it, for which the kernel would wait;
-* every read, listing and walk has a bound in bytes, entries or seconds.
+* links below a directory given as ``root`` are never followed; elsewhere only links that root made, in directories
+  where only root can make them;
+* only regular files are opened, after their type was checked: a pipe does not block, and a device is not touched.
+  ``O_NONBLOCK`` refuses a file under a lease of its owner, for which the kernel would wait;
+* every read, listing and walk has a limit in bytes, entries or seconds.
 
-Everything blocks on the disk, and on a file server that does not answer perhaps for ever; :func:`aside` is the way from
-the event loop: a thread for each call, a deadline, and no second call for what still hangs. All failures are
-``OSError``.
+Everything blocks on the disk, and on a hung file server perhaps for ever; :func:`aside` makes it safe for the event
+loop: a thread for each call, a deadline, and no second call while one hangs. All failures are ``OSError``.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from agent_shim.host.daemon_thread import run_in_daemon_thread
 T = TypeVar("T")
 
 DEADLINE_S: Final = 2.0
-"""For what :func:`aside` does, where no other is given."""
+"""Default timeout of :func:`aside`."""
 MAX_THREADS: Final = 32
-"""That may hang at the same time; beyond it everything is refused at once."""
+"""Limit of threads that hang at the same time; beyond it every call fails at once."""
 MAX_ENTRIES: Final = 10_000
-"""Of one directory that are looked at."""
+"""Entries of one directory that are read."""
 MAX_SEGMENTS: Final = 10_000
 """Runs of content between the holes of a file."""
 CHUNK_BYTES: Final = 64 * 1024
 
 _MAX_LINKS: Final = 40
-"""On the way to a file, as for the kernel."""
+"""Links in one path, as in the kernel."""
 
 # include/uapi/linux/openat2.h; the call has the same number everywhere but on Alpha
 _OPENAT2: Final = 437
@@ -55,21 +54,21 @@ _NO_MAGICLINKS: Final = 0x02
 _NO_SYMLINKS: Final = 0x04
 _BENEATH: Final = 0x08
 _UNSURE: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EPERM, errno.ENOSYS})
-"""Refusals of ``openat2`` after which the walk is asked: a rename came between, or a sandbox forbids the call."""
+"""Errors of ``openat2`` after which the walk decides: a rename interfered, or a sandbox forbids the call."""
 
 
 # --- opening --------------------------------------------------------------------------------------------------------
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """Open ``path`` below the directory with descriptor ``directory``, following no link and never going up.
+    """Open ``path`` below the directory with descriptor ``directory``, without following links or going up.
 
-    ``openat2`` where the kernel has it, else step by step with the same outcome. Raises ``HostError``.
+    Uses ``openat2`` if the kernel has it, else a walk with the same result. Raises ``HostError``.
     """
     try:
         names = [name for name in path.split("/") if name not in ("", ".")]
         if path.startswith("/") or not names or ".." in names or "\0" in path:
-            raise OSError(errno.EXDEV, "it does not lead below its directory")
+            raise OSError(errno.EXDEV, "the path leaves its directory")
         if has_openat2():
             try:
                 return _openat2(directory, path, flags, mode)
@@ -78,14 +77,14 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
                     raise
         return _walk_beneath(directory, names, flags, mode)
     except OSError as exc:
-        why = "it is a link, or one is on the way" if exc.errno == errno.ELOOP else exc.strerror or exc
+        why = "the path contains a symbolic link" if exc.errno == errno.ELOOP else exc.strerror or exc
         error = HostError(f"cannot open {shown(path)}: {why}")
         error.errno = exc.errno
         raise error from exc
 
 
 def shown(path: str) -> str:
-    """A name in a text: what is no UTF-8, ends a line or speaks to a terminal is escaped."""
+    """Escape a name for display: invalid UTF-8, line breaks and terminal control characters."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in path)
 
 
@@ -125,7 +124,7 @@ _RESOLVE: Final = _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS
 
 @functools.cache
 def has_openat2() -> bool:
-    """Whether kernel and sandbox have the call."""
+    """Return True if both kernel and sandbox allow the call."""
     top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.close(_openat2(top, ".", os.O_PATH, 0))
@@ -138,7 +137,7 @@ def has_openat2() -> bool:
 
 @functools.cache
 def _syscall() -> Callable[..., int]:
-    import ctypes  # the daemon has it already: it is a subreaper
+    import ctypes  # already loaded in the daemon, which is a subreaper
 
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
@@ -147,9 +146,9 @@ def _syscall() -> Callable[..., int]:
 
 @contextmanager
 def held(path: Path, root: Path | None = None) -> Iterator[int]:
-    """Hold what is at ``path`` without opening it (``O_PATH``), for ``fstat`` and for paths below it.
+    """Hold the file at ``path`` without opening it (``O_PATH``), for ``fstat`` and for paths below it.
 
-    ``root`` is a directory above it, below which no link is followed; without it links of root are.
+    ``root`` is a directory above it, below which no link is followed; without it, links made by root are.
     """
     if root is None or path == root:
         descriptor = _walk(path)
@@ -163,10 +162,10 @@ def held(path: Path, root: Path | None = None) -> Iterator[int]:
 
 
 def start(path: Path) -> tuple[str, deque[str]]:
-    """Where the way to ``path`` begins, and the names on it.
+    """Return the start of ``path`` and the names below it.
 
-    ``/proc/self/fd/N`` is a beginning of its own: the directory that descriptor N holds. The text of that link may name
-    another directory by now, one that was mounted over it, say.
+    ``/proc/self/fd/N`` is a start of its own: the directory that descriptor N holds. The text of that link may name
+    another directory by now, for example one that was mounted over it.
     """
     held = re.match(r"/proc/self/fd/\d+(?=/|$)", str(path))
     if held is not None:
@@ -175,7 +174,7 @@ def start(path: Path) -> tuple[str, deque[str]]:
 
 
 def _walk(path: Path) -> int:
-    """Open for holding, step by step."""
+    """Open a path with ``O_PATH``, step by step."""
     top, rest = start(path)
     links = 0
     here = os.open(top, os.O_PATH | os.O_CLOEXEC)
@@ -208,17 +207,17 @@ def _walk(path: Path) -> int:
 
 
 def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
-    """Raise ``OSError`` for a link that a job may have put there: made it, or moved one of root's to this place."""
+    """Raise ``OSError`` for a link that a job may have made, or may have moved here from root's."""
     trusted = trusted_users()
     if link.st_uid not in trusted:
-        raise OSError(errno.ELOOP, f"on the way there is a link, {shown(name)}, of user {link.st_uid}")
+        raise OSError(errno.ELOOP, f"the path contains a link, {shown(name)}, of user {link.st_uid}")
     is_open = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
     if os.geteuid() == 0 and (directory.st_uid not in trusted or is_open):
-        raise OSError(errno.ELOOP, f"on the way there is a link, {shown(name)}, in a directory that others may write")
+        raise OSError(errno.ELOOP, f"the path contains a link, {shown(name)}, in a directory that others may write")
 
 
 def trusted_users() -> set[int]:
-    """Whose links are followed: those of root, of this user, and of what a user namespace has no number for."""
+    """Return the users whose links are followed: root, this user, and the overflow user of a user namespace."""
     return {0, os.geteuid()} | ({_overflow_user()} if capabilities.is_user_namespace() else set())
 
 
@@ -233,8 +232,8 @@ def _overflow_user() -> int:
 def open_file(path: Path, root: Path | None = None) -> int:
     """Open a regular file for reading; ``root`` as for :func:`held`.
 
-    Below ``root`` a file of root with a second name is refused: where the kernel does not protect hard links a job may
-    give a name to any file.
+    Below ``root`` a file of root with a second hard link is refused: without the kernel's protection of hard links a
+    job can link any file.
     """
     with _named(path), held(path, root) as found:
         if root is not None:
@@ -243,14 +242,14 @@ def open_file(path: Path, root: Path | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` for a file of root that has another name somewhere else; a job's own may have many."""
+    """Raise ``OSError`` for a file of root with more than one hard link; files of a job may have many."""
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is a file of root with a second name")
+        raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Failures in the block tell the path."""
+    """Add the path to an ``OSError`` of the block."""
     try:
         yield
     except OSError as exc:
@@ -260,26 +259,26 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def reopen(descriptor: int, flags: int) -> int:
-    """Open what is held by ``descriptor``, if it is a regular file; pipes, sockets and devices are not touched."""
+    """Open the file held by ``descriptor`` if it is a regular file; pipes, sockets and devices are not touched."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
-    # The kernel's own link to what is held: no name is looked up, nothing can be exchanged.
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    # The kernel's own link to the held file: no name is resolved, so nothing can be swapped.
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 def status(path: Path, root: Path | None = None) -> os.stat_result:
-    """What ``fstat`` says of a path; ``root`` as for :func:`held`."""
+    """Return the ``fstat`` result of a path; ``root`` as for :func:`held`."""
     with held(path, root) as found:
         return os.fstat(found)
 
 
 def head(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """At most the first ``limit`` bytes of a regular file."""
+    """Read at most the first ``limit`` bytes of a regular file."""
     return _part(path, root, limit, from_end=False)
 
 
 def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """At most the last ``limit`` bytes of a regular file."""
+    """Read at most the last ``limit`` bytes of a regular file."""
     return _part(path, root, limit, from_end=True)
 
 
@@ -293,7 +292,7 @@ def _part(path: Path, root: Path | None, limit: int, *, from_end: bool) -> bytes
 
 
 def read(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """A whole regular file; ``OSError`` (EFBIG) for one of more than ``limit`` bytes."""
+    """Read a whole regular file; ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
     content = head(path, limit + 1, root)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
@@ -301,7 +300,7 @@ def read(path: Path, limit: int, root: Path | None = None) -> bytes:
 
 
 def segments(descriptor: int, begin: int, end: int, limit: int = MAX_SEGMENTS) -> Iterator[tuple[int, int]]:
-    """Where between ``begin`` and ``end`` there is content: first byte and end of each run, without the holes.
+    """Yield the runs of content between ``begin`` and ``end`` without the holes: first byte and end of each.
 
     A hole costs its writer nothing, and a reader of terabytes hours. After ``limit`` runs the rest counts as a hole.
     """
@@ -312,15 +311,15 @@ def segments(descriptor: int, begin: int, end: int, limit: int = MAX_SEGMENTS) -
             first = os.lseek(descriptor, at, os.SEEK_DATA)
             at = min(end, os.lseek(descriptor, first, os.SEEK_HOLE))
         except OSError as exc:
-            if exc.errno == errno.ENXIO:  # nothing but a hole follows
+            if exc.errno == errno.ENXIO:  # only a hole follows
                 return
-            first, at = at, end  # a file system that does not tell
+            first, at = at, end  # the file system does not report holes
         if first < end:
             yield first, at
 
 
 def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """The content between two places, with the place of each piece; holes are passed over."""
+    """Yield the content between two offsets in chunks, each with its offset; holes are skipped."""
     for first, last in segments(descriptor, begin, end):
         at = first
         while at < last and (chunk := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
@@ -329,18 +328,18 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
 
 
 def open_log(path: Path, mode: int, root: Path | None = None) -> int:
-    """Open for appending what programs print, and make it with ``mode`` if need be; ``root`` as for :func:`held`.
+    """Open a log for appending, created with ``mode`` if missing; ``root`` as for :func:`held`.
 
-    Nothing is written into a file that has a second name somewhere else.
+    A file with a second hard link is refused.
     """
     with _named(path), held(path.parent, root) as directory:
-        for _ in range(3):  # removed between two steps: by a rotation once, by an attacker as often as he likes
+        for _ in range(3):  # removed between two steps: once by a rotation, any number of times by an attacker
             with suppress(FileExistsError):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 return os.open(path.name, flags, mode, dir_fd=directory)
             with suppress(FileNotFoundError):
                 return _append_to(path.name, directory)
-        raise OSError(errno.EAGAIN, "it comes and goes")
+        raise OSError(errno.EAGAIN, "it is removed and created repeatedly")
 
 
 def _append_to(name: str, directory: int) -> int:
@@ -351,7 +350,7 @@ def _append_to(name: str, directory: int) -> int:
         os.close(found)
     try:
         if os.fstat(descriptor).st_nlink > 1:
-            raise OSError(errno.EINVAL, "it has a second name", name)
+            raise OSError(errno.EINVAL, "it has a second hard link", name)
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
@@ -363,14 +362,14 @@ def _append_to(name: str, directory: int) -> int:
 
 
 class Entry(NamedTuple):
-    """Something below the top of a :func:`walk`; ``path`` is relative, with surrogates for what is no UTF-8."""
+    """An entry below the top of a :func:`walk`; ``path`` is relative, with surrogates for invalid UTF-8."""
 
     path: str
     status: os.stat_result
 
 
 def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
-    """At most ``limit`` names of an open directory, in the order of the file system: no sorting of millions."""
+    """List at most ``limit`` names of an open directory, unsorted: there may be millions."""
     found: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -383,11 +382,11 @@ def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
 def walk(
     top: int, below: str = "", *, depth: int, limit: int, skipped: Callable[[str], None] = lambda _: None
 ) -> Iterator[Entry]:
-    """Regular files below the directory with descriptor ``top``, breadth first, through no link.
+    """Yield regular files below the directory with descriptor ``top``, breadth first, without following links.
 
-    ``below`` is where to begin, relative to ``top``; ``depth`` counts directories, 1 is that one alone; ``limit``
-    bounds the entries that are looked at. ``skipped`` is called with the path of a directory that cannot be read, and
-    of the one in which the limit was reached.
+    ``below`` is the start relative to ``top``; ``depth`` counts directories, 1 means that one alone; ``limit`` bounds
+    the entries that are read. ``skipped`` gets the path of each directory that cannot be read, and of the one in which
+    the limit was reached.
     """
     waiting = deque([(below, depth)])
     while waiting:
@@ -404,7 +403,7 @@ def walk(
                     return
                 limit -= 1
                 path = f"{here}/{name}" if here else name
-                with suppress(OSError):  # gone meanwhile
+                with suppress(OSError):  # removed meanwhile
                     found = os.stat(name, dir_fd=directory, follow_symlinks=False)
                     if stat.S_ISREG(found.st_mode):
                         yield Entry(path, found)
@@ -415,7 +414,7 @@ def walk(
 
 
 def open_directory(top: int, below: str) -> int:
-    """Open a directory for listing; "" is the one with descriptor ``top`` itself, even if that is only held."""
+    """Open a directory for listing; "" is ``top`` itself, even if that is an ``O_PATH`` descriptor."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     return open_beneath(top, below, flags) if below else os.open(".", flags, dir_fd=top)
 
@@ -429,10 +428,10 @@ _guard: Final = threading.Lock()
 
 
 async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S) -> T:
-    """What ``work`` returns or raises, from a thread of its own, within ``timeout`` seconds.
+    """Run ``work`` in its own thread and return or raise its outcome within ``timeout`` seconds.
 
-    ``key`` names whose files are looked at. Calls with one key run one after another, so that what hangs keeps one
-    thread. Raises ``OSError`` (ETIMEDOUT) when the time is over, whether ``work`` has begun or not.
+    ``key`` names the owner of the files. Calls with one key run one after another, so that a hanging one keeps one
+    thread. Raises ``OSError`` (ETIMEDOUT) on timeout, whether ``work`` has started or not.
     """
 
     def run() -> T:
@@ -444,10 +443,10 @@ async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S)
 
     try:
         async with asyncio.timeout(timeout):
-            while not _begin(key):  # noqa: ASYNC110 - rare: the same files twice at once, or servers that hang
+            while not _begin(key):  # noqa: ASYNC110 - rare: two calls for the same files, or hung servers
                 await asyncio.sleep(_POLL_S)
             answer = run_in_daemon_thread(run, f"files of {key}")
-            if answer.done():  # no thread was to be had
+            if answer.done():  # no thread could be started
                 with _guard:
                     _hanging.discard(key)
             return await answer

@@ -1,8 +1,8 @@
-"""Packing directories into tar archives: compiled packages and logs.
+"""Pack directories into tar archives: compiled packages and logs.
 
-Only short-lived processes import this module. The same tree always gives the same bytes: names sorted, everything owned
-by root, times those of the files. A tree of logs changes while it is read, and vcap may write in it: so no link is
-followed, nothing is opened that could block, and what is gone by then is left out.
+Only short-lived processes import this module. The same tree always gives the same bytes: names sorted, owned by root,
+times those of the files. A tree of logs changes during the read, and vcap may write to it: no link is followed, nothing
+that could block is opened, and files that vanished are left out.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from agent_shim.host import files, guarded
 from agent_shim.host.worker_client import Tree
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
-"""What opening says when something vanished, or became a link or a socket, since it was seen."""
+"""Errors of an open after a file vanished, or was replaced by a link or a socket."""
 
-VANISHED: Final = "it was gone before it was read"
+VANISHED: Final = "it vanished before it was read"
 
 BLOCK: Final = 512
-"""Bytes of what ``st_blocks`` counts."""
+"""Unit of ``st_blocks``."""
 LEVEL: Final = 2
-"""Of isal's 0 to 3: fast enough to wait for the disk; 3 halves the speed for one per cent."""
+"""Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
 
 MAX_JOB_ENTRIES: Final = 20_000
-"""That are packed below each directory at the top of a live tree: so much of our memory is a job's."""
+"""Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
-"""After which a live tree is left as it is packed by then."""
+"""Time for packing a live tree; after it the rest is left out."""
 PERMISSIONS: Final = 0o777
 """Mode bits kept of a live file: setuid and setgid would give a job's program the rights of the unpacking user."""
 
 
 class OutputError(OSError):
-    """The archive cannot be written, whatever is packed."""
+    """The archive cannot be written, whatever its content."""
 
 
 def pack(
@@ -59,15 +59,14 @@ def pack(
     newest: int | None = None,
     remarks: str = "",
 ) -> MultipleDigest:
-    """Write ``trees`` as one archive, gzip unless told otherwise; returns its digests ``sha1;sha512``.
+    """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
     Of several entries with one name the last tree's is packed. A time after ``newest`` (seconds since 1970) becomes
-    ``newest``: so what was made just now has the same bytes whenever it is made. Raises ``HostError``, and
-    ``OutputError`` when ``out`` takes no more.
+    ``newest``: new files give the same bytes whenever they are made. Raises ``HostError``, and ``OutputError`` if
+    ``out`` cannot be written.
 
-    With ``remarks`` the trees are live: somebody writes into them meanwhile. What was renamed since it was seen is
-    looked for again; what cannot be read, is cut, or is a link that leads out of its tree is no error but a line in an
-    entry of this name.
+    With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again; a file that
+    cannot be read, is truncated, or is a link out of its tree is not an error but a line in an entry of this name.
     """
     with ExitStack() as opened:
         archive = _Archive(Sink(out, compressed=compressed, newest=newest), is_live=bool(remarks))
@@ -85,18 +84,18 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class _Root:
-    """A directory to pack: an open descriptor, and the paths under which links may speak of it."""
+    """A directory to pack: an open descriptor, and the paths by which absolute links may name it."""
 
     fd: int
     tree: Tree
     places: tuple[str, ...]
 
     def open(self, path: str, flags: int) -> int:
-        """A new descriptor for what is at ``path`` below it; for itself if that is empty."""
+        """Open ``path`` below it; an empty path duplicates its descriptor."""
         return guarded.open_beneath(self.fd, path, flags) if path else os.dup(self.fd)
 
     def open_entry(self, entry: _Entry) -> int:
-        """Hold a directory or link, open a file: so that nothing waits and nothing happens."""
+        """Hold a directory or link, open a file: nothing blocks and nothing is triggered."""
         held = self.open(entry.path, os.O_PATH | os.O_NOFOLLOW)
         if entry.kind != stat.S_IFREG or not stat.S_ISREG(os.fstat(held).st_mode):
             return held
@@ -111,7 +110,7 @@ class _Root:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Something below a root; ``kind`` is the file type it had when seen."""
+    """An entry below a root; ``kind`` is its file type when it was listed."""
 
     root: _Root
     path: str
@@ -119,7 +118,7 @@ class _Entry:
 
 
 class _Archive:
-    """What is in the archive already, and what is to be said of it."""
+    """The archive under construction: the packed names, and the remarks."""
 
     def __init__(self, sink: Sink, *, is_live: bool) -> None:
         self.names: set[str] = set()
@@ -131,14 +130,14 @@ class _Archive:
         self._give_up_at = time.monotonic() + LIVE_TIMEOUT_S
 
     def is_late(self) -> bool:
-        """Whether a live tree has had its time; then that is said."""
+        """Return True, and add a remark, if packing a live tree has taken too long."""
         if not self._is_live or time.monotonic() < self._give_up_at:
             return False
-        self._remarks["."] = f"what is missing was left out: packing has taken {LIVE_TIMEOUT_S:g} seconds"
+        self._remarks["."] = f"the archive is incomplete: packing took longer than {LIVE_TIMEOUT_S:g} seconds"
         return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
-        """The tree, open; None when it need not be there and is not."""
+        """Open a tree; None if it is optional and missing."""
         try:
             fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
@@ -149,7 +148,7 @@ class _Archive:
         return _Root(fd, tree, (tree.root.rstrip("/"), os.path.realpath(tree.root)))
 
     def chosen(self, root: _Root) -> Iterator[_Entry]:
-        """What of a tree is wanted: all of it, directories too, or the files and links that match a pattern."""
+        """Yield the entries to pack: all, with directories, or the files and links that match a pattern."""
         if not root.tree.patterns:
             yield _Entry(root, "", stat.S_IFDIR)
             yield from self._below(root)
@@ -161,7 +160,9 @@ class _Archive:
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Entry]:
-        """Every directory, file and link below ``root``, but for directories that cannot be read in live trees."""
+        """Yield every directory, file and link below ``root``; in live trees, directories that cannot be read are
+        skipped.
+        """
         waiting = [""]
         left: dict[str, int] = {}
         while waiting:
@@ -176,14 +177,14 @@ class _Archive:
                 continue
             if len(found) > limit:
                 name = root.name_of(_Entry(root, here, stat.S_IFDIR))
-                self._remarks[name] = f"the rest of it is left out: there are more than {MAX_JOB_ENTRIES} files"
+                self._remarks[name] = f"the rest of it is left out: it has more than {MAX_JOB_ENTRIES} files"
                 del found[limit:]
             left[job] = limit - len(found)
             yield from found
             waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
 
     def add(self, name: str, entry: _Entry) -> None:
-        """Pack ``entry``, unless it is gone or something else by now."""
+        """Pack ``entry``, unless it vanished or was replaced."""
         try:
             fd = entry.root.open_entry(entry)
         except OSError as exc:
@@ -204,7 +205,7 @@ class _Archive:
             os.close(fd)
 
     def _has_second_name(self, name: str, status: os.stat_result) -> bool:
-        """Whether a live tree shows a file of root that is somewhere else too; then that is said."""
+        """Return True, and add a remark, for a file of root with a second hard link in a live tree."""
         try:
             if self._is_live:
                 guarded.refuse_second_name(status)
@@ -237,7 +238,7 @@ class _Archive:
             header.type = tarfile.LNKTYPE
             header.linkname = first
         elif self._is_known(status):
-            return  # it was packed under the name it had then
+            return  # packed under its earlier name
         runs = [(0, status.st_size)]
         if self._is_live and header.isreg() and status.st_blocks * BLOCK < status.st_size:
             runs = list(guarded.segments(fd, 0, status.st_size))
@@ -254,21 +255,21 @@ class _Archive:
         if problem is not None and not self._is_live:
             raise problem
         if there < size:
-            why = problem.strerror if problem else "it was cut while it was read"
-            self._remarks[name] = f"zeros stand for what follows the first {there} of {size} bytes: {why}"
+            why = problem.strerror if problem else "it was truncated during the read"
+            self._remarks[name] = f"zeros replace everything after the first {there} of {size} bytes: {why}"
         elif (holes := status.st_size - size) > 0:
-            self._remarks[name] = f"{holes} bytes of it are holes, which nothing was written to, and are not here"
+            self._remarks[name] = f"{holes} bytes of it are holes and not packed"
         elif (grown := os.fstat(fd).st_size - size) > 0:
-            self._remarks[name] = f"the last {grown} bytes were written while it was read and are not here"
+            self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
 
     def _first_name(self, status: os.stat_result, name: str) -> str:
-        """The name under which the file is packed already; ``name`` if it is not."""
+        """Return the name under which the file is already packed, else ``name``."""
         if status.st_nlink < 2:
             return name
         return self._first_names.setdefault((status.st_dev, status.st_ino), name)
 
     def _is_known(self, status: os.stat_result) -> bool:
-        """Whether this very file was met before, unchanged: a number alone is used again for another one."""
+        """Return True if this file was packed before, unchanged; the time guards against a reused inode number."""
         if not self._is_live:
             return False
         identity = status.st_dev, status.st_ino, status.st_mtime_ns
@@ -277,7 +278,7 @@ class _Archive:
         return known
 
     def _target(self, name: str, entry: _Entry, target: str) -> str:
-        """Where a link leads, as it will be written; "" for one that leads out of a live tree."""
+        """Return the target of a link as it is written; "" for one that leads out of a live tree."""
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)
@@ -288,20 +289,20 @@ class _Archive:
     def _cannot_read(self, name: str, exc: OSError) -> None:
         if not self._is_live:
             raise files.failed(f"pack {name}", exc) from exc
-        self._remarks[name] = f"it cannot be read: {os.strerror(exc.errno or 0)}"
+        self._remarks[name] = f"cannot read it: {os.strerror(exc.errno or 0)}"
 
     def finish(self, remarks: str) -> MultipleDigest:
-        """End the archive, with the entry ``remarks`` if there is anything to say."""
+        """End the archive, with the entry ``remarks`` if there are any."""
         if self._is_live and self._remarks:
             lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
             if len(lines) > MAX_REMARKS:
-                lines[MAX_REMARKS:] = [f"and so with {len(lines) - MAX_REMARKS} more\n"]
+                lines[MAX_REMARKS:] = [f"and {len(lines) - MAX_REMARKS} more\n"]
             self._sink.write_text(f"./{remarks}", "".join(lines))
         return self._sink.finish()
 
 
 def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
-    """What can be packed in the directory ``here`` below ``root``; at most ``limit`` entries are looked at."""
+    """List the entries of the directory ``here`` below ``root`` that can be packed, at most ``limit``."""
     fd = guarded.open_directory(root.fd, here)
     try:
         with os.scandir(fd) as entries:
@@ -313,7 +314,7 @@ def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
-    """Its file type; 0 for FIFOs, sockets and devices."""
+    """Return the file type; 0 for FIFOs, sockets and devices."""
     if entry.is_symlink():
         return stat.S_IFLNK
     if entry.is_dir(follow_symlinks=False):
@@ -322,9 +323,9 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _inner_target(entry: _Entry, target: str) -> str:
-    """``target`` from where its link lies, if by the names alone it stays below the root; else "".
+    """Return ``target`` relative to its link if by the names alone it stays below the root; else "".
 
-    An absolute one becomes relative: elsewhere, where the archive is unpacked, it would lead nowhere.
+    An absolute target becomes relative: it would be dangling where the archive is unpacked.
     """
     here = posixpath.dirname(entry.path)
     if target.startswith("/"):
@@ -337,7 +338,7 @@ def _inner_target(entry: _Entry, target: str) -> str:
 
 
 class Sink:
-    """Where the archive goes: through gzip and the digests to the file."""
+    """Output of the archive: through gzip and the digests to the file."""
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
         self._out = out
@@ -349,7 +350,7 @@ class Sink:
         self._buffer = memoryview(bytearray(files.CHUNK))
 
     def dated(self, mtime: int) -> int:
-        """The time that an entry gets."""
+        """Return the time written for an entry."""
         return mtime if self._newest is None else min(mtime, self._newest)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -360,7 +361,7 @@ class Sink:
         self.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def write_text(self, name: str, text: str) -> None:
-        """A file of our own, as old as the youngest other one."""
+        """Write a generated file, as old as the newest packed one."""
         content = text.encode("utf-8", "surrogateescape")
         header = tarfile.TarInfo(name)
         header.size, header.mtime = len(content), self._newest_seen
@@ -368,16 +369,16 @@ class Sink:
         self.write_member(header, [content])
 
     def write_member(self, header: tarfile.TarInfo, content: Iterable[bytes]) -> None:
-        """An entry and its ``content``, of ``header.size`` bytes together."""
+        """Write an entry and its ``content``, ``header.size`` bytes in total."""
         self.write_header(header)
         for piece in content:
             self.write(piece)
         self._fill(-header.size % tarfile.BLOCKSIZE)
 
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]]) -> tuple[int, OSError | None]:
-        """The bytes of ``runs`` and the padding after them: what grew is cut, what shrank is filled up with zeros.
+        """Write the bytes of ``runs`` and the padding: a longer file is cut, a shorter one filled up with zeros.
 
-        Returns how many bytes were read, and why not all if the disk gave a reason.
+        Returns the number of bytes read, and the disk's error if it stopped the read.
         """
         size = sum(end - begin for begin, end in runs)
         there, problem = 0, None
@@ -409,7 +410,7 @@ class Sink:
             left -= min(left, files.CHUNK)
 
     def finish(self) -> MultipleDigest:
-        """Mark the end of the archive, which is two empty blocks."""
+        """Write the end of the archive: two empty blocks."""
         self.write(bytes(2 * tarfile.BLOCKSIZE))
         if self._gzip:
             self._put(self._gzip.flush())
@@ -426,14 +427,14 @@ class Sink:
 # --- patterns -------------------------------------------------------------------------------------------------------
 
 _Pattern = list[re.Pattern[str] | None]
-"""One expression for each step of a path; None stands for any number of steps."""
+"""One expression for each step of a path; None matches any number of steps."""
 
 MAX_PATTERNS: Final = 1000
-"""Patterns without braces; each file is compared with all of them."""
+"""Limit of patterns after the expansion of braces; each file is compared with all of them."""
 MAX_PATTERN: Final = 4096
-"""Characters of a pattern, as of a path."""
+"""Limit of one pattern, as of a path."""
 MAX_BRACES: Final = 50
-"""In one pattern."""
+"""Limit for one pattern."""
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _PIECE: Final = re.compile(
     r"\\(?P<escaped>.)|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\])+)\]|(?P<stars>\*+)|(?P<any>\?)|(?P<plain>.)", re.DOTALL
@@ -441,17 +442,19 @@ _PIECE: Final = re.compile(
 
 
 def _compiled(patterns: Sequence[str]) -> list[_Pattern]:
-    """All that the patterns mean; raises ``HostError`` when that is too much: thirty braces stand for a billion."""
+    """Expand and compile patterns; raises ``HostError`` for too many: thirty braces expand to a billion."""
     found = list(
         itertools.islice((compiled for pattern in patterns for compiled in _compile(pattern)), MAX_PATTERNS + 1)
     )
     if len(found) > MAX_PATTERNS:
-        raise HostError(f"cannot use the patterns: with their braces they are more than {MAX_PATTERNS}")
+        raise HostError(f"cannot use the patterns: their braces expand to more than {MAX_PATTERNS}")
     return found
 
 
 def _compile(pattern: str) -> Iterator[_Pattern]:
-    """``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one; ``{a,b}`` is either."""
+    """Compile one pattern: ``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one; ``{a,b}`` is
+    either.
+    """
     if len(pattern) > MAX_PATTERN or pattern.count("{") > MAX_BRACES:
         most = f"more than {MAX_PATTERN} characters or {MAX_BRACES} braces"
         raise HostError(f"cannot use the pattern '{pattern[:100]}': it has {most}")
@@ -469,7 +472,9 @@ def _compile(pattern: str) -> Iterator[_Pattern]:
 
 
 def _step(step: str) -> str:
-    """An expression for one step. All stars but the last take as little as they can and keep it: no endless retries."""
+    """Return a regular expression for one step. All stars but the last are lazy and atomic: no exponential
+    backtracking.
+    """
     runs = [""]
     for match in _PIECE.finditer(step):
         if match["stars"]:
@@ -492,7 +497,7 @@ def _piece(match: re.Match[str]) -> str:
 
 
 def _matches(pattern: _Pattern, parts: Sequence[str]) -> bool:
-    """Only the last ``**`` seen is ever stretched: stretching an earlier one gains nothing."""
+    """Match by extending only the last ``**`` on a mismatch: extending an earlier one gains nothing."""
     at = step = stretched = 0
     star = -1
     while at < len(parts):

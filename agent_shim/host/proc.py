@@ -1,10 +1,10 @@
-"""Readings of ``/proc`` about other processes; the only module that makes them. Nothing here changes anything.
+"""Readings of other processes from ``/proc``, all in this module. They change nothing.
 
-Two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, made by the kernel alone, and cost ten microseconds.
-``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and links of descriptors belong to the process: it decides how long
-they are (PR_SET_MM_MAP makes an environment of terabytes without any privilege) and can hold up their readers (its
-memory lock, a userfaultfd, a FUSE file system of its own). These have a bound in bytes and a bound in time: a thread
-reads them, and a process that keeps it waiting is not read again while that read lasts.
+Two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, written by the kernel alone, and cost 10 µs.
+``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and links of descriptors are controlled by the process: it decides
+their length (PR_SET_MM_MAP makes an environment of terabytes without any privilege) and can block their readers (with
+its memory lock, a userfaultfd, a FUSE file system of its own). These have a limit in bytes and a timeout: a thread
+reads them, and a process that blocks the thread is not read again until that read ends.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ T = TypeVar("T")
 
 PAGE_KB: Final = os.sysconf("SC_PAGE_SIZE") // 1024
 MAX_KERNEL_BYTES: Final = 64 * 1024
-"""Of a file that the kernel makes by itself."""
+"""Limit for a file that the kernel writes by itself."""
 MAX_ENVIRON_BYTES: Final = 256 * 1024
 MAX_COMMAND_LINE_BYTES: Final = 4096
-"""As much as monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
+"""Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
 READ_TIMEOUT_S: Final = 2.0
-"""For what one process keeps a reader waiting."""
+"""Time that one process may block a reader."""
 MAX_HUNG_READS: Final = 4
-"""Reads that hang at the same time; with that many no process is read in this way any more."""
+"""Limit of reads that hang at the same time; beyond it no process is read in this way."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
@@ -51,26 +51,26 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     group: int
     session: int
     cpu_ticks: int
-    """Time on a processor, user and system, its dead children not included."""
+    """CPU time, user and system, without dead children."""
     start_ticks: int
     resident_kb: int
     threads: int = 0
     reaped_ticks: int = 0
-    """Time on a processor of the children it has waited for, and of theirs."""
+    """CPU time of reaped children and of their reaped children."""
 
     @property
     def is_alive(self) -> bool:
-        """A zombie is dead: it only waits to be reaped."""
+        """False for a zombie: it only waits to be reaped."""
         return self.state not in "ZXx"
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Number and start time: a number alone is used again."""
+        """Pid and start time: the kernel reuses pids."""
         return self.pid, self.start_ticks
 
 
 def parse(line: bytes) -> Stat:
-    """Read a stat line; the name in it may hold blanks and parentheses, so fields count from its last one."""
+    """Parse a stat line. The name may contain blanks and parentheses, so fields count from its last parenthesis."""
     number, _, rest = line.partition(b" (")
     fields = rest.rpartition(b") ")[2].decode().split(None, 22)
     state, parent, group, session, _, _, _, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
@@ -90,22 +90,22 @@ def parse(line: bytes) -> Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """The process with this number now, a zombie too; None when there is none."""
+    """Read the process with this pid, zombies included; None without one."""
     line = _read(pid, "stat")
     return parse(line) if line else None
 
 
 def table() -> dict[int, Stat]:
-    """All processes of this pid namespace by number, zombies too, in one pass."""
+    """Read all processes of this pid namespace by pid, zombies included, in one pass."""
     found = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - numbers, no paths, for hundreds
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - strings are enough, for hundreds
         if entry.isdigit() and (line := _read(int(entry), "stat")):
             found[int(entry)] = parse(line)
     return found
 
 
 def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:
-    """The numbers of the direct children of each process that has any."""
+    """Map each process that has children to the pids of its direct children."""
     found: dict[int, list[int]] = {}
     for process in processes.values():
         found.setdefault(process.parent, []).append(process.pid)
@@ -113,7 +113,7 @@ def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:
 
 
 def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
-    """``roots`` and everything that descends from them; ``below`` is what ``children`` gives."""
+    """Return ``roots`` and all their descendants; ``below`` is the result of ``children``."""
     found: set[int] = set()
     ahead = list(roots)
     while ahead:
@@ -126,7 +126,7 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """One pass over all processes: what they are, who has which children, who carries which value of a variable."""
+    """One pass over all processes: their stat, their children, and the pids by value of an environment variable."""
 
     processes: Mapping[int, Stat]
     children: Mapping[int, list[int]]
@@ -134,7 +134,7 @@ class Census:
 
 
 def census(mark: str) -> Census:
-    """Count all processes, with the value of the environment variable ``mark``; some 20 microseconds each. Blocks."""
+    """Read all processes with the value of the environment variable ``mark``; about 20 µs each. Blocks."""
     processes = table()
     marked: dict[str, set[int]] = {}
     living = [pid for pid, process in processes.items() if process.is_alive]
@@ -144,12 +144,12 @@ def census(mark: str) -> Census:
 
 
 def command_line(pid: int) -> str:
-    """The arguments joined by blanks, as monit matches them; empty for a zombie, a kernel thread, or none. Blocks."""
+    """Return the arguments joined by blanks, as monit matches them; empty for a zombie or kernel thread. Blocks."""
     return command_lines([pid]).get(pid, "")
 
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
-    """``command_line`` of many, without those that have none. Blocks."""
+    """Return the ``command_line`` of many processes, without empty ones. Blocks."""
     found = _of_each(pids, lambda pid: _command_line(_read(pid, "cmdline", MAX_COMMAND_LINE_BYTES)))
     return {pid: line for pid, line in found.items() if line}
 
@@ -159,16 +159,16 @@ def _command_line(arguments: bytes) -> str:
 
 
 def variable(pid: int, name: str) -> str | None:
-    """A variable of the environment the process was started with. Blocks.
+    """Return a variable of the environment that the process was started with. Blocks.
 
-    None when it has none or may not be read: without CAP_SYS_PTRACE that is so for processes of other users, and a
-    program that writes its title over its arguments destroys what stood there.
+    None if it is not set or not readable: reading processes of other users needs CAP_SYS_PTRACE, and a program that
+    writes its title over its arguments overwrites its environment.
     """
     return variables([pid], name).get(pid)
 
 
 def variables(pids: Collection[int], name: str) -> dict[int, str]:
-    """``variable`` of many, without those that have none. Blocks."""
+    """Return the ``variable`` of many processes, without those that lack it. Blocks."""
     begin = name.encode() + b"="
 
     def value(pid: int) -> str | None:
@@ -181,17 +181,17 @@ def variables(pids: Collection[int], name: str) -> dict[int, str]:
 
 
 def open_files(pid: int) -> int:
-    """How many files it has open; 0 where that may not be seen."""
+    """Return the number of open files; 0 if it may not be read."""
     path = f"/proc/{pid}/fd"
     try:
-        # Since Linux 6.2 the size of the directory says it.
+        # Since Linux 6.2 it is the size of the directory.
         return os.stat(path).st_size or sum(1 for _ in itertools.islice(os.scandir(path), MAX_OPEN_FILES))  # noqa: PTH116 - a number, for hundreds
     except OSError:
         return 0
 
 
 def proportional_kb(pid: int) -> int:
-    """Memory in use, what is shared divided among those who share it; 0 where the kernel does not tell. Blocks."""
+    """Return the memory in use, shared pages divided among their users; 0 if the kernel does not report it. Blocks."""
     for line in _of_each([pid], lambda pid: _read(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1])
@@ -199,16 +199,16 @@ def proportional_kb(pid: int) -> int:
 
 
 class Use(NamedTuple):
-    """A file that a process uses: ``cwd``, ``root``, ``exe``, ``fd`` or ``map``."""
+    """A file in use by a process: ``cwd``, ``root``, ``exe``, ``fd`` or ``map``."""
 
     kind: str
     path: str
 
 
 def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Collection[int]) -> dict[int, list[Use]]:
-    """The files that processes have open, run, or map, of those paths that ``is_wanted`` and that are on ``devices``.
+    """Find the files that processes have open, run or map, if ``is_wanted`` accepts the path and it is on ``devices``.
 
-    Maps are told of processes of our own mount namespace alone: they name no device that ``stat`` knows. Blocks.
+    Maps are read only for processes in our mount namespace: they name no device that ``stat`` knows. Blocks.
     """
 
     def of_one(pid: int) -> list[Use]:
@@ -239,12 +239,12 @@ def _mapped(maps: bytes) -> Iterator[str]:
 
 
 def name(pid: int) -> str:
-    """The name the kernel shows, 15 bytes that the process may have chosen; empty without such a process."""
+    """Return the kernel's name of the process, 15 bytes that it can choose itself; empty without such a process."""
     return _read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
 def user(pid: int) -> int | None:
-    """The number of its real user; None without such a process."""
+    """Return its real uid; None without such a process."""
     for line in _read(pid, "status", MAX_KERNEL_BYTES).splitlines():
         if line.startswith(b"Uid:"):
             return int(line.split()[1])
@@ -252,12 +252,12 @@ def user(pid: int) -> int | None:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """The path of its cgroup by controller, as ``/proc/PID/cgroup`` shows it to us; ``""`` is version 2."""
+    """Return its cgroup path by controller, as ``/proc/PID/cgroup`` shows it to us; ``""`` is version 2."""
     return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))
 
 
 def parse_groups(text: str) -> dict[str, str]:
-    """Read lines like ``4:memory:/a`` (version 1) and ``0::/a`` (version 2)."""
+    """Parse lines like ``4:memory:/a`` (version 1) and ``0::/a`` (version 2)."""
     paths: dict[str, str] = {}
     for line in text.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -266,7 +266,7 @@ def parse_groups(text: str) -> dict[str, str]:
 
 
 def last_number() -> int | None:
-    """The number that was given to a process or thread of this pid namespace last; None where it is hidden."""
+    """Return the pid given last to a process or thread of this pid namespace; None where it is hidden."""
     try:
         return int(Path("/proc/loadavg").read_text().split()[-1])
     except (OSError, ValueError, IndexError):
@@ -274,9 +274,9 @@ def last_number() -> int | None:
 
 
 def incarnation() -> str:
-    """Differs when process numbers start anew: another boot of the kernel, another pid namespace (container).
+    """Identify this sequence of pids: it differs after a boot of the kernel and in another pid namespace (container).
 
-    The number of a namespace is given to the next one when it is free, so the age of its first process is part of it.
+    The inode of a namespace is reused, so the start time of its first process is part of the identity.
     """
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -288,36 +288,36 @@ def incarnation() -> str:
 
 
 def boot_id() -> str:
-    """The same for all processes on this kernel until it is booted anew; raises ``OSError`` where it is hidden."""
+    """Return the id of this boot of the kernel; raises ``OSError`` where it is hidden."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """The first ``limit`` bytes of a file of a process; empty when process or permission are missing."""
+    """Read the first ``limit`` bytes of a file of a process; empty without the process or the permission."""
     try:
         descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return b""
     content = b""
     try:
-        # A short read does not tell the end: the kernel fills a page or less at a time.
+        # A short read is not the end: the kernel fills a page or less at a time.
         while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
             content += chunk
     except OSError:
-        pass  # e.g. an environment that is not mapped as far as it is said to be
+        pass  # for example an environment that is mapped only in part
     finally:
         os.close(descriptor)
     return content
 
 
 class _Pass(Generic[T]):
-    """One thread's way through some processes; it ends after the one at which nobody waits for it any more."""
+    """One thread's pass over some processes; once abandoned, it ends after the current process."""
 
     def __init__(self, pids: Collection[int], work: Callable[[int], T]) -> None:
         self.found: dict[int, T] = {}
         self.at: int | None = None
         self.count = 0
-        """How many are done."""
+        """Processes that are done."""
         self.is_left = False
         self.is_over = threading.Event()
         self._pids, self._work = pids, work
@@ -335,12 +335,12 @@ class _Pass(Generic[T]):
 
 
 _hung: dict[int, threading.Event] = {}
-"""The processes that keep a thread waiting, and what tells its end."""
+"""Processes that block a thread, each with the event that ends the read."""
 _hung_lock = threading.Lock()
 
 
 def _of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """``work`` for each process, in a thread that is left behind where a process keeps it waiting for too long."""
+    """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
     found: dict[int, T] = {}
     ahead = list(pids)
     while ahead:
@@ -354,7 +354,7 @@ def _of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
         try:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:
-            break  # no thread to be had: nothing is known
+            break  # no thread could be started: nothing is known
         done = -1
         while not way.is_over.wait(READ_TIMEOUT_S):
             if way.count == done and way.at is not None:
@@ -371,6 +371,6 @@ def _leave(pid: int, is_over: threading.Event) -> None:
     with _hung_lock:
         _hung[pid] = is_over
         count = len(_hung)
-    logger.warning("process %d keeps its readers waiting: its environment and arguments are not read", pid)
+    logger.warning("process %d blocks its readers: its environment and arguments are not read", pid)
     if count >= MAX_HUNG_READS:
-        logger.error("%d processes keep their readers waiting: environments and arguments are not read", count)
+        logger.error("%d processes block their readers: no environments and arguments are read", count)

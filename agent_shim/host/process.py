@@ -1,10 +1,10 @@
-"""Processes, ours and adopted, each known by a pidfd and its start time: a number alone is used again.
+"""Spawned and adopted processes, each identified by a pidfd and its start time: the kernel reuses pids.
 
-One kernel child has one place where it is reaped, ``reap``, called when its pidfd turns readable or by ``host.reaper``;
-the exit status goes to every ``Process`` that stands for it. So nothing else may fork: a child that is not known here
-is a stranger (an orphan that came to us) and its status is thrown away.
+Each child is reaped in one place, ``reap``, called when its pidfd turns readable or by ``host.reaper``; every
+``Process`` with that pid gets the exit status. So nothing else may fork: a child that is unknown here counts as an
+adopted orphan and its status is discarded.
 
-Call everything here on the event loop's thread. A spawn holds the loop until the program is executed, about 2 ms.
+Call everything here on the event loop's thread. A spawn blocks the loop until the exec, about 2 ms.
 """
 
 from __future__ import annotations
@@ -33,66 +33,68 @@ from agent_shim.host import clock, files, guarded, loop_guard, proc
 
 logger = logging.getLogger(__name__)
 
-POLL: Final = 0.02
-"""Seconds between looks at what no descriptor tells: a group that empties, a process where pidfd is missing."""
-KILL_PATIENCE: Final = 10.0
-"""Seconds that a killed group may take to go; what hangs in the kernel longer is left."""
+POLL_S: Final = 0.02
+"""Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
+KILL_TIMEOUT_S: Final = 10.0
+"""Time for a killed group to disappear; a process stuck in the kernel for longer is abandoned."""
 
 # include/uapi/linux/pidfd.h: struct pidfd_info, version 0 of 64 bytes: mask, cgroup, eleven ids, exit code.
 _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
-_STATUS_DELAYS: Final = (0.001, 0.004, 0.016, 0.064)
-"""Seconds to wait, in turn, for the parent of an adopted process to reap it: only then the kernel tells its status."""
+_STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
+"""Waits for the parent of an adopted process to reap it: only then does the kernel report its status."""
 
 _watched: dict[int, list[Process]] = {}
-"""Every ``Process`` that has not ended, by number: the kernel has one set of children, and so has this module."""
+"""Every ``Process`` that has not ended, by pid. Global, as the kernel's set of children is."""
 _due: deque[Process] = deque()
-"""Those whose end was seen and has not been noted yet."""
+"""Processes whose exit was seen and is not processed yet."""
 _spawned: dict[int, int] = {}
-"""Number and start ticks of the children that ``spawn`` has made and that are not reaped."""
+"""Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 takes_orphans = False
-"""Whether orphans of our descendants come to us (``host.reaper``)."""
+"""True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
 
 class Process:
-    """One process. Ends are noticed, and children reaped, without anybody waiting."""
+    """One process. Its exit is noticed, and a child is reaped, even if no task waits for it."""
 
     def __init__(self, stat: proc.Stat, pidfd: int | None, *, leads: bool) -> None:
         self.pid: Final = stat.pid
         self.start_ticks: Final = stat.start_ticks
         self.seen_ticks = stat.start_ticks
-        """The tick until which it was known to live; a child of ours until it was reaped, its number being its own."""
+        """Last tick at which it was known to be alive; for a child, until it is reaped, as its pid is reserved until
+        then.
+        """
         self.cgroups: Sequence[str] = ()
-        """The directories of those that ``spawn`` has put it in."""
+        """Directories of the cgroups that ``spawn`` put it in."""
         self._leads = leads
-        self._has_heirs = False
-        """Its group has outlived it, so far."""
+        self._group_outlived = False
+        """Its group had members left when it was reaped."""
         self._pidfd = pidfd
         self._status: int | None = None
         self._is_over = False
         self._is_due = False
-        """Its end was seen, its turn to be noted is still to come."""
+        """Its exit was seen and waits in ``_due``."""
         self._waiters: list[asyncio.Future[None]] = []
-        """No event: it has room for 64 of them, and there are hundreds of processes."""
+        """A list instead of an ``asyncio.Event``, which has room for 64 waiters: there are hundreds of processes."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         _watched.setdefault(self.pid, []).append(self)
         if pidfd is None:
-            self._look()
+            self._poll()
         else:
-            self._loop.add_reader(pidfd, self._end_seen)
+            self._loop.add_reader(pidfd, self._queue_exit)
 
     def __repr__(self) -> str:
         return f"<Process {self.pid}>"
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Number and start time."""
+        """Pid and start time."""
         return self.pid, self.start_ticks
 
     @property
     def is_alive(self) -> bool:
-        """False from the moment of its death, reaped or not."""
+        """True until it dies; a zombie is dead."""
         if self._is_over:
             return False
         now = clock.boot_ticks()
@@ -107,11 +109,11 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """Whether its end was seen; asks nobody."""
+        """True once its exit was seen. Makes no system call."""
         return self._is_over or self._is_due
 
     async def wait(self) -> int | None:
-        """Its exit code, 128+N when signal N killed it, None when nobody can tell (adopted, older kernels)."""
+        """Wait for its end. Return its exit code, 128+N after signal N, None if unknown (adopted, older kernels)."""
         if not self._is_over:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
@@ -122,17 +124,17 @@ class Process:
         return self._status
 
     def send(self, sig: int) -> bool:
-        """Signal it; False if it is gone."""
+        """Send it a signal; False if it is gone."""
         if self._pidfd is None:
             return self.is_alive and send(self.identity, sig)
         return not self._is_over and _send(self._pidfd, self.pid, sig)
 
     def send_group(self, sig: int) -> None:
-        """Signal its process group; itself alone when it does not lead one."""
+        """Send its process group a signal; only the process itself if it does not lead one."""
         if not self._leads:
             self.send(sig)
         elif self.is_alive or (not self._is_over and _is_child(self.pid)):
-            # Alive, or dead and not reaped: nobody else can have its number.
+            # Alive, or dead and not reaped: the pid cannot belong to another group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, sig)
         else:
@@ -140,15 +142,15 @@ class Process:
                 send(member.identity, sig)
 
     async def terminate(self, grace: float) -> int | None:
-        """TERM to the group, KILL after ``grace`` seconds or when cancelled; its status once the group is gone."""
+        """Send the group TERM, after ``grace`` seconds or on cancellation KILL; return the status once it is gone."""
         self.send_group(signal.SIGTERM)
-        # Not asyncio.timeout: before Python 3.11.3 it never times out in a task that was cancelled, as callers are.
+        # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
         gone = asyncio.ensure_future(self._group_ended())
         try:
             await asyncio.wait({gone}, timeout=grace)
             if not gone.done():
                 self.send_group(signal.SIGKILL)
-                await asyncio.wait({gone}, timeout=KILL_PATIENCE)
+                await asyncio.wait({gone}, timeout=KILL_TIMEOUT_S)
         except asyncio.CancelledError:
             self.send_group(signal.SIGKILL)
             raise
@@ -157,7 +159,7 @@ class Process:
         return self._status
 
     def release(self) -> None:
-        """Take no notice of it any more and leave it alone; whoever waits for it now waits for ever."""
+        """Stop watching it and leave it running; pending calls of ``wait`` never return."""
         if not self._is_over:
             self._forget()
             others = _watched.get(self.pid, [])
@@ -168,54 +170,54 @@ class Process:
 
     async def _group_ended(self) -> int | None:
         await self.wait()
-        while self._leads and _group_exists(self.pid) and self._members():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(POLL)
+        while self._leads and _group_exists(self.pid) and self._members():  # noqa: ASYNC110 - no descriptor reports it
+            await asyncio.sleep(POLL_S)
         return self._status
 
     def _members(self) -> list[proc.Stat]:
-        """What lives in the group that it led. When that has emptied, the number may become another group's.
+        """Living members of the group that it led. Once that group is empty, the pid may name another group.
 
-        Who was in it while the leader was known to live shows that it has lasted.
+        A member that started while the leader was known to be alive proves that the group is still the same.
         """
         found = [s for s in proc.table().values() if s.group == self.pid and s.start_ticks >= self.start_ticks]
-        seen = self.seen_ticks + self._has_heirs
+        seen = self.seen_ticks + self._group_outlived
         has_lasted = any(s.start_ticks < seen or s.identity == self.identity for s in found)
         return [s for s in found if s.is_alive] if has_lasted else []
 
-    def _look(self) -> None:
-        """The way without pidfd."""
+    def _poll(self) -> None:
+        """Poll a process without pidfd."""
         if self.is_alive:
-            self._timer = self._loop.call_later(POLL, self._look)
+            self._timer = self._loop.call_later(POLL_S, self._poll)
         else:
-            self._ended()
+            self._collect()
 
-    def _end_seen(self) -> None:
-        """Its pidfd is readable: let its end be noted when its turn comes."""
+    def _queue_exit(self) -> None:
+        """Queue its exit; the pidfd is readable."""
         assert self._pidfd is not None
         self._loop.remove_reader(self._pidfd)
         self._is_due = True
         if _due and _due[0]._loop is not self._loop:  # noqa: SLF001 - one class, two halves
-            _due.clear()  # of a loop that is closed
+            _due.clear()  # left by a closed loop
         if not _due:
-            self._loop.call_soon(_note_ends)
+            self._loop.call_soon(_process_next_exit)
         _due.append(self)
 
-    def _ended(self, attempt: int = 0) -> None:
-        """It is dead: reap it, or learn from the kernel what its parent reaped."""
+    def _collect(self, attempt: int = 0) -> None:
+        """Reap it, or ask the kernel for the status that its parent reaped."""
         if self._is_over or reap(self.pid):
             return
         status = _exit_info(self._pidfd)
-        if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS):
-            self._timer = self._loop.call_later(_STATUS_DELAYS[attempt], self._ended, attempt + 1)
+        if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS_S):
+            self._timer = self._loop.call_later(_STATUS_DELAYS_S[attempt], self._collect, attempt + 1)
         else:
             self.release()
             self._finish(status)
 
-    def _finish(self, status: int | None, seen_ticks: int = 0, *, has_heirs: bool = False) -> None:
+    def _finish(self, status: int | None, seen_ticks: int = 0, *, group_outlived: bool = False) -> None:
         self._forget()
         self._status = status
         self.seen_ticks = max(self.seen_ticks, seen_ticks)
-        self._has_heirs = has_heirs
+        self._group_outlived = group_outlived
         self._is_over = True
         for waiter in self._waiters:
             if not waiter.done():
@@ -232,16 +234,16 @@ class Process:
         self._is_due = False
 
 
-def _note_ends() -> None:
-    """Note one end that is due, and the others in the next turns of the loop.
+def _process_next_exit() -> None:
+    """Process one queued exit and leave the others to the next iterations of the loop.
 
-    So of hundreds that end together the first is acted upon before the last is noted.
+    So if hundreds exit together, the first is handled before the last is processed.
     """
     process = _due.popleft()
     if _due:
-        process._loop.call_soon(_note_ends)  # noqa: SLF001 - one class, two halves
+        process._loop.call_soon(_process_next_exit)  # noqa: SLF001 - one class, two halves
     if process._is_due:  # noqa: SLF001
-        process._ended()  # noqa: SLF001
+        process._collect()  # noqa: SLF001
 
 
 def spawn(
@@ -260,21 +262,19 @@ def spawn(
     limits: Mapping[int, tuple[int, int]] = {},
     cgroups: Sequence[str] = (),
 ) -> Process:
-    """Run a program in a process group (or ``session``) of its own, without a shell.
+    """Run a program without a shell, in its own process group (or ``session``).
 
-    None stands for ``/dev/null``; a path is appended to. ``user`` and ``group`` are names or numbers, taken with the
-    supplementary groups of the user; an ordinary user cannot change them, so there they are passed over. ``limits``
-    maps ``resource.RLIMIT_*`` to soft and hard values, lowered to what may be had. ``cgroups`` are directories that it
-    is in before it is executed. Raises ``HostError`` "cannot run PROGRAM: why", where why names the step that failed.
+    A stream of None is ``/dev/null``; a path is opened for appending. ``user`` and ``group`` are names or numbers; the
+    user brings its supplementary groups. Without root both are ignored. ``limits`` maps ``resource.RLIMIT_*`` to soft
+    and hard values, clamped to the hard limit. ``cgroups`` are directories that the child joins before the exec. Raises
+    ``HostError`` "cannot run PROGRAM: why"; why names the failed step.
     """
     with contextlib.ExitStack() as opened:
         try:
             out, err = (_output(opened, target) for target in (stdout, stderr))
-            becoming = _Becoming(
-                _ids(user, group) if os.geteuid() == 0 else _Ids(), user, limits, nice, cgroups, opened
-            )
-            if becoming.is_needed:
-                # Newer Pythons warn of any code between fork and exec; this one does some system calls.
+            setup = _ChildSetup(_ids(user, group) if os.geteuid() == 0 else _Ids(), user, limits, nice, cgroups, opened)
+            if setup.is_needed:
+                # Newer Pythons warn about any code between fork and exec; this is a few system calls.
                 opened.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", DeprecationWarning)
             opened.enter_context(loop_guard.spawning())
@@ -288,15 +288,15 @@ def spawn(
                 umask=umask,
                 start_new_session=session,
                 process_group=None if session else 0,
-                preexec_fn=becoming if becoming.is_needed else None,  # noqa: PLW1509 - see above
+                preexec_fn=setup if setup.is_needed else None,  # noqa: PLW1509 - see above
             )
         except OSError as exc:
             raise _cannot_run(argv[0], exc) from exc
         except (LookupError, ValueError) as exc:
             raise HostError(f"cannot run {argv[0]}: {exc}") from exc
         except subprocess.SubprocessError as exc:
-            raise HostError(f"cannot run {argv[0]}: {becoming.failure() or exc}") from exc
-    # Reaping is ours: without a return code Popen would try it as well.
+            raise HostError(f"cannot run {argv[0]}: {setup.failure() or exc}") from exc
+    # Reaping is done here: without a return code Popen would try it too.
     popen.returncode = 0
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
@@ -307,14 +307,14 @@ def spawn(
 
 
 def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
-    """The process with this number; None if it is gone, a zombie, or another one than started at ``start_ticks``."""
+    """Watch a running process; None if it is gone, a zombie, or did not start at ``start_ticks``."""
     pidfd = _open(pid)
     stat = proc.stat(pid)
     if (
         stat is None
         or not stat.is_alive
         or start_ticks not in (None, stat.start_ticks)
-        or (pidfd is not None and _is_readable(pidfd))  # died after it was opened: the line may be another's
+        or (pidfd is not None and _is_readable(pidfd))  # died after the open: the stat line may be another process's
     ):
         if pidfd is not None:
             os.close(pidfd)
@@ -323,40 +323,43 @@ def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
 
 
 def default_signals() -> None:
-    """Let no child inherit what whoever started us ignores or blocks, as nohup and ``&`` do: it could not be stopped.
+    """Reset signals that our parent ignored or blocked, as nohup and ``&`` do: a child that inherits that cannot be
+    stopped.
 
-    We ourselves go on ignoring those signals, by a handler, which an exec takes away.
+    This process keeps ignoring them, with a handler, which exec resets.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals():
-        # The two that Python ignores by itself are given back by subprocess.
+        # subprocess restores the two that Python itself ignores.
         if signal.getsignal(number) is signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, _ignore)
 
 
-def environment_of_scripts(environ: Mapping[str, str]) -> dict[str, str]:
-    """What scripts of releases inherit: nothing that is meant for this program alone."""
+def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for scripts of releases: without the variables that configure this program."""
     return {name: value for name, value in environ.items() if not name.startswith(("AGENT_SHIM_", "MALLOC_"))}
 
 
-NO_CORE: Final = 1
-"""Bytes of a core dump: too few for a file, and the one limit that a ``core_pattern`` that is a pipe respects."""
+CORE_LIMIT_BYTES: Final = 1
+"""Core size limit: too small for a file, and the only one that a ``core_pattern`` with a pipe respects."""
 
 
-def leave_no_core(*, for_good: bool = False) -> None:
-    """Let no core dump show what we know; jobs begin with the same, as on a stemcell, and may raise it.
+def disable_core_dumps(*, for_good: bool = False) -> None:
+    """Disable core dumps, which would contain secrets. Jobs inherit the soft limit, as on a stemcell, and may raise it.
 
-    ``for_good``, nothing that this process starts may.
+    With ``for_good`` the hard limit is lowered too, and no child may raise it.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     try:
-        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE, NO_CORE if for_good or hard == 0 else hard))
-    except ValueError:  # not ours to raise: files, if no pipes
+        resource.setrlimit(
+            resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, CORE_LIMIT_BYTES if for_good or hard == 0 else hard)
+        )
+    except ValueError:  # the limit is below CORE_LIMIT_BYTES already: disable files, if not pipes
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def send(identity: tuple[int, int], sig: int) -> bool:
-    """Signal the process with this number and start time; False if it is gone."""
+    """Send a signal to the process with this pid and start time; False if it is gone."""
     pid, start_ticks = identity
     pidfd = _open(pid)
     try:
@@ -370,9 +373,9 @@ def send(identity: tuple[int, int], sig: int) -> bool:
 
 
 def kill_group_of(ended: proc.Stat) -> None:
-    """Kill the group of a process that has ended and is not reaped: all of it at once, whatever it forks meanwhile.
+    """Kill the group of a process that has exited and is not reaped: atomically, even if members fork meanwhile.
 
-    Until it is reaped no other group can have the number.
+    The pid is reserved until the reaping, so the group cannot be another one.
     """
     if ended.group != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -380,8 +383,8 @@ def kill_group_of(ended: proc.Stat) -> None:
 
 
 def reap(pid: int) -> bool:
-    """Collect a dead child and tell every ``Process`` that stands for it; False if it is no dead child of ours."""
-    now = clock.boot_ticks()  # From the reaping on the number can be used again.
+    """Reap a dead child and pass its status to every ``Process`` with its pid; False if it is not a dead child."""
+    now = clock.boot_ticks()  # the pid may be reused from the reaping on
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -390,26 +393,26 @@ def reap(pid: int) -> bool:
         return False
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
-    has_heirs = _leaves_children(pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
+    group_outlived = _leaves_children(pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
-        process._finish(status, now, has_heirs=has_heirs)  # noqa: SLF001 - one class, two halves
+        process._finish(status, now, group_outlived=group_outlived)  # noqa: SLF001 - one class, two halves
     return True
 
 
 def is_spawned(identity: tuple[int, int]) -> bool:
-    """Whether this process was made by ``spawn``, and not by a child of ours that has left it to us."""
+    """Return True if ``spawn`` started this process; False for an orphan of one of its children."""
     return _spawned.get(identity[0]) == identity[1]
 
 
 def is_watched(pid: int) -> bool:
-    """Whether any ``Process`` stands for this number."""
+    """Return True if a ``Process`` with this pid exists."""
     return pid in _watched
 
 
 def _leaves_children(group: int) -> bool:
-    """Whether orphans of a group that has just lost its leader came to us.
+    """Return True if the group of a leader just reaped left orphans that were reparented to this process.
 
-    That there is such a group would say less: the number is free by now, and somebody else may have it already.
+    The existence of such a group proves less: the pid is free by now and may already be reused.
     """
     try:
         os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -419,11 +422,13 @@ def _leaves_children(group: int) -> bool:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A handler instead of ``SIG_IGN``."""
+    """Handle a signal by ignoring it, instead of ``SIG_IGN``."""
 
 
 def _open(pid: int) -> int | None:
-    """A pidfd, or None: no such process, an old kernel, a strict seccomp profile, no descriptor left."""
+    """Open a pidfd; None without such a process, on old kernels, under a strict seccomp profile, without free
+    descriptors.
+    """
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -444,7 +449,7 @@ def _send(pidfd: int | None, pid: int, sig: int) -> bool:
 
 
 def _is_readable(pidfd: int) -> bool:
-    """Whether the process behind it has ended."""
+    """Return True if the process of this pidfd has ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -469,7 +474,7 @@ def _group_exists(group: int) -> bool:
 
 
 def _exit_info(pidfd: int | None) -> int | None:
-    """The status that somebody else reaped (Linux 6.15 and later)."""
+    """Return the status that another process reaped (Linux 6.15 and later)."""
     if pidfd is None:
         return None
     words = array.array("I", bytes(64))
@@ -491,7 +496,7 @@ def _output(opened: contextlib.ExitStack, target: int | Path | None) -> int:
 
 
 class _Ids(NamedTuple):
-    """What ``Popen`` needs to know to run as somebody else; None leaves things as they are."""
+    """User and group ids for ``Popen``; None keeps the current ones."""
 
     user: int | None = None
     group: int | None = None
@@ -499,7 +504,7 @@ class _Ids(NamedTuple):
 
 
 def _ids(user: str | None, group: str | None) -> _Ids:
-    """Numbers for names or numbers, with all groups of the user; raises ``LookupError``."""
+    """Resolve names or numbers, with all groups of the user; raises ``LookupError``."""
     ids = _Ids()
     try:
         if user is not None and user.isdigit():
@@ -517,11 +522,8 @@ def _ids(user: str | None, group: str | None) -> _Ids:
     return ids
 
 
-class _Becoming:
-    """What the child does between fork and exec, step by step; which step failed is told to the parent.
-
-    A limit above what it may have becomes what it may have.
-    """
+class _ChildSetup:
+    """Steps of the child between fork and exec. Clamps limits to the hard limit; reports the step that failed."""
 
     def __init__(
         self,
@@ -532,7 +534,7 @@ class _Becoming:
         cgroups: Sequence[str],
         opened: contextlib.ExitStack,
     ) -> None:
-        """Raises ``OSError`` for a cgroup that cannot be joined."""
+        """Open the cgroups; raises ``OSError`` for one that cannot be joined."""
         self._ids, self._user, self._nice = ids, user, nice
         self._limits = []
         for what, (soft, hard) in limits.items():
@@ -540,14 +542,14 @@ class _Becoming:
             self._limits.append((what, (_lower(soft, ceiling), _lower(hard, ceiling))))
         self._groups = []
         for each in cgroups:
-            # Opened here: the right to join is that of who opened it.
+            # Opened before the fork: the kernel checks the permissions of the opener.
             descriptor = os.open(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             opened.callback(os.close, descriptor)
             self._groups.append((each, descriptor))
         self.is_needed = bool(self._limits or nice or self._groups or ids != _Ids())
         if self.is_needed:
-            self._told = os.memfd_create("failure", os.MFD_CLOEXEC)
-            opened.callback(os.close, self._told)
+            self._error_file = os.memfd_create("failure", os.MFD_CLOEXEC)
+            opened.callback(os.close, self._error_file)
 
     def __call__(self) -> None:
         step = ""
@@ -569,16 +571,16 @@ class _Becoming:
             if self._ids.user is not None:
                 os.setresuid(self._ids.user, self._ids.user, self._ids.user)
         except OSError as exc:
-            os.write(self._told, f"cannot {step}: {exc.strerror}".encode())
+            os.write(self._error_file, f"cannot {step}: {exc.strerror}".encode())
             raise
 
     def failure(self) -> str:
-        """What the child has told of the step that failed."""
-        return os.pread(self._told, 1000, 0).decode(errors="replace") if self.is_needed else ""
+        """Return the failed step and its error as the child reported them, or an empty string."""
+        return os.pread(self._error_file, 1000, 0).decode(errors="replace") if self.is_needed else ""
 
 
 def _cannot_run(program: str, exc: OSError) -> HostError:
-    """``exc`` is what ``Popen`` raises when the program cannot be executed or the directory not be entered."""
+    """Describe why ``Popen`` could not execute the program or enter the directory."""
     if exc.filename not in (None, program):
         return files.failed(f"run {program} with {exc.filename}", exc)
     if exc.errno == errno.ENOENT and os.path.exists(program):  # noqa: PTH110 - text

@@ -1,4 +1,4 @@
-"""Starts programs through ``host.sandbox_exec``, and finds out what isolation this container allows by trying it."""
+"""Start programs through ``host.sandbox_exec``, and detect by trial which isolation this container allows."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import job_cgroups, process, sandbox_exec
 
 SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
-"""What everybody may read and execute."""
-APART: Final = ("mnt", "pid", "ipc", "uts")
-"""The namespaces that bpm makes; the network is that of the container."""
+"""Directories that every process may read and execute."""
+NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
+"""Namespaces that bpm creates; the network stays that of the container."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
-"""Where a container may have the init of bpm. Ours needs some MB for each process."""
+"""Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
 NOBODY: Final = 65534
 NOTHING: Final = "/bin/true"
 
 
 class Isolation(NamedTuple):
-    """What processes of bpm.yml can have here; ``obstacle`` is why the level is not 1.
+    """Isolation available to processes of bpm.yml; ``obstacle`` is the reason why the level is not 1.
 
-    ``memory`` and ``processes`` say whether the kernel can be told to limit them (a cgroup of their own).
+    ``memory`` and ``processes`` are true if the kernel can enforce these limits (in a cgroup for each process).
     """
 
     level: int
@@ -43,12 +43,12 @@ class Isolation(NamedTuple):
 def place(
     path: str, *, source: str = "", write: bool = False, run: bool = False, shared: bool = False
 ) -> sandbox_exec.BindMount:
-    """Seen where it is unless another ``source`` is given."""
+    """Describe a bind mount, visible at its own path unless ``source`` differs."""
     return {"path": path, "source": source or path, "write": write, "run": run, "shared": shared}
 
 
-def order(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
-    """To run ``argv`` as who we are, with nothing gained and nothing hidden unless ``members`` say so."""
+def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
+    """Describe the execution of ``argv`` as the current user without any confinement, except as ``members`` say."""
     made: sandbox_exec.ExecSpec = {
         "argv": list(argv),
         "env": {},
@@ -72,13 +72,13 @@ def order(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
 
 
 def command(descriptor: int) -> list[str]:
-    """What becomes the program once it has read an order from ``descriptor``."""
+    """Return the command that reads a spec from ``descriptor`` and executes its program."""
     return [sys.executable, "-I", "-S", _program(), str(descriptor)]
 
 
 @functools.cache
 def _program() -> str:
-    """The compiled module: as a program the source would be compiled anew at every start of a job."""
+    """Return the compiled module: a source file would be compiled again at every start of a job."""
     compiled = importlib.util.cache_from_source(sandbox_exec.__file__)
     with contextlib.suppress(OSError):
         if Path(compiled).stat().st_mtime >= Path(sandbox_exec.__file__).stat().st_mtime:
@@ -86,25 +86,25 @@ def _program() -> str:
     return sandbox_exec.__file__
 
 
-def write_order(order: sandbox_exec.ExecSpec) -> int:
-    """A descriptor from which an order is read; in memory, because an environment may be secret."""
-    descriptor = os.memfd_create("order")
-    os.write(descriptor, _encoded(order))
+def write_spec(spec: sandbox_exec.ExecSpec) -> int:
+    """Return a descriptor from which a spec is read; in memory, as its environment may hold secrets."""
+    descriptor = os.memfd_create("spec")
+    os.write(descriptor, _encoded(spec))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 
 
-def _encoded(order: sandbox_exec.ExecSpec) -> bytes:
-    return json.dumps(order).encode() + b"\n"
+def _encoded(spec: sandbox_exec.ExecSpec) -> bytes:
+    return json.dumps(spec).encode() + b"\n"
 
 
 @contextlib.asynccontextmanager
 async def prepared(
-    order: sandbox_exec.ExecSpec, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
+    spec: sandbox_exec.ExecSpec, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
 ) -> AsyncIterator[process.Process]:
-    """The process that becomes the program when the block ends; when that fails the process ends without it.
+    """Yield the process that executes the program when the block ends; if the block fails, it exits instead.
 
-    In namespaces of its own it is their first process, by its number out here. ``env`` is its environment until then.
+    With namespaces it is their first process, with its pid in this one. Until the exec its environment is ``env``.
     Raises ``HostError``.
     """
     ours, theirs = socket.socketpair()
@@ -115,9 +115,9 @@ async def prepared(
                 command(0), env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, session=True
             )
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # it has ended; its status says how
-            await loop.sock_sendall(ours, _encoded({**order, "gate": True}))
-            if order["namespaces"]:
+        with contextlib.suppress(ConnectionError):  # it has exited; its status is the report
+            await loop.sock_sendall(ours, _encoded({**spec, "gate": True}))
+            if spec["namespaces"]:
                 started = await _child(started, ours)
         yield started
         with contextlib.suppress(ConnectionError):
@@ -125,45 +125,45 @@ async def prepared(
 
 
 async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
-    """The process that ``parent`` has left behind: the gate tells its number, and why it ended, if it has ended."""
+    """Adopt the child that ``parent`` cloned; the gate reports its pid or the error that ended it."""
     loop = asyncio.get_running_loop()
-    told = await loop.sock_recv(gate, 4096)
+    report = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
-    number = re.match(rb"\d+", told)
+    number = re.match(rb"\d+", report)
     child = process.adopt(int(number[0])) if number else None
     if child is None:
-        why = told[number.end() :] or await loop.sock_recv(gate, 4096) if number else told
-        raise HostError(f"cannot {why.decode(errors='replace') or f'set it apart: exit {status}'}")
+        why = report[number.end() :] or await loop.sock_recv(gate, 4096) if number else report
+        raise HostError(f"cannot {why.decode(errors='replace') or f'isolate it: exit {status}'}")
     return child
 
 
 async def isolation() -> Isolation:
-    """What this container allows, found out by doing it: some 50 milliseconds."""
+    """Detect the isolation that this container allows, by trying it: about 50 ms."""
     offered = await asyncio.to_thread(job_cgroups.offered)
-    obstacle = await _try_apart()
+    obstacle = await _try_namespaces()
     level = 1 if not obstacle else 2 if sandbox_exec.landlock_version() else 3
     return Isolation(level, obstacle, "memory" in offered, "pids" in offered)
 
 
-async def _try_apart() -> str:
-    """Run something that does nothing in namespaces of its own; why that fails."""
+async def _try_namespaces() -> str:
+    """Run an empty program in new namespaces; return the reason of a failure, or ""."""
     if os.geteuid() != 0:
-        return "only root can make namespaces"
+        return "only root can create namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
-    wanted = order([NOTHING], uid=NOBODY, gid=NOBODY, places=places, namespaces=list(APART))
+    wanted = exec_spec([NOTHING], uid=NOBODY, gid=NOBODY, places=places, namespaces=list(NAMESPACES))
     errors = os.memfd_create("errors")
     try:
         async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
             pass
         status = await running.wait()
-        said = ""
+        error = ""
     except HostError as exc:
-        status, said = None, str(exc)
+        status, error = None, str(exc)
     finally:
         text = os.pread(errors, 4096, 0).decode(errors="replace").strip()
         os.close(errors)
     return (
         ""
         if status == 0
-        else text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {NOTHING}: ") or said or f"exit {status}"
+        else text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {NOTHING}: ") or error or f"exit {status}"
     )

@@ -1,17 +1,17 @@
-"""The last steps of a process before it becomes the program of a job: namespaces, limits, user, capabilities, view.
+"""Last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
-A program of its own, run as ``python -I -S jail.py FD``: so nothing of it happens in the daemon between fork and exec,
-and nothing of it is left once the program runs, which has the same process number; only in a pid namespace of its own
-an init stays above it. ``FD`` holds the ``ExecSpec`` as a line of JSON. What cannot be done is said on stderr; then
-nothing is run (exit 127).
+A separate program, run as ``python -I -S sandbox_exec.py FD``: none of its code runs in the daemon between fork and
+exec, and none remains once the job's program runs, which keeps the pid; only a pid namespace keeps an init above it.
+``FD`` holds the ``ExecSpec`` as a line of JSON. A failed step is reported on stderr, and the program is not run (exit
+127).
 
-With a ``gate`` FD 0 is a socket. The other side gets the process number (as text) where that is another one than that
-of this program, or why there is none, and answers with a byte when the program may run; without it all ends here.
+With a ``gate`` FD 0 is a socket. The peer gets the pid (as text) if it differs from that of this program, or the reason
+for a failure, and sends one byte to let the program run; if it closes the socket, this process exits.
 
-Everything that is shown is opened once, before anything is given up: links are followed only where root has made them,
-and mounts and rules are made of descriptors. A job can exchange a directory at any moment, but not what is held.
+Every mount source is opened once, before any privilege is dropped: links are followed only if root made them, and
+mounts and rules are made from descriptors. A job can replace a directory at any moment, but not an open one.
 
-Only the standard library: the file is run by its path.
+Uses only the standard library: the file is run by its path.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _EVERYTHING: Final = (1 << 15) - 1
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
-"""No signals to processes outside; from version 6 on. Abstract sockets belong to the network, which bpm shares."""
+"""Blocks signals to processes outside; since version 6. Abstract sockets belong to the network, which bpm shares."""
 
-# What a root file system of its own has beside the view (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
+# Additions to a new root file system beside the mounts (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
 _NODES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS: Final[Mapping[str, str]] = {
     "/dev/fd": "/proc/self/fd",
@@ -90,16 +90,16 @@ _MASKED: Final = (
 )
 _READ_ONLY: Final = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _NEW_ROOT: Final = "/dev"
-"""Where the new root is put together: some directory that is surely there. Nobody else sees it there."""
+"""Mount point for the new root during its construction: a directory that always exists, hidden in this namespace only.
+"""
 _MAX_LINKS: Final = 40
-"""On one way, as for the kernel."""
+"""Links in one path, as in the kernel."""
 
 
 class BindMount(TypedDict):
-    """What can be opened, with all below it: the directory or file ``source``, seen at ``path``.
+    """A file or directory ``source`` with all below it, visible at ``path``.
 
-    It is read-only unless ``write`` and cannot be executed unless ``run``. What is mounted below one that is ``shared``
-    is seen on both sides.
+    Read-only unless ``write``, not executable unless ``run``. Mounts below a ``shared`` one appear on both sides.
     """
 
     path: str
@@ -110,14 +110,15 @@ class BindMount(TypedDict):
 
 
 class ExecSpec(TypedDict):
-    """What to become. ``uid`` and ``gid`` are None to stay who we are; ``capabilities`` are numbers.
+    """A program to execute and its confinement. ``uid`` and ``gid`` of None keep the current user; ``capabilities`` are
+    numbers.
 
-    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits, ``cgroups`` are directories to join. Without
-    ``places`` everything can be opened. ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) are made anew and the
-    places are all that there is, each where its ``path`` says; without namespaces Landlock guards them where they are,
-    and ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init, which is
-    the first of ``inits`` that is there, or this process. With ``enter`` the namespaces are those of that process, and
-    the ``terminal`` is a descriptor below 3 that becomes the controlling terminal of a session of its own.
+    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits; ``cgroups`` are directories to join.
+    ``places`` of None allows every path. With ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) new ones are created
+    and only the places are visible, each at its ``path``; without them Landlock restricts access to the sources, and
+    ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init: the first
+    executable of ``inits``, or this process. ``enter`` is the pid of a process whose namespaces are joined.
+    ``terminal`` is a descriptor below 3 that becomes the controlling terminal of a new session.
     """
 
     argv: list[str]
@@ -140,64 +141,64 @@ class ExecSpec(TypedDict):
 
 
 class StepError(Exception):
-    """Names the step that failed, the place where there is one, and the reason."""
+    """Names the failed step, the path if there is one, and the reason."""
 
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Tell an ``OSError`` as the failure of a step: ``WHAT: PLACE: REASON``."""
+    """Raise an ``OSError`` of the block as ``StepError``: ``STEP: PATH: REASON``."""
     try:
         yield
     except OSError as exc:
-        raise StepError(f"{what}: {_told(exc)}") from exc
+        raise StepError(f"{what}: {_describe(exc)}") from exc
 
 
-def _told(exc: OSError) -> str:
+def _describe(exc: OSError) -> str:
     return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror or str(exc)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow the order; returns only when that fails, or when what it has started has ended."""
+    """Read and execute a spec; return an exit code on failure, or when the child of ``enter`` ends."""
     descriptor = int(arguments[1])
-    order, is_open = _read(descriptor)
+    spec, is_open = _read(descriptor)
     try:
-        if not order["gate"]:
-            _release(descriptor)
-        if order["enter"] is None:
-            _take_terminal(order)
+        if not spec["gate"]:
+            _close_input(descriptor)
+        if spec["enter"] is None:
+            _take_terminal(spec)
         with _step("join a cgroup"):
-            _join(order["cgroups"])
-        if order["enter"] is not None:
-            return _enter(order, order["enter"])
+            _join(spec["cgroups"])
+        if spec["enter"] is not None:
+            return _enter(spec, spec["enter"])
         rules = []
-        if order["namespaces"]:
-            child = _be_apart(order)
+        if spec["namespaces"]:
+            child = _unshare(spec)
             if child:
                 os.write(descriptor, b"%d" % child)
                 return 0
-        elif order["places"] is not None:
+        elif spec["places"] is not None:
             with _step("open what bpm.yml shows"):
-                rules = _rules(order["places"])
-        if order["gate"]:
+                rules = _rules(spec["places"])
+        if spec["gate"]:
             if not is_open and os.read(descriptor, 1) == b"":
                 return FAILED
-            _release(descriptor)
-        _become(order, rules)
+            _close_input(descriptor)
+        _become(spec, rules)
         with _step("execute"):
-            if order["has_init"]:
-                _run_below_init(order)
-            _run(order)
+            if spec["has_init"]:
+                _run_below_init(spec)
+            _run(spec)
     except (StepError, OSError) as exc:
-        text = str(exc) if isinstance(exc, StepError) else _told(exc)
-        sys.stderr.write(f"agent-shim: cannot run {order['argv'][0]}: {text}\n")
-        if order["gate"]:
+        text = str(exc) if isinstance(exc, StepError) else _describe(exc)
+        sys.stderr.write(f"agent-shim: cannot run {spec['argv'][0]}: {text}\n")
+        if spec["gate"]:
             with contextlib.suppress(OSError):
                 os.write(descriptor, text.encode(errors="replace"))
     return FAILED
 
 
 def _read(descriptor: int) -> tuple[ExecSpec, bool]:
-    """The order, and whether the byte that opens the gate has come along."""
+    """Read the spec; True if the byte that opens the gate arrived with it."""
     text = b""
     while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
         text += chunk
@@ -205,8 +206,8 @@ def _read(descriptor: int) -> tuple[ExecSpec, bool]:
     return json.loads(line), bool(more)
 
 
-def _release(descriptor: int) -> None:
-    """The program does not get what the order came through."""
+def _close_input(descriptor: int) -> None:
+    """Close the descriptor of the spec, so that the program does not inherit it."""
     null = os.open(os.devnull, os.O_RDONLY)
     if descriptor == 0:
         os.dup2(null, 0)
@@ -221,44 +222,44 @@ def _join(groups: Iterable[str]) -> None:
             file.write("0")
 
 
-def _become(order: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
+def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
     with _step("set its limits"):
-        _set_limits(order["limits"])
-        _be_killable()
+        _set_limits(spec["limits"])
+        _reset_oom_score()
     with _step("give up capabilities"):
-        if not order["keeps_privileges"]:
-            _drop_bounding(order["capabilities"])
-        if order["capabilities"]:
+        if not spec["keeps_privileges"]:
+            _drop_bounding(spec["capabilities"])
+        if spec["capabilities"]:
             _prctl(_KEEPCAPS, 1)
-    if order["uid"] is not None and order["gid"] is not None:
-        with _step(f"become user {order['uid']}"):
+    if spec["uid"] is not None and spec["gid"] is not None:
+        with _step(f"become user {spec['uid']}"):
             os.setgroups([])
-            os.setresgid(order["gid"], order["gid"], order["gid"])
-            os.setresuid(order["uid"], order["uid"], order["uid"])
-    if not order["keeps_privileges"]:
+            os.setresgid(spec["gid"], spec["gid"], spec["gid"])
+            os.setresuid(spec["uid"], spec["uid"], spec["uid"])
+    if not spec["keeps_privileges"]:
         with _step("take its capabilities"):
-            _set_capabilities(order["capabilities"])
+            _set_capabilities(spec["capabilities"])
             _prctl(_NO_NEW_PRIVS, 1)
     with _step("enter its directory"):
-        os.chdir(order["cwd"])
-        if os.getcwd() != order["cwd"]:  # noqa: PTH109 - reached over a link, which the kernel does not remember
-            order["env"].setdefault("PWD", order["cwd"])
+        os.chdir(spec["cwd"])
+        if os.getcwd() != spec["cwd"]:  # noqa: PTH109 - entered over a link, which the kernel does not remember
+            spec["env"].setdefault("PWD", spec["cwd"])
     with _step("confine it"):
-        if order["places"] is not None and not order["namespaces"]:
-            _restrict(rules, may_signal=order["may_signal"])
-        elif order["namespaces"] and not (order["keeps_privileges"] or _SYS_ADMIN in order["capabilities"]):
+        if spec["places"] is not None and not spec["namespaces"]:
+            _restrict(rules, may_signal=spec["may_signal"])
+        elif spec["namespaces"] and not (spec["keeps_privileges"] or _SYS_ADMIN in spec["capabilities"]):
             _forbid_mounts()
 
 
-def _run(order: ExecSpec) -> NoReturn:
-    """No shell between; what Python ignores for itself the program does not."""
+def _run(spec: ExecSpec) -> NoReturn:
+    """Execute the program without a shell, with the default action for signals that Python ignores."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    os.execve(order["argv"][0], order["argv"], order["env"])
+    os.execve(spec["argv"][0], spec["argv"], spec["env"])
 
 
 def _set_limits(limits: Mapping[str, int]) -> None:
-    """One above what may be had becomes what may be had."""
+    """Clamp each limit to the hard maximum."""
     for name, value in limits.items():
         which = getattr(resource, name)
         try:
@@ -266,11 +267,11 @@ def _set_limits(limits: Mapping[str, int]) -> None:
         except (OSError, ValueError):
             hard = resource.getrlimit(which)[1]
             resource.setrlimit(which, (hard, hard))
-            sys.stderr.write(f"agent-shim: {name} is {hard}, the most that may be had, not {value}\n")
+            sys.stderr.write(f"agent-shim: {name} is {hard}, the hard limit, instead of {value}\n")
 
 
-def _be_killable(score: str = "/proc/self/oom_score_adj") -> None:
-    """The agent may be spared when memory runs out; jobs are not."""
+def _reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
+    """Reset a negative OOM score: the agent may be spared by the OOM killer, a job is not."""
     with contextlib.suppress(OSError), open(score, "r+") as file:
         if int(file.read()) < 0:
             file.write("0")
@@ -280,14 +281,14 @@ def _be_killable(score: str = "/proc/self/oom_score_adj") -> None:
 
 
 def _drop_bounding(kept: Iterable[int]) -> None:
-    """Nothing that is run later can have more; without SETPCAP the set stays, and NO_NEW_PRIVS has to do."""
+    """Drop capabilities from the bounding set. Without SETPCAP it stays, and NO_NEW_PRIVS protects alone."""
     for number in range(64):
         if number not in kept and _libc().prctl(_CAPBSET_READ, number, 0, 0, 0) == 1:
             _libc().prctl(_CAPBSET_DROP, number, 0, 0, 0)
 
 
 def _set_capabilities(wanted: Sequence[int]) -> None:
-    """Exactly these, kept over exec by the ambient set; what we do not have is an error."""
+    """Set exactly these capabilities, kept over exec by the ambient set; raises ``OSError`` for a missing one."""
     mask = sum(1 << number for number in wanted)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION, 0))
@@ -301,28 +302,28 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 # --- namespaces -----------------------------------------------------------------------------------------------------
 
 
-def _be_apart(order: ExecSpec) -> int:
-    """A child, of our parent, in new namespaces with the view as its root; 0 in the child, as fork does it."""
-    places = order["places"] or []
+def _unshare(spec: ExecSpec) -> int:
+    """Clone a sibling in new namespaces with the mounts as its root; returns like fork: 0 in the child."""
+    places = spec["places"] or []
     with _step("share a volume"):
         for place in places:
             if place["shared"]:
                 _make_shared(place["source"])
-    flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
+    flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
     with _step("make namespaces"):
         child = _checked(_libc().syscall(_CLONE3, arguments, ctypes.c_size_t(64)), "")
     if child == 0:
         with _step("mount what bpm.yml shows"):
             os.setsid()
-            _make_root(places, is_masked=not order["keeps_privileges"])
+            _make_root(places, is_masked=not spec["keeps_privileges"])
     return child
 
 
 def _make_shared(path: str) -> None:
-    """Have what is mounted below it seen by all who have it mounted.
+    """Make a mount point shared, so that mounts below it propagate to every namespace that has it.
 
-    ``path`` is opened once: the mount is made on what is held, not on what may be there by then.
+    ``path`` is opened once: the mount is made on the open directory, whatever the path names later.
     """
     held = _open(path)
     try:
@@ -331,12 +332,12 @@ def _make_shared(path: str) -> None:
             number = next(line.split()[1] for line in file if line.startswith(b"mnt_id:"))
         with open("/proc/self/mountinfo", "rb") as file:
             fields = next((fields for line in file if (fields := line.split())[0] == number), [])
-        there = os.readlink(place)  # noqa: PTH115 - pathlib would be loaded for nothing
+        there = os.readlink(place)  # noqa: PTH115 - pathlib would be loaded for this alone
         is_mounted = len(fields) > 4 and _unescaped(fields[4]) == there
         if not is_mounted:
             _mount(place, place, None, _MS_BIND | _MS_REC)
             os.close(held)
-            held = _open(path)  # what was held lies below the new mount
+            held = _open(path)  # the first descriptor is below the new mount
             place = f"/proc/self/fd/{held}"
         if not is_mounted or not any(field.startswith(b"shared:") for field in fields[6:]):
             _mount(None, place, None, _MS_SHARED | _MS_REC)
@@ -345,7 +346,7 @@ def _make_shared(path: str) -> None:
 
 
 def _unescaped(field: bytes) -> str:
-    """A path of mountinfo: blanks and the like are written as octal numbers there."""
+    """Decode a path of mountinfo, where blanks and some other characters are octal escapes."""
     head, *rest = field.split(b"\\")
     return os.fsdecode(head + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in rest))
 
@@ -354,10 +355,10 @@ def _unescaped(field: bytes) -> str:
 
 
 def _open(path: str) -> int:
-    """Hold what is at the absolute ``path``, without opening it; links that a job may have put there are refused.
+    """Hold the file at the absolute ``path`` without opening it; links that a job may have made are refused.
 
-    Step by step: a link in the place of a directory is met here, and named in the error, or is not on the way any more.
-    The rules are those of ``host.guarded``, which this program cannot import.
+    The walk goes step by step: a link that replaces a directory is either met and named in the error, or no longer on
+    the path. The rules are those of ``host.guarded``, which this program cannot import.
     """
     rest, links = _parts(path), 0
     here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -392,20 +393,20 @@ def _open(path: str) -> int:
 def _refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
     """Raise ``OSError`` for a link that a job may have made, or may have moved to this directory."""
     if link.st_uid not in _trusted():
-        raise OSError(errno.ELOOP, f"on the way there is a link, {name!a}, of user {link.st_uid}")
+        raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, of user {link.st_uid}")
     is_open = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
     if os.geteuid() == 0 and (directory.st_uid not in _trusted() or is_open):
-        raise OSError(errno.ELOOP, f"on the way there is a link, {name!a}, in a directory that others may write")
+        raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, in a directory that others may write")
 
 
 def _parts(path: str) -> list[str]:
-    """The names on the way, the last one first."""
+    """Return the names of a path in reverse order."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 @functools.cache
 def _trusted() -> frozenset[int]:
-    """Root, this user, and in a user namespace the number of all that it has no number for: no job is that."""
+    """Return root, this user and, in a user namespace, the overflow user, which no job runs as."""
     with open("/proc/self/uid_map") as file:
         is_whole = file.read().split() == ["0", "0", "4294967295"]
     if is_whole:
@@ -418,10 +419,10 @@ def _trusted() -> frozenset[int]:
 
 
 def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
-    """A root of our own with the places and what every root has; nothing else is there any more.
+    """Build and enter a root file system with only the places and the kernel's own mounts.
 
-    All that is shown is taken hold of first: while the new root is put together the old one gets covered. Where ``/``
-    is one of the places it is the root, below the others.
+    All sources are opened first: building the new root covers the old one. A place at ``/`` becomes the root itself,
+    below the others.
     """
     shown = [
         *places,
@@ -430,7 +431,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
             for each in _NODES
         ),
     ]
-    shown.sort(key=lambda place: place["path"].count("/"))  # What lies below another is mounted after it.
+    shown.sort(key=lambda place: place["path"].count("/"))  # Parents are mounted before their children.
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
     is_writable = any(place["write"] for place in places if place["path"] == "/")
     root = trees.pop("/", None)
@@ -443,11 +444,11 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     os.chdir(_NEW_ROOT)
     if root is not None:
         _mount("tmpfs", "dev", "tmpfs", *empty)
-        # Links like /bin are those of that root, and lead to what is shown as well.
+        # Links like /bin belong to that root and lead to directories in it.
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
     for path, tree in trees.items():
-        if root is None or path.startswith("/dev/"):  # all else is in that root, which is not ours to change
+        if root is None or path.startswith("/dev/"):  # a root given as a place is not modified
             _make_point(path[1:], is_directory=_is_directory(tree))
     for kind, path, flags, options in _KERNEL:
         _make_point(path[1:], is_directory=True)
@@ -455,7 +456,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
             _mount(kind, path[1:], kind, flags, options)
     for path, target in _LINKS.items():
         with contextlib.suppress(FileExistsError):
-            os.symlink(target, path[1:])  # noqa: PTH211 - pathlib would be loaded for nothing
+            os.symlink(target, path[1:])  # noqa: PTH211 - pathlib would be loaded for this alone
     os.umask(umask)
     _checked(_libc().pivot_root(b".", b"."), "pivot_root")
     _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
@@ -469,7 +470,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
 
 
 def _tree(place: BindMount, *, is_masked: bool) -> int | None:
-    """A copy of what is mounted there with what may be done to it; None where nothing is."""
+    """Clone the mount tree of a place with its mount attributes; None if its source does not exist."""
     try:
         tree = _open_tree(place["source"])
     except FileNotFoundError:
@@ -491,7 +492,7 @@ def _open_tree(path: str) -> int:
 
 
 def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0) -> None:
-    """Of a tree with all that is mounted in it, or of the one mount at ``path``."""
+    """Set attributes of a whole mount tree, or of the single mount at ``path``."""
     values = ctypes.create_string_buffer(struct.pack("4Q", attributes, 0, propagation, 0))
     flags = 0 if path else _AT_EMPTY_PATH | _AT_RECURSIVE
     found = _libc().syscall(_MOUNT_SETATTR, tree, path.encode(), flags, values, ctypes.c_size_t(32))
@@ -499,7 +500,7 @@ def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0)
 
 
 def _attach(tree: int, path: str) -> None:
-    """Mount it there: on what is held, which below a place that a job may write is not what it was a moment ago."""
+    """Mount a tree at ``path``, onto an open descriptor: a job may replace a path that it can write."""
     held = _open(path)
     flags = _MOVE_FROM_FD | _MOVE_ONTO_FD
     _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", held, b"", flags), "mount", path)
@@ -508,21 +509,21 @@ def _attach(tree: int, path: str) -> None:
 
 
 def _mask() -> None:
-    """Of the kernel's own files what no job has to see cannot be seen, and what sets it up cannot be written."""
+    """Hide sensitive kernel files; make kernel controls read-only."""
     for path in _READ_ONLY:
         with contextlib.suppress(FileNotFoundError):
             tree = _open_tree(path)
             _set_attributes(tree, "", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV | _ATTR_NOEXEC)
             _attach(tree, path)
     for path in _MASKED:
-        if os.path.isdir(path):  # noqa: PTH112 - pathlib would be loaded for nothing
+        if os.path.isdir(path):  # noqa: PTH112 - pathlib would be loaded for this alone
             _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0000,size=4k")
         elif os.path.exists(path):  # noqa: PTH110
             _attach(_open_tree(os.devnull), path)
 
 
 def _make_point(path: str, *, is_directory: bool) -> None:
-    """Something to mount on."""
+    """Create a mount point."""
     os.makedirs(path if is_directory else os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
     if not is_directory and not os.path.exists(path):  # noqa: PTH110
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
@@ -532,18 +533,18 @@ def _is_directory(tree: int) -> bool:
     return os.fstat(tree).st_mode & 0o170000 == 0o040000
 
 
-def _enter(order: ExecSpec, pid: int) -> int:
-    """Run the program beside ``pid``, which may be ours to signal; its exit code, as a shell has it."""
-    flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in order["namespaces"]))
+def _enter(spec: ExecSpec, pid: int) -> int:
+    """Run the program in the namespaces of ``pid``, and forward signals to it; return its exit code as a shell does."""
+    flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     with _step("enter its namespaces"):
         descriptor = os.pidfd_open(pid)
         _checked(_libc().setns(descriptor, flags), "setns")
         os.close(descriptor)
     child = os.fork()  # A process cannot change its own pid namespace, only that of its children.
     if child == 0:
-        _take_terminal(order)
-        _become(order)
-        _run(order)
+        _take_terminal(spec)
+        _become(spec)
+        _run(spec)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
@@ -552,21 +553,21 @@ def _enter(order: ExecSpec, pid: int) -> int:
     return _exit_code(os.waitpid(child, 0)[1])
 
 
-def _run_below_init(order: ExecSpec) -> None:
-    """Leave this place to an init; the program runs below it, as the scripts of releases count on.
+def _run_below_init(spec: ExecSpec) -> None:
+    """Run the program below an init, as scripts of releases expect; returns in the process that executes it.
 
-    It passes signals on to the program alone, reaps what is left to it, and ends as the program does; in a pid
-    namespace of its own its end is that of all others.
+    Without an executable of ``inits`` this process becomes the init: it forwards signals to the program alone, reaps
+    orphans, and exits as the program does; in a pid namespace that ends all other processes.
     """
-    program = order["argv"][0]
+    program = spec["argv"][0]
     os.stat(program)  # noqa: PTH116 - raises
     if not os.access(program, os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
     if os.getpid() != 1:
-        _prctl(_CHILD_SUBREAPER, 1)  # outlives what is executed, not what is forked
-    for init in order["inits"]:
+        _prctl(_CHILD_SUBREAPER, 1)  # survives exec, not fork
+    for init in spec["inits"]:
         if os.access(init, os.X_OK):
-            order["argv"] = [init, "--", *order["argv"]]
+            spec["argv"] = [init, "--", *spec["argv"]]
             return
     everything = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, everything)
@@ -588,11 +589,11 @@ def _run_below_init(order: ExecSpec) -> None:
                     os._exit(_exit_code(ended[1]))
 
 
-def _take_terminal(order: ExecSpec) -> None:
-    if order["terminal"] is not None:
+def _take_terminal(spec: ExecSpec) -> None:
+    if spec["terminal"] is not None:
         with _step("take the terminal"):
             os.setsid()
-            fcntl.ioctl(order["terminal"], termios.TIOCSCTTY, 0)
+            fcntl.ioctl(spec["terminal"], termios.TIOCSCTTY, 0)
 
 
 def _exit_code(status: int) -> int:
@@ -604,15 +605,15 @@ def _exit_code(status: int) -> int:
 
 
 def landlock_version() -> int:
-    """The version of Landlock that this kernel offers; 0 where there is none or a sandbox forbids it."""
+    """Return the Landlock version of this kernel; 0 without Landlock or if a sandbox forbids it."""
     version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     return max(0, version)
 
 
 def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
-    """What is held of the places, and what may be done below it. Paths that do not exist are passed over.
+    """Open the places and return a Landlock rule for each: descriptor and access rights. Skips paths that do not exist.
 
-    Names may be listed everywhere: Landlock cannot show those along the way to a place alone.
+    Directories may be listed everywhere: Landlock cannot allow only the parents of a place.
     """
     rules = [(_open("/"), _READ_DIR)]
     for place in places:
@@ -623,7 +624,7 @@ def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
 
 
 def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
-    """From here on only what these descriptors hold can be opened; they are closed."""
+    """Restrict this process to the files below these descriptors, and close them."""
     version = landlock_version()
     everything = _EVERYTHING & ~(_REFER if version < 2 else 0) & ~(_TRUNCATE if version < 3 else 0)
     fields = struct.pack("QQQ", everything, 0, 0 if version < 6 or may_signal else _SCOPE_SIGNAL)
@@ -640,7 +641,9 @@ def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
 
 
 def _forbid_mounts() -> None:
-    """Nothing under any rule can mount, in a user namespace of its own neither: so one that allows everything."""
+    """Forbid mounts, also in a new user namespace, with a Landlock rule that allows all else: Landlock always forbids
+    them.
+    """
     if landlock_version():
         _restrict([(_open("/"), _EVERYTHING)], may_signal=True)
 

@@ -292,6 +292,6 @@ def become_worker(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it went before it could be watched
         raise SystemExit(128 + signal.SIGTERM)
-    process.leave_no_core(for_good=True)
+    process.disable_core_dumps(for_good=True)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")

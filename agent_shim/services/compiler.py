@@ -166,7 +166,7 @@ class Compiler:
                 return
             for pid in strays:
                 process.send(census.processes[pid].identity, signal.SIGKILL)
-            await asyncio.sleep(process.POLL)
+            await asyncio.sleep(process.POLL_S)
 
     def _remove_sources(self) -> None:
         if self._paths.compile.is_dir():

@@ -189,7 +189,7 @@ class Programs:
                 return []
             if time.monotonic() > give_up_at:
                 return await self.sweep(name, traces, caged, grace, is_usual=True)
-            await asyncio.sleep(process.POLL)
+            await asyncio.sleep(process.POLL_S)
 
     async def sweep(
         self, name: str, traces: ProcessRecord, known: Iterable[Identity], grace: float, *, is_usual: bool = False
@@ -200,7 +200,7 @@ class Programs:
         is killed nobody is told.
         """
         cage = self.ownership.cage(name)
-        kill = process.KILL_PATIENCE / KILLS
+        kill = process.KILL_TIMEOUT_S / KILLS
         held: dict[Identity, Process] = {}
         try:
             ahead = await self._hold(name, traces, known, held)
@@ -232,11 +232,11 @@ class Programs:
         nobody knows which, has ended, or no process at all has begun: what is never seen has to begin and end. Of what
         an earlier agent has started orphans do not come to this one: there many looks have to do.
         """
-        give_up_at = time.monotonic() + process.KILL_PATIENCE / KILLS
+        give_up_at = time.monotonic() + process.KILL_TIMEOUT_S / KILLS
         while not await asyncio.to_thread(cage.is_empty):
             if await asyncio.to_thread(cage.members) or time.monotonic() > give_up_at:
                 return False
-            await asyncio.sleep(process.POLL / 4)
+            await asyncio.sleep(process.POLL_S / 4)
         if traces.is_caged or not traces.begun:
             return True
         is_counted = process.takes_orphans and traces.begun >= self._counts_since
@@ -263,7 +263,7 @@ class Programs:
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End them, as ``sweep`` does, when all jobs are stopped; what is left."""
-        for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_PATIENCE / KILLS)] * KILLS):
+        for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILLS)] * KILLS):
             found = [each for stray in await self.strays(since) if (each := process.adopt(*stray.identity))]
             if not found:
                 break
@@ -394,4 +394,4 @@ async def _all_gone(left: Collection[Process], patience: float) -> None:
     """Return when none of them lives, or after ``patience`` seconds."""
     give_up_at = time.monotonic() + patience
     while time.monotonic() < give_up_at and any(each.is_alive for each in left):  # noqa: ASYNC110 - some of many
-        await asyncio.sleep(process.POLL / 4)
+        await asyncio.sleep(process.POLL_S / 4)

@@ -297,7 +297,7 @@ async def test_the_agent_leaves_no_core(world: World) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, before)
 
-    assert (soft, hard) == (process.NO_CORE, before[1])
+    assert (soft, hard) == (process.CORE_LIMIT_BYTES, before[1])
 
 
 async def test_call_asks_what_the_director_would_ask(world: World) -> None:

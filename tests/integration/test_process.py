@@ -157,7 +157,7 @@ async def test_output_follows_no_link(env: dict[str, str], tmp_path: Path) -> No
     """Who may write the directory cannot make root write elsewhere."""
     (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(HostError, match=r"cannot run /bin/sh with .*/log: it is no regular file"):
+    with pytest.raises(HostError, match=r"cannot run /bin/sh with .*/log: it is not a regular file"):
         process.spawn(shell("echo x"), env=env, stdout=tmp_path / "log")
     assert not (tmp_path / "elsewhere").exists()
 
@@ -172,7 +172,7 @@ async def test_output_waits_for_no_pipe_and_goes_into_no_file_of_another_name(
     (tmp_path / "victim").touch()
     (tmp_path / "second").hardlink_to(tmp_path / "victim")
 
-    for name, why in (("lonely", "no regular file"), ("read", "no regular file"), ("second", "a second name")):
+    for name, why in (("lonely", "not a regular file"), ("read", "no regular file"), ("second", "a second hard link")):
         with pytest.raises(HostError, match=rf"cannot run /bin/sh with .*/{name}: .*{why}"):
             process.spawn(shell("echo x"), env=env, stdout=tmp_path / name)
     assert (tmp_path / "victim").read_bytes() == b""

@@ -16,12 +16,12 @@ NOBODY = 65534
 
 def order(**members: Any) -> sandbox_exec.ExecSpec:
     """A program that prints what the kernel knows of it."""
-    return sandbox.order(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
+    return sandbox.exec_spec(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
 
 
 async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None, dict[str, str]]:
     """Its exit code, and the lines it has printed by their names."""
-    descriptor = sandbox.write_order(wanted)
+    descriptor = sandbox.write_spec(wanted)
     out = tmp_path / "out"
     status = await process.spawn(sandbox.command(0), env={}, stdin=descriptor, stdout=out, stderr=out).wait()
     os.close(descriptor)
@@ -113,7 +113,7 @@ def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, 
     """Though the agent may be; one that goes first still does."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
-    sandbox_exec._be_killable(str(score))
+    sandbox_exec._reset_oom_score(str(score))
 
     # Of a file of the kernel each write is a value; here the second one begins where the first was read.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
@@ -154,7 +154,7 @@ async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any]
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
-    descriptor = sandbox.write_order(order(uid=NOBODY, gid=NOBODY))
+    descriptor = sandbox.write_spec(order(uid=NOBODY, gid=NOBODY))
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
     out = tmp_path / "out"
     argv = [*without, *sandbox.command(0)]

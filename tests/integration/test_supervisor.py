@@ -496,7 +496,7 @@ async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: 
     """In the words of the Go agent."""
     monkeypatch.setattr(process.Process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
-    monkeypatch.setattr(process, "KILL_PATIENCE", 0.1)
+    monkeypatch.setattr(process, "KILL_TIMEOUT_S", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
         found = await until(supervisor, "web", "running")

@@ -20,7 +20,7 @@ PYTHON = os.path.realpath(sys.executable)
 
 SETUP = """
 import shutil, signal, subprocess, uuid
-from agent_shim.host import cages, cgroups, jailer, proc, process, reaper
+from agent_shim.host import cgroups, job_cgroups, proc, process, reaper, sandbox
 from agent_shim.supervisor.supervisor import JobFile, Supervisor, Timing
 
 paths = Paths()
@@ -55,7 +55,7 @@ hook.chmod(0o755)
 # Others on this kernel have jobs of the same name: here they are counted below a cgroup of this process alone.
 groups = []
 for hierarchy in dict.fromkeys(filter(None, (cgroups.find().memory, cgroups.find().pids))):
-    top = cages.place(hierarchy)
+    top = job_cgroups.place(hierarchy)
     group = joined = top / f"test-{uuid.uuid4()}"
     group.mkdir()
     if hierarchy.version == 2:
@@ -463,7 +463,7 @@ return [event.service, event.description, info("other").pid == other, isolation.
 """
 
 WITHOUT_CGROUPS = """
-supervisor.bpm._isolation = (await jailer.isolation())._replace(memory=False, processes=False)
+supervisor.bpm._isolation = (await sandbox.isolation())._replace(memory=False, processes=False)
 """
 
 
@@ -640,8 +640,8 @@ def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
 
 
 ISOLATION = """
-from agent_shim.host import jailer
-return list(await jailer.isolation())
+from agent_shim.host import sandbox
+return list(await sandbox.isolation())
 """
 
 
@@ -655,15 +655,15 @@ def test_level_is_what_the_container_allows(inside: Inside) -> None:
 INIT = """
 def running(pid):
     return [found for each in proc.descent(proc.children(proc.table()), [pid]) if (found := proc.stat(each))]
-places = [jailer.place(each, run=True) for each in jailer.SYSTEM]
+places = [sandbox.place(each, run=True) for each in sandbox.SYSTEM]
 script = "trap 'exit 7' TERM; (sh -c 'exit 0' & sh -c 'sleep 0.1' &) ; echo up; while :; do sleep 0.05; done"
-members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(jailer.APART), inits=INITS)
+members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(sandbox.NAMESPACES), inits=INITS)
 members["has_init"] = True
 codes = []
 for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
     out = paths.base / f"data/out{number}"
-    order = jailer.order(["/bin/sh", "-c", script], **members)
-    async with jailer.prepared(order, env={}, stdout=out, stderr=out) as one:
+    order = sandbox.exec_spec(["/bin/sh", "-c", script], **members)
+    async with sandbox.prepared(order, env={}, stdout=out, stderr=out) as one:
         pass
     await eventually(lambda: "up" in out.read_text())
     init = proc.command_line(one.pid).split(" ")[0]

@@ -55,7 +55,7 @@ def test_directory_exchanged_with_a_link_shows_no_other_files(inside: Inside, le
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
     assert said == ["done"]
-    told = "on the way there is a link, 'tmp', of user 1000"
+    told = "the path contains a link, 'tmp', of user 1000"
     assert all(told in line for line in errors.splitlines() if line)
     assert all("tmp" in each for each in refused), refused
 
@@ -93,7 +93,7 @@ def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, m
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
 
     assert said == ""
-    assert f"{volume}: on the way there is a link, 'volume', of user 1000" in reason
+    assert f"{volume}: the path contains a link, 'volume', of user 1000" in reason
     assert is_unchanged
 
 
@@ -103,7 +103,7 @@ def test_link_of_root_that_a_job_may_have_moved_is_refused(inside: Inside, level
     said, reason, _ = run(inside, level, planted("/var/vcap/data/shown/volume", 0))
 
     assert said == ""
-    assert "on the way there is a link, 'volume', in a directory that others may write" in reason
+    assert "the path contains a link, 'volume', in a directory that others may write" in reason
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -167,14 +167,14 @@ RAW: Mapping[str, Raw] = {
         "in the process that becomes the job: what it may open is opened once, and mounted by descriptor",
         frozenset(
             {
-                "_be_killable",
+                "_reset_oom_score",
                 "_enter",
                 "_join",
                 "_make_point",
                 "_make_shared",
                 "_mask",
                 "_open",
-                "_release",
+                "_close_input",
                 "_run_below_init",
                 "_trusted",
             }
@@ -195,7 +195,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "host.process": Raw(
         "the files of cgroups, and whether a program that could not be run is there",
-        frozenset({"_Becoming.__init__", "_cannot_run"}),
+        frozenset({"_ChildSetup.__init__", "_cannot_run"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "host.copytruncate": Raw(

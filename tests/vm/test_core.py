@@ -17,7 +17,7 @@ import os, resource, sys
 from agent_shim.host import process
 resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 if sys.argv[1] == "guarded":
-    process.leave_no_core()
+    process.disable_core_dumps()
 os.abort()
 """
 

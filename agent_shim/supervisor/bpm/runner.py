@@ -370,7 +370,7 @@ class Bpm:
         is_apart = isolation.level == 1
         has_view = is_apart or (isolation.level == 2 and not wanted.unsafe.privileged)
         left_out = {"pid"} if wanted.unsafe.host_pid_namespace else set[str]()
-        return sandbox.order(
+        return sandbox.exec_spec(
             [wanted.executable, *wanted.args],
             env=self._env(job, wanted),
             cwd=wanted.workdir or str(self._paths.jobs / job),
@@ -381,7 +381,7 @@ class Bpm:
             limits=limits,
             cgroups=self._make_cage(job, wanted, isolation),
             places=self._places(job, wanted, is_apart=is_apart) if has_view else None,
-            namespaces=[each for each in sandbox.APART if each not in left_out] if is_apart else [],
+            namespaces=[each for each in sandbox.NAMESPACES if each not in left_out] if is_apart else [],
             has_init=True,
             may_signal=wanted.unsafe.host_pid_namespace,
         )
@@ -603,7 +603,7 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
         for sig, patience in (
             (first, ASK_PATIENCE),
             (signal.SIGQUIT, QUIT_PATIENCE),
-            (signal.SIGKILL, process.KILL_PATIENCE),
+            (signal.SIGKILL, process.KILL_TIMEOUT_S),
         ):
             running.send(sig)
             left = patience if sig is signal.SIGKILL else max(0.0, min(patience, by - time.monotonic()))

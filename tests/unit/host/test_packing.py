@@ -316,7 +316,7 @@ def test_what_vanishes_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     data = logs(tmp_path)
 
     assert list(entries(data)) == ["./a", "./c", "./remarks"]
-    assert content(data, "./remarks") == b"./b: it was gone before it was read\n"
+    assert content(data, "./remarks") == b"./b: it vanished before it was read\n"
 
 
 def test_a_rotated_log_is_found_under_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_a_rotated_log_is_found_under_its_new_name(tmp_path: Path, monkeypatch: 
         "./b.log.2": b"b.log.1",
         "./b.log.1.gz": b"b.log",
     }
-    assert content(data, "./remarks") == b"./b.log.1: it was gone before it was read\n"
+    assert content(data, "./remarks") == b"./b.log.1: it vanished before it was read\n"
 
 
 def test_a_log_renamed_after_it_was_read_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +401,7 @@ def test_growth_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     data = logs(tmp_path)
 
     assert content(data, "./a") == b"x" * 600
-    assert content(data, "./remarks") == b"./a: the last 25 bytes were written while it was read and are not here\n"
+    assert content(data, "./remarks") == b"./a: the last 25 bytes were written during the read and are not packed\n"
 
 
 def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert content(data, "./a") == b"x" * 5 + bytes(595)
     assert content(data, "./remarks") == (
-        b"./a: zeros stand for what follows the first 5 of 600 bytes: it was cut while it was read\n"
+        b"./a: zeros replace everything after the first 5 of 600 bytes: it was truncated during the read\n"
     )
 
 
@@ -432,7 +432,7 @@ def test_a_disk_that_fails_costs_one_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert content(data, "./b") == b"b"
     assert content(data, "./remarks") == (
-        b"./a: zeros stand for what follows the first 0 of 1 bytes: Input/output error\n"
+        b"./a: zeros replace everything after the first 0 of 1 bytes: Input/output error\n"
     )
     with pytest.raises(HostError, match=r"^cannot pack \./a: Input/output error$"):
         packed(Tree(str(tmp_path)))
@@ -454,7 +454,7 @@ def test_what_may_not_be_read_is_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
     assert list(entries(data)) == ["./a", "./remarks"]
     assert content(data, "./remarks").decode().splitlines() == [
-        f"{name}: it cannot be read: Permission denied" for name in ("./c", "./closed", "shut")
+        f"{name}: cannot read it: Permission denied" for name in ("./c", "./closed", "shut")
     ]
 
 
@@ -547,7 +547,7 @@ def test_a_job_with_too_many_files_keeps_no_other_out(tmp_path: Path, monkeypatc
     names = list(entries(data))
     assert "./good/x.log" in names
     assert len([name for name in names if "evil" in name]) == 9
-    assert content(data, "./remarks") == b"./evil/deep: the rest of it is left out: there are more than 10 files\n"
+    assert content(data, "./remarks") == b"./evil/deep: the rest of it is left out: it has more than 10 files\n"
 
 
 def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,7 +555,7 @@ def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
     make(tmp_path, ["a.log"])
 
-    assert content(logs(tmp_path), "./remarks") == b".: what is missing was left out: packing has taken 0 seconds\n"
+    assert content(logs(tmp_path), "./remarks") == b".: the archive is incomplete: packing took longer than 0 seconds\n"
 
 
 def test_names_forge_no_line_of_the_remarks(tmp_path: Path) -> None:
@@ -575,14 +575,14 @@ def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
     signal.signal(signal.SIGIO, before)
 
     assert list(entries(data)) == ["./b.log", "./remarks"]
-    assert content(data, "./remarks") == b"./a.log: it cannot be read: Resource temporarily unavailable\n"
+    assert content(data, "./remarks") == b"./a.log: cannot read it: Resource temporarily unavailable\n"
 
 
 @pytest.mark.parametrize(
     ("patterns", "why"),
     [
-        (["{a,b}" * 30], "with their braces they are more than 1000"),
-        (["{" + "," * 3000 + "}"], "with their braces they are more than 1000"),
+        (["{a,b}" * 30], "their braces expand to more than 1000"),
+        (["{" + "," * 3000 + "}"], "their braces expand to more than 1000"),
         (["a"] * 1001, "more than 1000"),
         (["{a}" * 100], "more than 4096 characters or 50 braces"),
         (["a" * 5000], "more than 4096 characters or 50 braces"),

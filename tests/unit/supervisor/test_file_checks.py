@@ -149,7 +149,7 @@ def test_filesystem_in_percent_and_in_bytes(path: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path, test: Test) -> None:
     """Whatever is asked of it."""
     os.mkfifo(tmp_path / "file")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         fails(tmp_path / "file", test)
 
 
