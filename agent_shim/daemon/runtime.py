@@ -148,7 +148,7 @@ class Runtime:
             _no_firewall(paths, is_wanted=shim.firewall),
         )
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
-        self._alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
+        self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
 
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
         """The first address chooses: the bosh CLI calls over HTTPS, a Director over NATS (mbus/handler_provider.go)."""
@@ -221,7 +221,7 @@ class Runtime:
         roots: dict[str, Callable[[], Awaitable[None]]] = {
             "bus": self.bus.run,
             "heartbeat": self.heartbeat.run,
-            "alerts": self._alerts.run,
+            "alerts": self.alerts.run,
             "tasks": lambda: agent.tasks.run(dispatcher.failure),
             "settings": lambda: agent.settings.watch(self._settings_changed),
             "coming back": come_back,
@@ -323,7 +323,7 @@ class Runtime:
     def _connected(self) -> None:
         self.heartbeat.beat_now()
         self.firewall.look_again()
-        self._alerts.flush()
+        self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
         await state.record_health(self.agent)
@@ -388,7 +388,7 @@ class Runtime:
         # What apply filled in for dynamic networks, of which the settings know no address.
         stored = [network for network in agent.spec.current.networks.values() if isinstance(network, dict)]
         ips |= {str(network["ip"]) for network in stored if network.get("ip")}
-        self._alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
+        self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
 
 
 def assemble(

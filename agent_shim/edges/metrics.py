@@ -94,6 +94,10 @@ class BusReading:
     sent_bytes: int = 0
     rejected: int = 0
     heartbeat_age: float | None = None
+    attempts: int = 0
+    """Connections tried, successful ones included."""
+    unserved: Mapping[str, int] = field(default_factory=dict)
+    """Messages by the reason why they were not served, one of ``UNSERVED``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ class Readings:
     blobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """How many were transferred, by direction and outcome."""
     blob_bytes: Mapping[str, int] = field(default_factory=dict)
+    alerts: Mapping[str, int] = field(default_factory=dict)
+    """Alerts by outcome, one of ``ALERT_OUTCOMES``."""
 
 
 class Histogram:
@@ -264,6 +270,8 @@ class Metrics:
         )
         sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
         yield _counter("blob_bytes", "Bytes of the blobs that were transferred whole.", sizes, "direction")
+        outcomes = [((outcome,), readings.alerts.get(outcome, 0)) for outcome in ALERT_OUTCOMES]
+        yield _counter("alerts", "Alerts for the Health Monitor.", outcomes, "outcome")
         yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
         durations = HistogramMetricFamily(
             "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]
@@ -287,12 +295,19 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
     sizes = [(("in",), bus.received_bytes), (("out",), bus.sent_bytes)]
     yield _counter("bus_bytes", "Bytes of messages over the bus.", sizes, "direction")
     yield _counter("bus_rejected", "Messages dropped because they were no requests.", _one(bus.rejected))
+    yield _counter("bus_attempts", "Connections to the bus that were tried.", _one(bus.attempts))
+    unserved = [((reason,), bus.unserved.get(reason, 0)) for reason in UNSERVED]
+    yield _counter("bus_unserved", "Requests and replies dropped, by reason.", unserved, "reason")
     yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat went out.", _one(bus.heartbeat_age))
 
 
 _DIRECTIONS: Final = ("get", "put", "upload", "download")
 """Of blobs: with the blobstore, and, over HTTPS, with a client."""
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
+UNSERVED: Final = ("duplicate", "flood", "failure", "no_reply", "denied")
+"""A copy of a request; too many at once; a bug in its handling; a reply that could not be sent; no permission."""
+ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
+"""On the bus; pushed out by newer ones without a link; a repetition of another."""
 STATES: Final = ("running", "starting", "failing", "unknown")
 """Of a process, as the Director is told."""
 

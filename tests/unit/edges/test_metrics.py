@@ -18,7 +18,7 @@ from agent_shim.services.vitals import Figures
 DISK = os.statvfs_result((4096, 4096, 1000, 600, 500, 200, 150, 150, 0, 255))
 
 FULL = Readings(
-    bus=BusReading(True, 2, 30, 4000, 25, 9000, 1, 12.5),
+    bus=BusReading(True, 2, 30, 4000, 25, 9000, 1, 12.5, 4, {"flood": 6}),
     figures=Figures(
         memory={"host": Memory(1 << 34, 1 << 33, 1 << 20, 0), "container": Memory(1 << 30, 1 << 20, 0, 0)},
         cpu={"host": CpuTimes(100.0, 50.0, 7.0, 1000.0), "container": CpuTimes(3.0, 2.0, 0.0, 0.0)},
@@ -38,6 +38,7 @@ FULL = Readings(
     disk=DiskReading(True, True, 0.25),
     blobs={("get", "done"): 5},
     blob_bytes={"get": 1000},
+    alerts={"sent": 3, "collapsed": 8},
 )
 
 
@@ -71,6 +72,12 @@ def test_what_is_read_is_shown() -> None:
     assert found['agent_shim_bus_messages_total{direction="in"}'] == 30
     assert found['agent_shim_bus_bytes_total{direction="out"}'] == 9000
     assert found["agent_shim_bus_rejected_total"] == 1
+    assert found["agent_shim_bus_attempts_total"] == 4
+    assert found['agent_shim_bus_unserved_total{reason="flood"}'] == 6
+    assert found['agent_shim_bus_unserved_total{reason="denied"}'] == 0
+    assert found['agent_shim_alerts_total{outcome="sent"}'] == 3
+    assert found['agent_shim_alerts_total{outcome="collapsed"}'] == 8
+    assert found['agent_shim_alerts_total{outcome="dropped"}'] == 0
     assert found["agent_shim_heartbeat_age_seconds"] == 12.5
     assert found['agent_shim_stemcell_info{os="ubuntu-noble",version="1.204"}'] == 1
     assert found['agent_shim_memory_used_bytes{scope="container"}'] == 1 << 20
