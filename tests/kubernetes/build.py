@@ -53,7 +53,7 @@ def cached(cache: Path) -> Path:
         apt = _Apt(Path(scratch))
         source = apt.source("kubernetes")
         compiler = _run(["go", "version"]).strip()
-        # What makes the programs, and nothing else of this file: imports change, and a build takes half an hour.
+        # The recipe alone: a changed import must not cost a build, which takes half an hour.
         recipe = f"{inspect.getsource(_build)} {PROGRAMS} {TAGS}"
         parts = {"source": f"{source.version} {source.digest}", "compiler": compiler, "recipe": recipe}
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

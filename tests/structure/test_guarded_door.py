@@ -231,7 +231,7 @@ RAW: Mapping[str, Raw] = {
         OWN, frozenset({"SettingsStore._read_source", "SettingsStore._read_update", "_read_mbus", "_same"})
     ),
     "services.spec_store": Raw(OWN, frozenset({"SpecStore.load"})),
-    "services.sshd": Raw(OWN, frozenset({"Sshd._log_size", "Sshd._start", "Sshd.host_key"})),
+    "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size", "Sshd._start", "Sshd.host_key"})),
     "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version", "instance"})),
     "supervisor.bpm.runner": Raw(
         "bpm.yml is in a bundle; volumes are looked for, and opened by the jail",

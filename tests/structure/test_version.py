@@ -15,7 +15,7 @@ READERS = {"agent_shim/__init__.py", "cpi_release/release.py", "stemcell_overlay
 
 BY_HAND = {
     "Dockerfile": r"STEMCELL_VERSION:-([^}]+)}",  # a label takes no output of a program
-    "CHANGELOG.md": r"(?<=## Unreleased\n\n## )(\S+)",
+    "CHANGELOG.md": r"(?s)## Unreleased\n.*?\n## (\S+).*\Z",
     "docs/cpi.md": r"(?:kubernetes-cpi|bosh-stemcell)-(\d+\.\d+\.\d+)",
     "docs/kubernetes.md": r"agent-shim (\d+\.\d+\.\d+)",
 }
