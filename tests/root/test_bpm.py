@@ -657,8 +657,8 @@ def running(pid):
     return [found for each in proc.descent(proc.children(proc.table()), [pid]) if (found := proc.stat(each))]
 places = [sandbox.place(each, run=True) for each in sandbox.SYSTEM]
 script = "trap 'exit 7' TERM; (sh -c 'exit 0' & sh -c 'sleep 0.1' &) ; echo up; while :; do sleep 0.05; done"
-members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(sandbox.NAMESPACES), inits=INITS)
-members["has_init"] = True
+members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(sandbox.NAMESPACES))
+members |= {"has_init": True, "inits": INITS}
 codes = []
 for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
     out = paths.base / f"data/out{number}"
