@@ -271,6 +271,18 @@ async def test_a4_nothing_waits_for_a_bundle_and_bundles_wait_for_each_other(
     assert most == 1
 
 
+async def test_remove_file_removes_a_file_among_the_temporary_ones(world: World) -> None:
+    """A link there goes itself; what it leads to stays."""
+    left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
+    left.write_text("x")
+    target.write_text("x")
+    link.symlink_to(target)
+
+    for path in (left, link, left):
+        assert await world.value("remove_file", str(path)) == str(path)
+    assert [path.name for path in (left, link, target) if os.path.lexists(path)] == ["target"]
+
+
 async def test_remove_file_removes_nothing_else(world: World) -> None:
     """The Go agent removes whatever it is told, as root, with all that is below."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
@@ -291,7 +303,10 @@ async def test_remove_file_removes_nothing_else(world: World) -> None:
         ".",
     ):
         error = await world.error("remove_file", path)
-        assert error == f"Action Failed remove_file: cannot remove {path}: it is no archive that bundle_logs has left"
+        assert error == (
+            f"Action Failed remove_file: cannot remove {path}: "
+            f"it is neither an archive that bundle_logs has left nor a file in {world.paths.tmp}"
+        )
 
     assert outside.exists()
     assert inside.exists()

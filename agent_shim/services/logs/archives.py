@@ -8,6 +8,7 @@ followed, and what changed or vanished meanwhile is listed in the archive instea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -93,14 +94,23 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive that ``bundle`` has left. What is not there need not be removed, wherever it would be."""
-        if self._is_bundle(Path(path)):
-            try:
+        """Remove an archive that ``bundle`` has left, or a file in the directory for temporary ones, if it is there.
+
+        A link goes itself: what it leads to stays.
+        """
+        try:
+            if self._is_bundle(Path(path)):
                 await asyncio.to_thread(files.remove_tree, Path(path))
-            except OSError as exc:
-                raise ActionError(str(exc)) from exc
-        elif await asyncio.to_thread(os.path.lexists, path):
-            raise ActionError(f"cannot remove {path}: it is no archive that bundle_logs has left")
+                return
+            if Path(path).parent == self._paths.tmp:
+                with contextlib.suppress(IsADirectoryError):
+                    await asyncio.to_thread(Path(path).unlink, missing_ok=True)
+                    return
+        except OSError as exc:
+            raise ActionError(str(exc)) from exc
+        if await asyncio.to_thread(os.path.lexists, path):
+            what = f"neither an archive that bundle_logs has left nor a file in {self._paths.tmp}"
+            raise ActionError(f"cannot remove {path}: it is {what}")
 
     async def tidy(self) -> None:
         """Remove half an archive, and whole ones that have been waiting for long."""
