@@ -29,7 +29,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
-DEFAULT_PATHS: Final = ("supervisor", "host", "disks", "bus", "dispatch.py")
+DEFAULT_PATHS: Final = ("supervisor", "host", "services/disks", "edges/bus", "actions/dispatch.py")
 MAX_TESTS: Final = 40
 """Tests that run against one mutant, the fastest of those that reach its line."""
 TIMEOUT_S: Final = 120.0

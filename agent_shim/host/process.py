@@ -22,6 +22,7 @@ import resource
 import select
 import signal
 import subprocess
+import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from typing import Final, NamedTuple
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, files, guarded, loop_guard, proc
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -133,23 +135,27 @@ class Process:
         """Send its process group a signal; only the process itself if it does not lead one."""
         if not self._leads:
             self.send(sig)
-        elif self.is_alive or (not self._is_over and _is_child(self.pid)):
-            # Alive, or dead and not reaped: the pid cannot belong to another group.
+        elif self._holds_pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, sig)
         else:
             for member in self._members():
                 send(member.identity, sig)
 
+    @property
+    def _holds_pid(self) -> bool:
+        """True while it is alive, or dead and not reaped: the pid cannot belong to another group."""
+        return self.is_alive or (not self._is_over and _is_child(self.pid))
+
     async def terminate(self, grace: float) -> int | None:
         """Send the group TERM, after ``grace`` seconds or on cancellation KILL; return the status once it is gone."""
-        self.send_group(signal.SIGTERM)
+        await self._signal_group(signal.SIGTERM)
         # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
         gone = asyncio.ensure_future(self._group_ended())
         try:
             await asyncio.wait({gone}, timeout=grace)
             if not gone.done():
-                self.send_group(signal.SIGKILL)
+                await self._signal_group(signal.SIGKILL)
                 await asyncio.wait({gone}, timeout=KILL_TIMEOUT_S)
         except asyncio.CancelledError:
             self.send_group(signal.SIGKILL)
@@ -170,9 +176,26 @@ class Process:
 
     async def _group_ended(self) -> int | None:
         await self.wait()
-        while self._leads and _group_exists(self.pid) and self._members():  # noqa: ASYNC110 - no descriptor reports it
-            await asyncio.sleep(POLL_S)
+        while self._leads and _group_exists(self.pid):
+            begun_at = time.monotonic()
+            if not await self._members_aside():
+                break
+            await asyncio.sleep(max(POLL_S, time.monotonic() - begun_at))
         return self._status
+
+    async def _signal_group(self, sig: int) -> None:
+        """As ``send_group``, with no look at all processes on the event loop: a job can make thousands."""
+        if self._leads and not self._holds_pid:
+            for member in await self._members_aside():
+                send(member.identity, sig)
+        else:
+            self.send_group(sig)
+
+    async def _members_aside(self) -> list[proc.Stat]:
+        try:
+            return await run_in_daemon_thread(self._members, f"group of {self.pid}")
+        except OSError:  # no further thread
+            return self._members()
 
     def _members(self) -> list[proc.Stat]:
         """Living members of the group that it led. Once that group is empty, the pid may name another group.

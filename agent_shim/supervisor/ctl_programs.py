@@ -12,10 +12,10 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import (
@@ -45,6 +45,10 @@ from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+PORTION: Final = 50
+"""Processes that are held, signalled or released in one turn of the event loop."""
 SPAWNS_AT_ONCE: Final = 3
 """Each holds the event loop for some milliseconds."""
 KILLS: Final = 3
@@ -213,7 +217,7 @@ class Programs:
                         self.killed.add(name)
                     self._hunted.add(name)
                     await asyncio.to_thread(cage.kill)
-                for each in ahead:
+                async for each in _in_turns(ahead):
                     each.send(sig)
                 await _all_gone(ahead, patience)
                 ahead = await self._hold(name, traces, (), held)
@@ -222,8 +226,7 @@ class Programs:
             return [left(each.identity) for each in ahead] or [Left(0, 0, "processes that end before they are seen")]
         finally:
             self._hunted.discard(name)
-            for each in held.values():
-                each.release()
+            _release(list(held.values()))
 
     async def _is_over(self, name: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> bool:
         """Whether nothing is left of a service of which the last look has found nothing.
@@ -264,16 +267,16 @@ class Programs:
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End them, as ``sweep`` does, when all jobs are stopped; what is left."""
         for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILLS)] * KILLS):
-            found = [each for stray in await self.strays(since) if (each := process.adopt(*stray.identity))]
+            strays = await self.strays(since)
+            found = [each async for stray in _in_turns(strays) if (each := process.adopt(*stray.identity))]
             if not found:
                 break
             logger.warning("%s to what jobs have left: %s", sig.name, ", ".join(str(each.pid) for each in found))
             self._hunted |= {Unproven.ORPHAN} if sig is signal.SIGKILL else set()
-            for each in found:
+            async for each in _in_turns(found):
                 each.send(sig)
             await _all_gone(found, patience)
-            for each in found:
-                each.release()
+            _release(found)
         self._hunted.discard(Unproven.ORPHAN)
         return await self.strays(since)
 
@@ -284,12 +287,15 @@ class Programs:
 
         ``held`` is what is held already, and more afterwards.
         """
-        sure = [*known, *_living(held)]  # what is held only now has to be found once more for its own reasons
+        living = [each async for each in _in_turns(list(held)) if held[each].is_alive]
+        sure = [*known, *living]  # what is held only now has to be found once more for its own reasons
         found = await self.members(name, traces, sure)
         if new := [each for each in found if each not in held]:
-            held.update((each, holder) for each in new if (holder := process.adopt(*each)))
+            async for each in _in_turns(new):
+                if holder := process.adopt(*each):
+                    held[each] = holder
             found = await self.members(name, traces, sure)
-        return [held[each] for each in found if each in held and held[each].is_alive]
+        return [held[each] async for each in _in_turns(found) if each in held and held[each].is_alive]
 
     async def _look(self) -> Look:
         """All processes as they are after this call; those who ask at the same time share one pass."""
@@ -340,6 +346,22 @@ class Programs:
         return self._output / f"{name.replace('/', '_')}.log"
 
 
+async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """``items``, with a turn of the event loop between portions: a job may have thousands of processes."""
+    for number, each in enumerate(items, 1):
+        yield each
+        if number % PORTION == 0:
+            await asyncio.sleep(0)
+
+
+def _release(processes: list[Process]) -> None:
+    """Release them in portions."""
+    for each in processes[:PORTION]:
+        each.release()
+    if rest := processes[PORTION:]:
+        asyncio.get_running_loop().call_soon(_release, rest)
+
+
 async def last_line(whose: str, path: Path, root: Path) -> str:
     """The last line of a file below ``root`` that tells something; "" if it cannot be read.
 
@@ -384,10 +406,6 @@ class TokenBucket:
             except asyncio.CancelledError:
                 self._left += 1  # for who comes next
                 raise
-
-
-def _living(held: Mapping[Identity, Process]) -> list[Identity]:
-    return [each for each, holder in held.items() if holder.is_alive]
 
 
 async def _all_gone(left: Collection[Process], patience: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -15,6 +18,12 @@ from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP
 
+logger = logging.getLogger(__name__)
+
+MANY: Final = 1000
+"""Processes that are read on the event loop; a job can make tens of thousands, which take a thread."""
+FRESH: Final = 2.0
+"""Seconds for which such a look is kept."""
 MIN_SAMPLE: Final = 1.0
 """Seconds between two readings of processor time; closer ones would say little."""
 PROCESSORS: Final = os.cpu_count() or 1
@@ -80,6 +89,16 @@ class _Sample(NamedTuple):
     share: float
 
 
+class _Look(NamedTuple):
+    """Processes by number, and the numbers of the children of each that has any."""
+
+    processes: MutableMapping[int, proc.Stat]
+    children: Mapping[int, list[int]]
+
+
+_NO_LOOK: Final = _Look({}, {})
+
+
 class _Own(NamedTuple):
     """What ``ServiceInfo`` tells of the process alone."""
 
@@ -96,8 +115,44 @@ class _Own(NamedTuple):
 _NOTHING: Final = _Own()
 
 
+class _Processes:
+    """All processes and their children, read at once where they are few.
+
+    Where they are many, the last look of a thread, with the leaders of the jobs as they are now: no caller waits, and
+    figures of descendants are some seconds old.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Look = _NO_LOOK
+        self._read_at = float("-inf")
+        self._reader: threading.Thread | None = None
+
+    def now(self, leaders: Iterable[int]) -> _Look:
+        """Return the processes; ``leaders`` are among them in any case, if they live."""
+        few = proc.table_of_few(MANY)
+        if few is not None:
+            self._last, self._read_at = _NO_LOOK, float("-inf")
+            return _Look(few, proc.children(few))
+        self._read_apart()
+        present = {pid: stat for pid in leaders if (stat := proc.stat(pid)) is not None}
+        return _Look(ChainMap(present, self._last.processes), self._last.children)
+
+    def _read_apart(self) -> None:
+        if time.monotonic() - self._read_at < FRESH or (self._reader is not None and self._reader.is_alive()):
+            return
+        try:
+            self._reader = threading.Thread(target=self._read, name="many processes", daemon=True)
+            self._reader.start()
+        except RuntimeError as exc:
+            logger.warning("cannot read %d and more processes: %s", MANY, exc)
+
+    def _read(self) -> None:
+        found = proc.table()
+        self._last, self._read_at = _Look(found, proc.children(found)), time.monotonic()
+
+
 class ProcessStats:
-    """Reads ``/proc`` once for each question; ``memory_total`` tells the bytes that percentages are of.
+    """Reads ``/proc`` for each question; ``memory_total`` tells the bytes that percentages are of.
 
     Without it those of the container are.
     """
@@ -105,11 +160,12 @@ class ProcessStats:
     def __init__(self, memory_total: Callable[[], int] | None = None) -> None:
         self.memory_total = memory_total or _ContainerMemory()
         self._samples: dict[str, _Sample] = {}
+        self._processes = _Processes()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
         """How each of them is now; numbers are 0 where monit shows none: not monitored, or without a process."""
-        processes = proc.table()
-        children = proc.children(processes)
+        services = list(services)
+        processes, children = self._processes.now(each.process.pid for each in services if each.process is not None)
         total_kb = max(1, self.memory_total() // 1024)
         found = []
         for service in services:

@@ -49,6 +49,25 @@ check process liar
 NAMES_ANOTHER = """#!/bin/sh
 cat /var/vcap/data/victim >/var/vcap/sys/run/liar/liar.pid
 """
+MANY: Final = {
+    "monit": """
+check process many
+  with pidfile /var/vcap/sys/run/many/many.pid
+  start program "/var/vcap/jobs/many/bin/ctl start"
+  stop program "/var/vcap/jobs/many/bin/ctl stop" with timeout 5 seconds
+  group vcap
+""",
+    "bin/ctl": f"""#!/bin/sh
+pidfile=/var/vcap/sys/run/many/many.pid
+case $1 in
+start)
+  setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 &
+  echo $! >$pidfile ;;
+stop) kill $(cat $pidfile) ;;
+esac
+""",
+}
+"""Six thousand processes; those that a stop program overlooks are left."""
 BPM: Final = {
     "monit": """
 check process caged
@@ -253,3 +272,23 @@ async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:
 
     assert "settings.json" in seen_by_root
     assert [path for path in seen_by_job if path.startswith(("/var/vcap", "/tmp"))] == []
+
+
+async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
+    """A look at all processes takes a tenth of a second then: for figures, for the end of a group, for a stop.
+
+    Callbacks may sleep: where thousands of processes end, the kernel keeps its lock of the process table.
+    """
+    await pod.start()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"many": MANY}))
+    await pod.run("start")
+    await pod.until("running")
+    pod.machine.run("until test $(pgrep -c -u vcap perl) -gt 6000; do sleep 0.1; done")
+
+    assert "many" in pod.machine.run(f"{sys.executable} -m agent_shim.cli status")
+    for _ in range(3):
+        assert (await pod.run("get_state", "full"))["job_state"] == "running"
+    await pod.run("stop")
+
+    assert pod.machine.run("pgrep -c -u vcap perl || true") == "0\n"
+    assert re.findall("the event loop was held: a callback computed.*", pod.log) == []

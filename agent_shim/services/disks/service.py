@@ -236,7 +236,7 @@ class Disks:
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
         """Whether any ended: then it is worth another look."""
-        of_jobs, ended = self._of_jobs(), False
+        of_jobs, ended = await asyncio.to_thread(self._of_jobs), False
         for holder in holders:
             if holder.pid in of_jobs and (leftover := process.adopt(holder.pid, holder.start_ticks)):
                 logger.warning("ending a process of a job: %s", holder)
