@@ -1,14 +1,13 @@
 """Habits of language that the prose of this project does without: found in code and docs, counted per file.
 
 ``python -m tests.structure.language`` lists the files with the most of them; with file names, every place; with
-``--write``, lowers the figures in ``tests/data/language.json`` to what is left.
+``--write``, lowers the figures in ``tests/data/language.txt`` to what is left.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 import sys
 import tokenize
@@ -19,12 +18,19 @@ from typing import Final
 
 from tests.structure.source import ROOT, texts
 
-BASELINE: Final = ROOT / "tests/data/language.json"
+BASELINE: Final = ROOT / "tests/data/language.txt"
 
 SHIPPED: Final = ("agent_shim/", "kubernetes_cpi/", "cpi_release/", "stemcell_overlay/")
 """Directories whose strings are read by people: log lines, errors, help texts. Strings of tests are data."""
 
-PASSED_OVER: Final = ("tests/data/", "tests/structure/language.py", "tests/structure/test_language.py", "LICENSE")
+PASSED_OVER: Final = (
+    "tests/data/",
+    "docs/commands.md",
+    "tests/structure/language.py",
+    "tests/structure/test_language.py",
+    "LICENSE",
+)
+"""Data, a page generated from help texts, the examples of this test, and words of others."""
 
 HASH_COMMENTS: Final = frozenset({"", ".sh", ".toml", ".yml", ".yaml", ".service", ".cfg", ".ini", ".conf"})
 """Suffixes of files whose comments begin with ``#``."""
@@ -206,8 +212,11 @@ def counted() -> dict[str, list[Finding]]:
 
 
 def allowed() -> dict[str, int]:
-    """How many each file may still have."""
-    known: dict[str, int] = json.loads(BASELINE.read_text())
+    """How many each file may still have. A merge may leave two lines for a file: the lower figure counts."""
+    known: dict[str, int] = {}
+    for line in BASELINE.read_text().splitlines():
+        name, _, count = line.rpartition(" ")
+        known[name] = min(int(count), known.get(name, int(count)))
     return known
 
 
@@ -239,7 +248,7 @@ def main(argv: list[str]) -> int:
         if over := excess({name: len(places) for name, places in found.items()}, known, there):
             print(f"cannot write: these have more than before: {over}", file=sys.stderr)
             return 1
-        BASELINE.write_text(json.dumps({name: len(found[name]) for name in sorted(found)}, indent=0) + "\n")
+        BASELINE.write_text("".join(f"{name} {len(found[name])}\n" for name in sorted(found)))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from agent_shim.supervisor import state
 from tests.structure.source import FLOORS, PACKAGE, Module, modules
+from tests.support import commands_page
 
 PAGES: Final = Path(__file__).parents[2] / "docs"
 
@@ -49,6 +50,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{state.mermaid()}```\n",
     ("architecture.md", "modules"): module_tables,
+    ("commands.md", "commands"): commands_page.tables,
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

@@ -1,0 +1,62 @@
+"""Tables of docs/operations.md that repeat the code: keys of the configuration with their defaults, and exit codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from agent_shim.core import errors
+from agent_shim.core.settings import ShimOptions
+from tests.structure.source import ROOT
+
+PAGE = (ROOT / "docs/operations.md").read_text()
+
+SPELLED = {
+    ("grace", "30.0"): "30",
+    ("logs.period", "60.0"): "60",
+    ("logFormat", ""): "text on a terminal, else json",
+    ("monit.http", ""): "127.0.0.1:2822",
+    ("monit.mail", ""): "127.0.0.1:2825",
+    ("monit.password", ""): "random",
+    ("spec", ""): "none",
+}
+"""Key and default in the code, and the default as people read it."""
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of the first table of the page with this header, without code marks."""
+    rows = PAGE.partition(header + "\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
+
+def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:
+    """Every key with its default, keys of members with dots."""
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from options(field.type, f"{before}{field.encode_name}.")
+        else:
+            name, default = before + field.encode_name, field.default
+            text = str(default).lower() if isinstance(default, bool) else str(default)
+            yield name, SPELLED.get((name, text), text)
+
+
+def test_keys_and_defaults() -> None:
+    """No option of ``AgentShim`` is missing from the page, and none is there that the code does not know."""
+    assert {key: default for key, _, default in table("| key | meaning | default |")} == dict(options(ShimOptions))
+
+
+def test_exit_codes() -> None:
+    """Those of the error classes, and the three of every command."""
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
+    codes = {0, 1, 2} | {kind.exit_code for kind in classes}
+
+    assert [int(code) for code, _ in table("| code | meaning |")] == sorted(codes)
+
+
+@pytest.mark.parametrize("name", ["start", "doctor", "check"])
+def test_commands_page_has_each_command(name: str) -> None:
+    """Its page is generated; see ``test_drawn`` for when it is stale."""
+    assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

@@ -1,0 +1,62 @@
+"""The commands of ``agent-shim`` with their options, as tables for docs/commands.md."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent_shim.cli import commands
+
+
+def tables() -> str:
+    """A section for each command, in the order of ``--help``."""
+    top = commands.parser()
+    (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return "\n".join(_section(name, parser) for name, parser in below.choices.items())
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> str:
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    usage = " ".join(["agent-shim", name, *map(_usage, actions)])
+    lines = [f"## {name}", "", f"`{usage}`", "", parser.description or "", ""]
+    if actions:
+        lines += ["| argument | meaning | default |", "|---|---|---|", *map(_row, actions), ""]
+    return "\n".join(lines)
+
+
+def _usage(action: argparse.Action) -> str:
+    """Return one argument in the form of a usage line."""
+    written = " ".join(filter(None, [action.option_strings[0] if action.option_strings else "", _value(action)]))
+    many = "..." if action.nargs in ("+", "*") else ""
+    return f"{written}{many}" if action.required else f"[{written}{many}]"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    return str(name)
+
+
+def _row(action: argparse.Action) -> str:
+    names = ", ".join(_spellings(action))
+    return f"| {names} | {_cell(action.help or '')} | {_default(action)} |"
+
+
+def _spellings(action: argparse.Action) -> Iterator[str]:
+    for option in action.option_strings or [""]:
+        yield f"`{_cell(' '.join(filter(None, [option, _value(action)])))}`"
+
+
+def _default(action: argparse.Action) -> str:
+    if action.default in (None, False, "", []) or action.required:
+        return ""
+    shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+    return f"`{shown}`" if not isinstance(action.default, Path) else f"`{action.default}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
