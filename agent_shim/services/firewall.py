@@ -143,6 +143,8 @@ async def _addresses(urls: Collection[str]) -> Targets:
     loop, found = asyncio.get_running_loop(), set()
     for url in urls:
         parts = bus_address(url)
+        if not parts.hostname:  # it would stand for loopback, and close ports of jobs there
+            continue
         try:
             async with asyncio.timeout(PATIENCE):
                 entries = await loop.getaddrinfo(

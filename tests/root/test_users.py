@@ -210,6 +210,27 @@ def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
     assert list((box.root / "etc/victim").iterdir()) == []
 
 
+def test_a_link_in_the_home_of_an_operator_leads_nowhere(box: Machine, inside: Inside) -> None:
+    """Neither to a directory of root nor to the keys of another user, when the same user is set up again."""
+    inside(setup("bosh_sly"))
+    as_sly = "setpriv --reuid=bosh_sly --regid=bosh_sly --clear-groups"
+    box.run("mkdir -m 700 /etc/aim && echo kept >/etc/aim/authorized_keys")
+    home = "/var/vcap/bosh_ssh/bosh_sly"
+
+    box.run(f"cd {home} && {as_sly} rm -rf .ssh && {as_sly} ln -s /etc/aim .ssh")
+    error = inside(setup("bosh_sly", "ssh-rsa AAAA"))
+
+    assert error.startswith("Setting ssh public key: cannot run /bin/sh: exit status ")
+    box.run(f"cd {home} && {as_sly} rm .ssh && {as_sly} mkdir -m 700 .ssh")
+    box.run(f"{as_sly} ln -s /etc/aim/authorized_keys {home}/.ssh/authorized_keys")
+    inside(setup("bosh_sly", "ssh-rsa BBBB"))
+
+    assert box.run("ls /etc/aim; cat /etc/aim/authorized_keys") == "authorized_keys\nkept\n"
+    assert box.run(f"cat {home}/.ssh/authorized_keys") == "ssh-rsa BBBB"
+    assert inside(cleanup("^bosh_sly$")) == ["bosh_sly"]
+    assert box.run("cat /etc/aim/authorized_keys") == "kept\n"
+
+
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
 def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, inside: Inside, planted: str) -> None:
     """A pipe held it until it was given up, at each boot."""

@@ -9,6 +9,7 @@ import pytest
 
 from agent_shim.core.settings import Mbus
 from agent_shim.host import network
+from agent_shim.services import firewall as firewalls
 from agent_shim.services.firewall import Firewall, chains
 
 
@@ -72,3 +73,13 @@ def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container
     monkeypatch.setattr(network, "_FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
+
+
+@pytest.mark.parametrize(
+    "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
+)
+async def test_an_address_that_cannot_be_read_has_no_rule(url: str) -> None:
+    """It raises nothing either; the next address counts."""
+    found = await firewalls._addresses([url, "nats://127.0.0.1:4222"])
+
+    assert found == {("127.0.0.1", 4222)}
