@@ -390,7 +390,7 @@ async def replaced(stand: Stand) -> str:
 
 PARTS: Final = (
     "bus", "heartbeat", "alerts", "tasks", "settings", "coming back", "copy of the state", "leases", "addresses",
-    "certificates", "loop lag", "logs of jobs", "memory of bpm processes", "rules", "what descends from processes",
+    "certificates", "loop lag", "logs of jobs", "memory of bpm processes", "rules", "process descendants",
 )  # fmt: skip
 
 

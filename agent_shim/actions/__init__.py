@@ -1,1 +1,1 @@
-"""What the Director may ask. Importing the modules of this package registers their actions with ``dispatch``."""
+"""Actions of the agent protocol. Importing the modules of this package registers them with ``dispatch``."""

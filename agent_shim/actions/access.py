@@ -1,4 +1,4 @@
-"""Access for operators: the users that ``bosh ssh`` works with."""
+"""Access for operators: the user accounts of ``bosh ssh``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SshParams(msgspec.Struct, frozen=True):
 
 @action("ssh", Mode.NOW)
 async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
-    """Make a user for an operator, or remove those that match (agent/action/ssh.go)."""
+    """Create a user for an operator, or remove matching users (agent/action/ssh.go)."""
     if command == "cleanup":
         await agent.users.cleanup(params.user_regex)
         await agent.sshd.settle()
@@ -38,7 +38,7 @@ async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
 
 
 def default_ip(settings: Effective) -> str:
-    """The address of a network that is a default for something, else any (settings/settings.go, DefaultIP)."""
+    """Return the address of a default network, else of any network (settings/settings.go, DefaultIP)."""
     networks = sorted(settings.networks.values(), key=lambda known: not known.default)
     for known in networks:
         if known.ip:

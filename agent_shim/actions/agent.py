@@ -1,4 +1,4 @@
-"""What an action may touch: the services of floor 2 and the tasks, as one frozen record."""
+"""Services and tasks available to actions, as one frozen record."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from agent_shim.supervisor.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class EdgeCallbacks:
-    """What an action may ask of the edges above it."""
+    """Callbacks from actions to the edges above them."""
 
     announce_shutdown: Callable[[], Awaitable[None]]
-    """Tell the Health Monitor that this agent goes down on purpose."""
+    """Announce an intended shutdown to the Health Monitor."""
     reconnect: Callable[[Mbus], Awaitable[None]]
-    """Go over to other addresses or credentials of the bus; raises ``ActionError`` when they cannot be used."""
+    """Switch to other bus addresses or credentials; raises ``ActionError`` if they are unusable."""
     shut_down: Callable[[], None]
-    """Stay idle from now on: the Director has given this instance up."""
+    """Stay idle from now on: the Director has given up this instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The services."""
+    """Services of the agent."""
 
     paths: Paths
     settings: SettingsStore

@@ -1,4 +1,4 @@
-"""Blobs that come over the bus itself."""
+"""Receives blobs over the bus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.core.wire import DigestText
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """The argument of ``upload_blob``; the payload is base64 with line breaks, as Ruby writes it."""
+    """Argument of ``upload_blob``; the payload is base64 with line breaks, as Ruby writes it."""
 
     blob_id: str = ""
     checksum: DigestText = ""
@@ -23,7 +23,7 @@ class Upload(msgspec.Struct, frozen=True):
 
 @action("upload_blob", Mode.TASK)
 async def upload_blob(agent: Agent, upload: Upload) -> str:
-    """Keep a blob for a coming ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
+    """Store a blob for a coming ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
     try:
         content = base64.b64decode(upload.payload.replace("\n", "").replace("\r", ""), validate=True)
     except (binascii.Error, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""Compiling one package among the packages in use: for the Director, and for ``bosh-agent compile`` without one."""
+"""Compiles one package beside the packages in use: for the Director, and for ``bosh-agent compile`` without one."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """Compiles packages of ``store`` into it; ``in_use`` are the packages of jobs, which stay in use."""
+    """Compiles packages from ``store`` into ``store``; ``in_use`` are packages of jobs, which stay active."""
 
     bundles: Bundles
     compiler: Compiler
     store: Blobstore
     in_use: Sequence[Bundle] = ()
     parallel: int = 1
-    """Dependencies that are fetched at the same time."""
+    """Number of concurrent downloads of dependencies."""
 
     async def compile(self, package: Package, dependencies: Sequence[Bundle], report: Callable[[str], None]) -> Done:
-        """Compile with ``dependencies``, the package itself and ``in_use`` in ``packages``, and nothing else.
+        """Compile with exactly ``dependencies``, the package itself and ``in_use`` in ``packages``.
 
-        Packaging scripts read ``packages/golang-*``: any other version there would be taken without a word. The Go
-        agent removes the packages of jobs, too. ``report`` is told each step. Returns the id of the blob and its
-        digests; raises ``ActionError``. :meth:`clean` has to follow.
+        Packaging scripts read ``packages/golang-*`` and would silently use any other version there. The Go agent
+        removes the packages of jobs, too. ``report`` receives each step. Returns the blob id and its digests; raises
+        ``ActionError``. Call :meth:`clean` afterwards.
         """
         target = Bundle("package", package.name, package.version)
         self._refuse_other_versions([*dependencies, target])
@@ -43,7 +43,7 @@ class Compilation:
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
 
     async def clean(self) -> None:
-        """Give back the room on the disk. A failure here says nothing of the package; the next compilation tells it."""
+        """Free the disk space. A failure does not concern the package; the next compilation reports it."""
         for remove in (self.compiler.clean, self._activate):
             try:
                 await remove()
@@ -51,12 +51,12 @@ class Compilation:
                 logger.warning("cannot clean up after compiling: %s", exc)
 
     async def _activate(self, dependencies: Sequence[Bundle] = ()) -> None:
-        """Scripts of jobs look for ``bpm`` beside their packages: it stays as long as these."""
+        """Activate the packages; ``bpm`` stays with the packages of jobs, whose scripts expect it there."""
         spared = (BPM,) if self.in_use else ()
         await self.bundles.activate_packages([*self.in_use, *dependencies], spared)
 
     def _refuse_other_versions(self, wanted: Sequence[Bundle]) -> None:
-        """Raise ``ActionError`` where a name in ``packages`` would have to mean something else to jobs here."""
+        """Raise ``ActionError`` if a name in ``packages`` already refers to another version used by jobs."""
         of_jobs = {bundle.name: bundle.directory for bundle in self.in_use}
         for bundle in wanted:
             if bundle.name in of_jobs and of_jobs[bundle.name] != bundle.directory:

@@ -1,4 +1,4 @@
-"""Compiling packages, which the Director asks of machines that have nothing else to do."""
+"""Compiles packages for the Director, usually on a dedicated compilation instance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """A compiled package that the one to compile needs; without a signed URL the id in the blobstore counts."""
+    """Compiled package required by the one to compile; without a signed URL, the blobstore id counts."""
 
     name: str = ""
     version: str = ""
@@ -35,7 +35,7 @@ class Dependency(msgspec.Struct, frozen=True):
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """The argument of ``compile_package_with_signed_url``; the headers are those of source and result."""
+    """Argument of ``compile_package_with_signed_url``; the headers apply to source and result."""
 
     package_get_signed_url: str = ""
     upload_signed_url: str = ""
@@ -64,7 +64,10 @@ async def compile_package(
 
 @action("compile_package_with_signed_url", Mode.TASK)
 async def compile_package_with_signed_url(agent: Agent, cancelled: asyncio.Event, request: Signed) -> dict[str, Any]:
-    """The same from URL to URL; only the Director knows the id (agent/action/compile_package_with_signed_url.go)."""
+    """Compile a package from URL to URL (agent/action/compile_package_with_signed_url.go).
+
+    Only the Director knows the id of the result.
+    """
     headers = request.blobstore_headers
     source = BlobRef(signed_url=request.package_get_signed_url, headers=headers, digest=request.digest)
     package = Package(request.name, request.version, source, request.upload_signed_url, headers)
@@ -94,7 +97,7 @@ async def _compiled(
 
 
 def packages_of_jobs(spec: ApplySpec, bundles: Bundles) -> list[Bundle]:
-    """The installed packages that jobs of this instance use."""
+    """Return the installed packages used by jobs of this instance."""
     packages = bundles_of(spec)[1] if spec.jobs else []
     missing = bundles.missing(packages)
     return [package for package in packages if package not in missing]
@@ -106,7 +109,7 @@ def _bundle(needed: Dependency) -> Bundle:
 
 
 async def _unless(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
-    """The result of ``work``; when the event is set it is cancelled and, once it has ended, ``ActionError`` raised."""
+    """Return the result of ``work``, or cancel it on ``cancelled``, wait for its end and raise ``ActionError``."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(cancelled.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,8 @@
-"""From a request to the action it names, and from what the action says to a reply.
+"""Dispatches requests to actions and builds the replies.
 
-Texts, argument binding and the choice between an answer and a task id are the Go agent's (agent/action_dispatcher.go,
-agent/action/runner.go); the only broad handler of the program is here: nothing on the wire ends the process.
+Texts, argument binding and the choice between an answer and a task id are those of the Go agent
+(agent/action_dispatcher.go, agent/action/runner.go). The only broad exception handler of the program is here: no
+request can end the process.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from agent_shim.core.errors import ActionError, BadArgumentsError, HostError, Sh
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("agent_shim.audit")
-"""A line for every request and one more for the end of every task: who asked for what, how it ended, how long it took.
+"""Audit log: one line per request and one per finished task, with caller, outcome and duration.
 
-Arguments and values are not in it: some are secret.
+It omits arguments and values, since some are secret.
 """
 
 ProtocolVersion = NewType("ProtocolVersion", int)
-"""An action that declares a parameter of this type gets the ``protocol`` of the request there."""
+"""Parameter type that receives the ``protocol`` of the request."""
 
 Done = Callable[[str, str, float], None]
-"""Called with method, outcome (``done`` or ``failed``) and seconds when an action has ended."""
+"""Called after each action with method, outcome (``done`` or ``failed``) and seconds."""
 
 
-SAME_REQUEST: Final = 60.0
-"""Seconds in which a message that comes again, to the byte, is the same request."""
+DUPLICATE_WINDOW_S: Final = 60.0
+"""Seconds during which an identical message is the same request."""
 MAX_RECENT: Final = 10_000
-"""Messages that are remembered for that."""
+"""Messages remembered for that."""
 
 
 class Mode(Enum):
-    """How an action is answered."""
+    """Answer mode of an action."""
 
     NOW = "now"
     TASK = "task"
@@ -55,7 +56,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing the Director may ask, with the types its arguments must have."""
+    """An action of the protocol with the types of its arguments."""
 
     method: str
     mode: Mode
@@ -74,10 +75,10 @@ class Action:
         return asyncio.Event in self.injected.values()
 
     def bind(self, arguments: Any) -> dict[str, Any]:
-        """Positional JSON arguments by name, as the types the action declares.
+        """Convert positional JSON arguments to named ones of the declared types.
 
-        Surplus ones are ignored, as in Go; behind an optional parameter, which is a variadic one there, they must have
-        its type.
+        Surplus arguments are ignored, as in Go; after an optional parameter, a variadic one in Go, they must have its
+        type.
         """
         if arguments is None:
             arguments = []
@@ -115,8 +116,8 @@ def action(
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
     """Register a coroutine function as the action ``method``.
 
-    Its first parameter is the ``Agent``; those of type ``ProtocolVersion`` and ``asyncio.Event`` (set when the task is
-    cancelled) are filled in; all others are the arguments on the wire, in order.
+    Its first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set on
+    cancellation of the task) are injected; all others are the arguments on the wire, in order.
     """
 
     def register(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -137,13 +138,13 @@ def action(
 
 
 def _of_a_value(hint: Any) -> Any:
-    """The type without the None that stands for an absent argument: a null is a zero value, also there."""
+    """Strip None from an optional type: a JSON null means the zero value, also for an absent argument."""
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
 
 
 class Dispatcher:
-    """Answers requests with the actions that are registered."""
+    """Answers requests with the registered actions."""
 
     def __init__(self, agent: Agent, tasks: Tasks, *, on_done: Done) -> None:
         self._agent = agent
@@ -152,10 +153,10 @@ class Dispatcher:
         self._recent: dict[bytes, tuple[float, asyncio.Future[Task]]] = {}
         self.rejected = 0
         self.refusing = ""
-        """Why nothing that changes the machine is done any more; empty while it is."""
+        """Reason to refuse actions that change the instance; empty while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
-        """Answer the bytes of a request: the subject named in it and the reply, or None where it cannot be read."""
+        """Answer a request; returns the reply subject and the reply, or None for an unreadable request."""
         try:
             request = wire.decode_request(data)
         except wire.RequestError as exc:
@@ -165,21 +166,21 @@ class Dispatcher:
         return request.reply_to, await self.reply(request, data, limit=limit)
 
     async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY) -> bytes:
-        """The reply to a request that could be read; ``data`` are its bytes, kept for a persistent task."""
+        """Answer a decoded request; ``data`` are its bytes, stored with a persistent task."""
         begun_at = time.monotonic()
         try:
             value, task_id = await self._answer(request, data)
             reply = wire.encode_value(value, limit=limit)
         except asyncio.CancelledError:
             raise
-        except Exception as exc:  # noqa: BLE001 - nothing on the wire ends the process
+        except Exception as exc:  # noqa: BLE001 - no request can end the process
             _audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
             return wire.encode_exception(self._failed(request.method, exc), limit=limit)
         _audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
 
     async def _answer(self, request: wire.Request, data: bytes) -> tuple[Any, str]:
-        """The value, and the id of the task if it is one."""
+        """Run the request; returns the value, and the task id of a task."""
         found = ACTIONS.get(request.method)
         if found is None:
             raise UnknownActionError(f"unknown message {request.method}")
@@ -190,9 +191,9 @@ class Dispatcher:
         begun = self._known(request, data)
         if begun is None:
             begun = asyncio.ensure_future(self._begin(found, request, data))
-            # Before anything is awaited: the same request may come by another link meanwhile.
+            # Registered before any await: another connection may deliver the same request meanwhile.
             message = _fingerprint(data)
-            self._recent.pop(message, None)  # the last one is the youngest
+            self._recent.pop(message, None)  # insertion order is age
             self._recent[message] = time.monotonic(), begun
         task = await asyncio.shield(begun)
         return {"agent_task_id": task.id, "state": "running"}, task.id
@@ -206,8 +207,8 @@ class Dispatcher:
         return task
 
     def _known(self, request: wire.Request, data: bytes) -> asyncio.Future[Task] | None:
-        """The task of this very message, delivered twice: on the bus each request has a ``reply_to`` of its own."""
-        old = time.monotonic() - SAME_REQUEST
+        """Return the task of an identical earlier message: each request on the bus has its own ``reply_to``."""
+        old = time.monotonic() - DUPLICATE_WINDOW_S
         while self._recent:
             oldest = next(iter(self._recent))
             if self._recent[oldest][0] > old and len(self._recent) < MAX_RECENT:
@@ -231,7 +232,7 @@ class Dispatcher:
         return work
 
     def resumed(self) -> dict[str, Callable[[bytes], Work]]:
-        """How persistent tasks go on after a restart: from the bytes of their request, run once more."""
+        """Return the factories that resume persistent tasks after a restart by running their stored request again."""
         return {
             method: lambda data, found=found: self._work(found, wire.decode_request(data), None)  # type: ignore[misc]
             for method, found in ACTIONS.items()
@@ -253,7 +254,7 @@ class Dispatcher:
                 await self._agent.mirror.update()
 
     def failure(self, method: str, exc: BaseException) -> str:
-        """What the Director reads of an error: the reason of what was foreseen, a bare notice of what was not."""
+        """Return the error text for the Director: the reason of an expected error, a bare notice of a bug."""
         if isinstance(exc, ShimError | HostError):
             return safetext.lines(str(exc))
         logger.error("internal error in %s", method, exc_info=exc)
@@ -282,9 +283,9 @@ def _audit(
     task: str = "",
     error: Exception | None = None,
 ) -> None:
-    """``result`` is done, failed, accepted (as a task) or dropped (what cannot be read).
+    """Write an audit line; ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
 
-    Texts are cut: they come from anybody.
+    Texts are truncated: they are untrusted.
     """
     members: dict[str, Any] = {
         "method": method[:100],
@@ -304,4 +305,4 @@ def _audit(
 HARMLESS: Final = frozenset(
     {"ping", "info", "get_task", "cancel_task", "get_state", "list_disk", "fetch_logs", "fetch_logs_with_signed_url"}
 )
-"""What is still answered while the container ends."""
+"""Actions that stay available while the container shuts down."""

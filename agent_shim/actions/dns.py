@@ -1,4 +1,4 @@
-"""Names and neighbours."""
+"""DNS records and ARP entries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Version = Annotated[int, UINT64]
 
 @action("sync_dns", Mode.NOW)
 async def sync_dns(agent: Agent, blob_id: str, digest: DigestText, version: Version) -> str:
-    """Bring the DNS records of all instances up to ``version`` (agent/action/sync_dns.go)."""
+    """Update the DNS records of all instances to ``version`` (agent/action/sync_dns.go)."""
     source = BlobRef(blob_id=blob_id, digest=digest)
     return await _sync(agent, source, version, f"getting {blob_id[:100]} from blobstore")
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """The argument of ``sync_dns_with_signed_url``."""
+    """Argument of ``sync_dns_with_signed_url``."""
 
     signed_url: str = ""
     multi_digest: DigestText = ""
@@ -36,7 +36,7 @@ class Signed(msgspec.Struct, frozen=True):
 
 @action("sync_dns_with_signed_url", Mode.NOW)
 async def sync_dns_with_signed_url(agent: Agent, request: Signed) -> str:
-    """The same from a URL (agent/action/sync_dns_with_signed_url.go)."""
+    """Update the DNS records from a signed URL (agent/action/sync_dns_with_signed_url.go)."""
     source = BlobRef(signed_url=request.signed_url, headers=request.blobstore_headers, digest=request.multi_digest)
     return await _sync(agent, source, request.version, "fetching new DNS records")
 
@@ -60,12 +60,12 @@ class ArpEntries(msgspec.Struct, frozen=True):
 
 @action("delete_arp_entries", Mode.NOW)
 async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any]:  # noqa: ARG001
-    """Forget the link addresses of these neighbours where the container may; never fails (delete_arp_entries.go)."""
+    """Delete neighbour entries of these addresses as far as the container may; never fails (delete_arp_entries.go)."""
     addresses = []
     for text in entries.ips:
         with suppress(ValueError):
             address = ipaddress.ip_address(text)
-            if not getattr(address, "scope_id", None):  # any text, line breaks too
+            if not getattr(address, "scope_id", None):  # arbitrary text, even line breaks
                 addresses.append(str(address))
     await network.forget_neighbours(addresses)
     return {}

@@ -1,4 +1,4 @@
-"""Installing, starting and stopping what the Director deploys."""
+"""Installs, starts and stops the deployed jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @action("prepare", Mode.TASK)
 async def prepare(agent: Agent, wanted: ApplySpec) -> str:
-    """Fetch and unpack what a coming ``apply`` needs; nothing is enabled (agent/action/prepare.go)."""
+    """Download and unpack the bundles of a coming ``apply`` without enabling them (agent/action/prepare.go)."""
     try:
         await _install(agent, wanted)
     except ShimError as exc:
@@ -35,8 +35,8 @@ async def prepare(agent: Agent, wanted: ApplySpec) -> str:
 async def apply(agent: Agent, wanted: ApplySpec) -> str:
     """Make ``wanted`` the state of this instance (agent/action/apply.go).
 
-    Everything is downloaded, checked and unpacked before anything that runs is touched. Without a configuration hash
-    the spec is only stored: so the Director marks a fresh instance.
+    Downloads, verifies and unpacks all bundles before it changes anything that runs. A spec without a configuration
+    hash is only stored: the Director marks a fresh instance that way.
     """
     settings = agent.settings.current
     wanted = wanted.with_networks(_resolved(settings, wanted.networks))
@@ -63,7 +63,7 @@ async def _install(agent: Agent, wanted: ApplySpec) -> tuple[list[Bundle], list[
 
 
 def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
-    """The jobs, all from the one archive of rendered templates, and the packages of a spec."""
+    """Return the jobs of a spec, all from the archive of rendered templates, and its packages."""
     archive = wanted.rendered_templates_archive
     jobs = []
     if archive is not None:
@@ -82,10 +82,10 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
 
 
 def _resolved(settings: Effective, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The networks of a spec with address, netmask and gateway of dynamic ones filled in, all else untouched.
+    """Fill in address, netmask and gateway of dynamic networks in a spec; leaves everything else unchanged.
 
-    This is the only place where an address is looked up (applyspec/concrete_v1_service.go), and only once: what the
-    Director sends back is what it was told, and another address later would make it recreate the instance.
+    Addresses are resolved only here (applyspec/concrete_v1_service.go), and only once: the Director returns the
+    reported values, and a different address would make it recreate the instance.
     """
     resolved = dict(wanted)
     for name, members in wanted.items():
@@ -109,7 +109,7 @@ def _resolved(settings: Effective, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing_files(agent: Agent) -> str:
-    """Which files of the jobs in the spec have been lost since they were applied: a directory in memory, say."""
+    """Describe files of the spec's jobs lost since the apply, for example from a directory in memory; "" if none."""
     jobs, packages = bundles_of(agent.spec.current)
     gone = agent.bundles.missing([*jobs, *packages] if jobs else [])
     if not gone:
@@ -119,10 +119,9 @@ def missing_files(agent: Agent) -> str:
 
 @action("start", Mode.NOW)
 async def start(agent: Agent) -> str:
-    """Write the monit files, want all jobs started, answer at once (agent/action/start.go).
+    """Write the monit files and start all jobs without waiting (agent/action/start.go).
 
-    Refused while files of the jobs are gone, or the persistent disk that belongs on the store is not there: jobs would
-    write beside it.
+    Fails if files of the jobs or the persistent disk of the store are missing: jobs would write below the mount point.
     """
     if problem := missing_files(agent) or await agent.disks.problem():
         raise ActionError(f"Starting Monitored Services: {problem}")
@@ -131,16 +130,16 @@ async def start(agent: Agent) -> str:
     except OSError as exc:
         raise ActionError(f"Configuring jobs: cannot read the monit files: {exc}") from exc
     await agent.supervisor.configure(files)
-    # Whatever jobs waited for after a restart, pre-start too: the Director has seen to it.
+    # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.mirror.prepared()
-    agent.supervisor.go_on()
+    agent.supervisor.resume()
     await agent.supervisor.start()
     await record_health(agent)
     return "started"
 
 
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
-    """``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go)."""
+    """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go)."""
     found = []
     for job in names:
         directory = jobs / job
@@ -153,7 +152,7 @@ def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
 
 @action("stop", Mode.TASK)
 async def stop(agent: Agent, protocol: ProtocolVersion) -> str:
-    """Stop all jobs; callers that speak protocol 3 wait until nothing of them is left (agent/action/stop.go)."""
+    """Stop all jobs; with protocol 3, wait until no process of them is left (agent/action/stop.go)."""
     try:
         await agent.supervisor.stop(wait=protocol > 2)
     except ActionError as exc:

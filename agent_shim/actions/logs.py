@@ -1,4 +1,4 @@
-"""Logs for operators: uploaded for the Director, or left on the machine for the CLI."""
+"""Log archives for operators: uploaded for the Director, or stored locally for the CLI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent_shim.actions.dispatch import Mode, action
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """The argument of ``bundle_logs``; ``owning_user`` is a user or ``user:group``."""
+    """Argument of ``bundle_logs``; ``owning_user`` is a user or ``user:group``."""
 
     owning_user: str = ""
     log_type: str = ""
@@ -17,7 +17,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """The argument of ``fetch_logs_with_signed_url``."""
+    """Argument of ``fetch_logs_with_signed_url``."""
 
     signed_url: str = ""
     log_type: str = ""
@@ -27,14 +27,14 @@ class Signed(msgspec.Struct, frozen=True):
 
 @action("fetch_logs", Mode.TASK)
 async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[str, str]:
-    """Put an archive of logs into the blobstore (agent/action/fetch_logs.go)."""
+    """Upload a log archive to the blobstore (agent/action/fetch_logs.go)."""
     done = await agent.logs.send(log_types, filters, agent.settings.current.blobstore, agent.tasks.report)
     return {"blobstore_id": done.blob_id, "sha1": done.sha1}
 
 
 @action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
-    """The same to a URL; only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
+    """Upload a log archive to a URL; only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
     done = await agent.logs.send(
         request.log_type,
         request.filters,
@@ -48,13 +48,13 @@ async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str,
 
 @action("bundle_logs", Mode.NOW)
 async def bundle_logs(agent: Agent, request: Bundle) -> dict[str, str]:
-    """Leave an archive of logs for somebody who fetches it by scp (agent/action/bundle_logs.go)."""
+    """Store a log archive locally for a fetch by scp (agent/action/bundle_logs.go)."""
     path, sha512 = await agent.logs.bundle(request.log_type, request.filters, request.owning_user)
     return {"logs_tar_path": str(path), "sha512": f"sha512:{sha512}"}
 
 
 @action("remove_file", Mode.NOW)
 async def remove_file(agent: Agent, path: str) -> str:
-    """Remove what ``bundle_logs`` has left, and nothing else (agent/action/remove_file.go)."""
+    """Remove an archive of ``bundle_logs``, and no other file (agent/action/remove_file.go)."""
     await agent.logs.remove(path)
     return path

@@ -1,4 +1,4 @@
-"""The scripts of jobs: lifecycle scripts, drain, errands."""
+"""Runs scripts of jobs: lifecycle scripts, drain, errands."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ScriptOptions(msgspec.Struct, frozen=True):
 
 @action("run_script", Mode.TASK)
 async def run_script(agent: Agent, name: str, options: ScriptOptions) -> dict[str, Any]:
-    """Run ``bin/NAME`` of every job that has it, side by side (agent/action/run_script.go)."""
+    """Run ``bin/NAME`` of every job that has it, in parallel (agent/action/run_script.go)."""
     await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)
     return {}
 
 
 @action("drain", Mode.TASK)
 async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: ApplySpec | None = None) -> int:
-    """Let the jobs hand over their work; always 0, waiting happens here (agent/action/drain.go)."""
+    """Drain the jobs; always returns 0, because the agent waits itself (agent/action/drain.go)."""
     if kind not in ("update", "shutdown"):
         raise ActionError(f"Unexpected call with drain type '{kind}'")
     if kind == "update" and wanted is None:
@@ -46,7 +46,7 @@ async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: Apply
 
 
 def drain_spec(spec: ApplySpec) -> DrainSpec:
-    """What drain scripts are told of a spec."""
+    """Extract the parts of a spec that drain scripts receive."""
     return DrainSpec(
         has_jobs=bool(spec.jobs),
         configuration_hash=spec.configuration_hash,
@@ -59,7 +59,7 @@ def drain_spec(spec: ApplySpec) -> DrainSpec:
 async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str | None = None) -> dict[str, Any]:
     """Run ``bin/run`` of a job; a non-zero exit is a result, not a failure (agent/action/run_errand.go).
 
-    Without a name the first job of the instance group is meant, which ``job.template`` names.
+    Without a name, run the first job of the instance group, named by ``job.template``.
     """
     job = agent.spec.current.job
     if name is None:

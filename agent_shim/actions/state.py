@@ -1,4 +1,4 @@
-"""Who the agent is, what state it is in, and the tasks it works on."""
+"""Identity and state of the agent, and its tasks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from agent_shim.host import files
 
 @action("ping", Mode.NOW)
 async def ping(agent: Agent) -> str:  # noqa: ARG001
-    """Say that the agent is there (agent/action/ping.go)."""
+    """Answer that the agent is reachable (agent/action/ping.go)."""
     return "pong"
 
 
 @action("info", Mode.NOW)
 async def info(agent: Agent) -> dict[str, int]:  # noqa: ARG001
-    """1 means that errands may be run by job name (agent/action/info.go)."""
+    """Return the API version; 1 allows errands by job name (agent/action/info.go)."""
     return {"api_version": 1}
 
 
 @action("get_task", Mode.NOW)
 async def get_task(agent: Agent, task_id: str) -> Any:
-    """The bare result of a task, or that it still runs; may be asked any number of times (agent/action/get_task.go)."""
+    """Return the bare result of a task, or its running state; repeatable (agent/action/get_task.go)."""
     task = await agent.tasks.poll(task_id)
     if task.state == "running":
         return {"agent_task_id": task.id, "state": "running"}
@@ -39,17 +39,17 @@ async def get_task(agent: Agent, task_id: str) -> Any:
 
 @action("cancel_task", Mode.NOW)
 async def cancel_task(agent: Agent, task_id: str) -> str:
-    """Ask a drain or an errand to end; the outcome appears in the task (agent/action/cancel_task.go)."""
+    """Cancel a drain or an errand; the outcome appears in the task (agent/action/cancel_task.go)."""
     agent.tasks.cancel(task_id)
     return "canceled"
 
 
 @action("get_state", Mode.NOW)
 async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
-    """The stored spec with what lives now beside it; ``full`` adds vitals (agent/action/get_state.go).
+    """Return the stored spec with the live state; ``full`` adds vitals (agent/action/get_state.go).
 
-    ``networks`` are those stored at the last ``apply``, never resolved anew: a difference makes the Director recreate
-    the instance (bosh-director deployment_plan/instance_plan.rb).
+    ``networks`` are those stored by the last ``apply``, never resolved again: the Director recreates an instance that
+    reports a difference (bosh-director deployment_plan/instance_plan.rb).
     """
     settings = agent.settings.current
     state = agent.spec.current.members()
@@ -65,7 +65,7 @@ async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
 
 
 def _process_entry(process: Any) -> dict[str, Any]:
-    """Numbers throughout, zeros left out where Go leaves them out (jobsupervisor/job_supervisor_interface.go)."""
+    """Build a process entry; omits zeros where Go does (jobsupervisor/job_supervisor_interface.go)."""
     uptime = {"secs": process.uptime_secs} if process.uptime_secs > 0 else {}
     memory: dict[str, Any] = {"kb": process.mem_kb} if process.mem_kb > 0 else {}
     return {
@@ -78,7 +78,7 @@ def _process_entry(process: Any) -> dict[str, Any]:
 
 
 async def record_health(agent: Agent) -> None:
-    """``instance/health.json``, which bosh-dns reads; failing to write it is no failure (wrapper_job_supervisor.go)."""
+    """Write ``instance/health.json`` for bosh-dns; ignores a failed write (wrapper_job_supervisor.go)."""
     try:
         await files.save(agent.paths.health, msgspec.json.encode({"state": agent.supervisor.job_state()}), mode=0o644)
     except HostError:
@@ -87,9 +87,9 @@ async def record_health(agent: Agent) -> None:
 
 @action("update_settings", Mode.TASK, persistent=True)
 async def update_settings(agent: Agent, news: UpdateSettings) -> str:
-    """Take new credentials, blobstores, trusted certificates (agent/action/update_settings.go), without a restart.
+    """Apply new credentials, blobstores and trusted certificates without a restart (agent/action/update_settings.go).
 
-    New credentials of the bus are stored once a link made with them works; refused ones change nothing.
+    New bus credentials are stored once a connection made with them works; refused ones change nothing.
     """
     try:
         await agent.settings.refreshed()
@@ -98,7 +98,7 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     await agent.disks.associate(news.disk_associations)
     await agent.certificates.install(news.trusted_certs)
     before, after = agent.settings.current, agent.settings.merged(news)
-    # What the Director gives now is used now, and refused if it is no good, whatever the settings hold.
+    # Credentials in the request take precedence over the settings, and are refused if unusable.
     wanted = after.asked_mbus if news.mbus.cert.ca else after.mbus
     if wanted != before.mbus:
         await agent.edges.reconnect(wanted)
@@ -108,6 +108,6 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
 
 @action("shutdown", Mode.NOW)
 async def shutdown(agent: Agent) -> str:
-    """Stop all jobs and stay idle: a container has no machine to power off (agent/action/shutdown.go)."""
+    """Stop all jobs and stay idle: a container cannot be powered off from inside (agent/action/shutdown.go)."""
     agent.edges.shut_down()
     return ""

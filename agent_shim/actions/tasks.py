@@ -1,8 +1,8 @@
-"""Long actions with an id: one lane in which they run one after the other, and the memory of how they ended.
+"""Long actions with an id: a sequential queue and a record of their outcomes.
 
-Ids, states and texts are the Go agent's (agent/task, agent/action/get_task.go, cancel_task.go). What differs: the queue
-never blocks the bus, results are bounded by number and age and large ones lie on disk, ``get_task`` may be held until
-the task ends, and cancelling a task that waits ends it at once.
+Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). Differences: the
+queue never blocks the bus; results are bounded by number and age, and large ones are kept on disk; ``get_task`` may be
+held until the task ends; cancelling a queued task ends it immediately.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from agent_shim.host import files
 
 logger = logging.getLogger(__name__)
 
-HOLD: Final = 3.0
-"""Seconds a poll of a running task is held: the Director asks at once, then sleeps a second between polls."""
+POLL_HOLD_S: Final = 3.0
+"""Seconds a poll of a running task is held: the Director polls immediately, then once a second."""
 
-LARGE: Final = 4096
-"""Bytes of JSON from which on an outcome waits on disk for whoever asks: a thousand of them are remembered."""
+MAX_MEMORY_OUTCOME_BYTES: Final = 4096
+"""Larger outcomes, in bytes of JSON, are kept on disk: up to a thousand are remembered."""
 
 Work = Callable[[], Awaitable[Any]]
 
@@ -39,7 +39,7 @@ Work = Callable[[], Awaitable[Any]]
 class Task:
     """One long action. ``state`` is running (queued too), done or failed; the wire shows only running.
 
-    What it was asked to do is not kept: the arguments of some actions are large, or secret.
+    Arguments are not kept: some are large or secret.
     """
 
     id: str
@@ -48,9 +48,9 @@ class Task:
     persistent: bool = False
     state: str = "running"
     progress: str = ""
-    """What it does at the moment, for operators."""
+    """Current step, for operators."""
     outcome: Any = None
-    """The value, the text of the failure, or the path of a file that holds either as JSON: see ``Tasks.outcome``."""
+    """Value, failure text, or path of a file with either as JSON: see ``Tasks.outcome``."""
     begun_at: float = 0.0
     ended_at: float = 0.0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,19 +58,19 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is remembered of tasks that ended: a Director may ask again after a lost reply, the CLI eleven times."""
+    """Limits of the record of finished tasks: a Director repeats a poll after a lost reply, the CLI eleven times."""
 
     number: int = 1000
     age: float = 24 * 3600.0
 
 
 class Tasks:
-    """All tasks of this agent; ``run`` is the lane and must be somebody's root task.
+    """All tasks of this agent; ``run`` executes them and must run as a root task.
 
-    Persistent tasks stand in the file ``journal``, large outcomes in the directory ``outcomes``.
+    Persistent tasks are stored in the file ``journal``, large outcomes in the directory ``outcomes``.
     """
 
-    def __init__(self, journal: Path, outcomes: Path, *, bounds: Bounds = Bounds(), hold: float = HOLD) -> None:
+    def __init__(self, journal: Path, outcomes: Path, *, bounds: Bounds = Bounds(), hold: float = POLL_HOLD_S) -> None:
         self._journal = journal
         self._outcomes = outcomes
         self._bounds = bounds
@@ -83,11 +83,11 @@ class Tasks:
 
     @property
     def waiting(self) -> int:
-        """Tasks in the queue behind the one that runs."""
+        """Number of queued tasks, without the running one."""
         return self._queue.qsize()
 
     def waiting_methods(self) -> set[str]:
-        """What they are."""
+        """Methods of the queued tasks."""
         return {task.method for task in self._tasks.values() if task.state == "running" and task is not self.running}
 
     def submit(
@@ -99,14 +99,14 @@ class Tasks:
         task_id: str = "",
         stored: bool = False,
     ) -> Task:
-        """Queue ``work``; the id is there at once. ``cancelled`` makes the task one that can be cancelled."""
+        """Queue ``work`` and return its task; with ``cancelled`` the task can be cancelled."""
         task = Task(task_id or str(uuid.uuid4()), method, cancelled, stored)
         self._tasks[task.id] = task
         self._queue.put_nowait((task, work))
         return task
 
     async def submit_persistent(self, method: str, work: Work, request: bytes) -> Task:
-        """As ``submit``, for a task whose id a caller may ask for after a restart of the agent (tasks.json)."""
+        """Queue a task that survives a restart of the agent under the same id (tasks.json)."""
         task_id = str(uuid.uuid4())
         self._stored[task_id] = {
             "TaskID": task_id,
@@ -117,9 +117,9 @@ class Tasks:
         return self.submit(method, work, task_id=task_id, stored=True)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
-        """Queue again, under their old ids, the persistent tasks that a former agent left; unknown ones are dropped.
+        """Queue the persistent tasks of an earlier agent under their old ids; drops unknown ones.
 
-        Outcomes that it kept on disk are removed: nobody knows their tasks any more.
+        Removes that agent's stored outcomes: their tasks are no longer known.
         """
         try:
             await asyncio.to_thread(files.remove_tree, self._outcomes)
@@ -127,19 +127,19 @@ class Tasks:
             logger.warning("%s", exc)
         for task_id, method, request in await asyncio.to_thread(_read_journal, self._journal):
             if method not in resumed:
-                logger.warning("a stored task of the unknown method %s is dropped", method)
+                logger.warning("cannot resume a stored task: unknown method %s", method)
                 continue
             try:
                 work = resumed[method](request)
             except ValueError as exc:
-                logger.warning("a stored task of %s is dropped: %s", method, exc)
+                logger.warning("cannot resume a stored task of %s: %s", method, exc)
                 continue
             self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
             self.submit(method, work, task_id=task_id, stored=True)
-            logger.info("task %s (%s) goes on after a restart", task_id, method)
+            logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
-        """The task, after waiting a little for its end if it still runs."""
+        """Return the task, after a short wait for its end if it still runs."""
         task = self.find(task_id)
         if task.state == "running" and not self._released.is_set():
             ended = asyncio.ensure_future(task.ended.wait())
@@ -152,7 +152,7 @@ class Tasks:
         return task
 
     def release_polls(self) -> None:
-        """Answer all held polls now and hold no more: the agent is about to go."""
+        """Answer all held polls and hold no more: the agent is about to exit."""
         self._released.set()
 
     def find(self, task_id: str) -> Task:
@@ -162,7 +162,7 @@ class Tasks:
             raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
 
     async def outcome(self, task: Task) -> Any:
-        """The value of a task that is done, the text of one that has failed."""
+        """Return the value of a finished task, or the text of a failed one."""
         if not isinstance(task.outcome, Path):
             return task.outcome
         try:
@@ -171,7 +171,7 @@ class Tasks:
             raise ActionError(str(files.failed(f"read the outcome of task {task.id}", exc))) from exc
 
     def cancel(self, task_id: str) -> None:
-        """Ask a task to end early; one that only waits ends at once, one that has ended is left as it is."""
+        """Cancel a task; a queued one ends immediately, a finished one stays as it is."""
         task = self.find(task_id)
         if task.state != "running":
             return
@@ -182,24 +182,24 @@ class Tasks:
             self._finish(task, "failed", "cancelled before it began")
 
     def report(self, progress: str) -> None:
-        """Say what the running task does at the moment."""
+        """Set the current step of the running task."""
         if self.running is not None:
             self.running.progress = progress
 
     async def run(self, failure: Callable[[str, BaseException], str]) -> None:
-        """Run the tasks one at a time in the order they came, for ever; ``failure`` turns an exception into a text."""
+        """Run tasks one at a time in order of arrival, endlessly; ``failure`` formats an exception."""
         try:
             while True:
                 await self._run_next(failure)
         except Exception:
-            if self.running is not None:  # whoever polls it must not wait for ever
+            if self.running is not None:  # its pollers must not wait forever
                 self._finish(self.running, "failed", "an internal error of the agent (its log has the traceback)")
                 self.running = None
             raise
 
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
         task, work = await self._queue.get()
-        if task.state != "running":  # cancelled while it waited
+        if task.state != "running":  # cancelled in the queue
             return
         self.running = task
         task.begun_at = time.monotonic()
@@ -209,7 +209,7 @@ class Tasks:
             if is_asked_to_end():
                 raise
             state, outcome = "failed", await self._kept(task, failure(task.method, exc))
-        except Exception as exc:  # noqa: BLE001 - the lane outlives whatever a task raises
+        except Exception as exc:  # noqa: BLE001 - the queue survives any failure of a task
             # A lone surrogate (undecodable output of a script) has no UTF-8 form.
             text = failure(task.method, exc).encode("utf-8", "replace").decode()
             state, outcome = "failed", await self._kept(task, text)
@@ -226,21 +226,21 @@ class Tasks:
         task.ended.set()
 
     async def _kept(self, task: Task, outcome: Any) -> Any:
-        """The outcome itself, or where it was written because it is large."""
+        """Return the outcome, or the path of the file with a large one."""
         content = msgspec.json.encode(outcome)
-        if len(content) <= LARGE:
+        if len(content) <= MAX_MEMORY_OUTCOME_BYTES:
             return outcome
         path = self._outcomes / task.id
         try:
             await asyncio.to_thread(files.make_dir, self._outcomes, 0o700)
             await files.save(path, content, mode=0o600)
         except HostError as exc:
-            logger.warning("the outcome of task %s stays in memory: %s", task.id, exc)
+            logger.warning("cannot store the outcome of task %s, keeping it in memory: %s", task.id, exc)
             return outcome
         return path
 
     def _forget_old(self) -> list[Path]:
-        """Forget what is beyond the bounds; returns the files it leaves."""
+        """Drop tasks beyond the bounds; returns their outcome files."""
         ended = [task for task in self._tasks.values() if task.state != "running"]
         horizon = time.monotonic() - self._bounds.age
         surplus = len(ended) - self._bounds.number
@@ -260,7 +260,7 @@ class Tasks:
             else:
                 await asyncio.to_thread(self._journal.unlink, missing_ok=True)
         except OSError as exc:
-            logger.error("cannot write %s: %s; a restart of the agent would forget its tasks", self._journal, exc)
+            logger.error("cannot write %s: %s; tasks would not survive a restart of the agent", self._journal, exc)
 
 
 def _remove(paths: Iterable[Path]) -> None:
@@ -270,12 +270,12 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes]]:
-    """The stored tasks; an unreadable file means there are none (agent/task/concrete_manager.go)."""
+    """Read the stored tasks; an unreadable file counts as empty (agent/task/concrete_manager.go)."""
     try:
         document = msgspec.json.decode(journal.read_bytes(), type=dict[str, dict[str, str]])
         return [(entry["TaskID"], entry["Method"], base64.b64decode(entry["Payload"])) for entry in document.values()]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError) as exc:
-        logger.warning("cannot read %s: %s; stored tasks are forgotten", journal, exc)
+        logger.warning("cannot read %s: %s; dropping stored tasks", journal, exc)
         return []

@@ -64,7 +64,7 @@ class JobRecovery:
         if not await agent.supervisor.recover(root_is_new=agent.mirror.root_is_new):
             await self._take_over()
         if not agent.supervisor.is_wanted:
-            agent.supervisor.go_on()
+            agent.supervisor.resume()
         if not agent.supervisor.is_held:
             return None
         self._found(obstacle)
@@ -106,7 +106,7 @@ class JobRecovery:
                 if self.obstacle or not await self._pre_start():
                     return
                 await agent.mirror.prepared()
-            agent.supervisor.go_on()
+            agent.supervisor.resume()
             await record_health(agent)
         except (ShimError, HostError) as exc:
             self._found(str(exc))

@@ -248,7 +248,7 @@ class Runtime:
                 ]
                 await until_stopped(self._given_up.wait(), self._stop)
                 agent.tasks.release_polls()
-                await self.bus.settle(LAST_WORDS)
+                await self.bus.drain(LAST_WORDS)
                 for task in running:
                     task.cancel()
                 await self._stop.wait()

@@ -173,7 +173,7 @@ class NoBus:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
-    async def settle(self, patience: float) -> None:
+    async def drain(self, patience: float) -> None:
         """There is nothing to wait for."""
 
     async def publish(self, subject: str, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Alerts: what the Health Monitor is told of failing processes.
+"""Alerts about processes, for the Health Monitor.
 
-Severities, titles and fields are those the Go agent makes of monit's mails (``agent/alert/monit_adapter.go``); event
-names are monit's.
+Severities, titles and fields are those the Go agent derives from monit's mails (``agent/alert/monit_adapter.go``);
+event names are monit's.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from agent_shim.core.errors import BusError
 
 logger = logging.getLogger(__name__)
 
-LIMIT: Final = 1000
-"""Alerts that wait for the bus."""
+MAX_QUEUED: Final = 1000
+"""Maximum number of alerts queued for the bus."""
 
-QUIET: Final = 10.0
-"""Seconds in which the same alert is raised once: monit looks every ten seconds and would tell no more."""
+REPEAT_INTERVAL_S: Final = 10.0
+"""Seconds during which an identical alert is raised once: monit's ten-second cycle reports no more."""
 
-MAX_SUMMARY: Final = 4096
+MAX_SUMMARY_CHARS: Final = 4096
 
-UNKNOWN: Final = 2
-"""The severity of an event that no list names."""
+DEFAULT_SEVERITY: Final = 2
+"""Severity of an unlisted event."""
 
 _BOTH: Final = (
     "checksum, connection, data access, execution, filesystem flags, gid, heartbeat, icmp, monit instance, type, "
@@ -55,13 +55,13 @@ IGNORED: Final = frozenset(
     | {f"{what} succeeded" for what in _BOTH.split(", ")}
     | {f"{what} not changed" for what in (*_BOTH.split(", "), *_ONLY_NOT_CHANGED)}
 )
-"""Events that are good news, and not sent."""
+"""Recovery events, which are not sent."""
 
 
 def alert_of(service: str, event: str, action: str, description: str, ips: Iterable[str], now: float) -> bytes | None:
-    """The message for an event, None for good news; ``now`` is the wall clock in seconds since 1970.
+    """Encode the alert for an event, None for a recovery; ``now`` is in seconds since 1970.
 
-    The Health Monitor drops an alert whose id it has seen, so each has its own.
+    Each alert has its own id: the Health Monitor drops repeated ones.
     """
     if event.lower() in IGNORED:
         return None
@@ -69,28 +69,28 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
     return msgspec.json.encode(
         {
             "id": str(uuid.uuid4()),
-            "severity": SEVERITIES.get(event.lower(), UNKNOWN),
+            "severity": SEVERITIES.get(event.lower(), DEFAULT_SEVERITY),
             "title": safetext.line(f"{service}{f' ({places})' if places else ''} - {event} - {action}"),
-            "summary": safetext.lines(description[:MAX_SUMMARY]),
+            "summary": safetext.lines(description[:MAX_SUMMARY_CHARS]),
             "created_at": int(now),
         }
     )
 
 
 class Alerts:
-    """Alerts on their way; they wait while there is no link. ``run`` is the root task.
+    """Queues alerts while disconnected; ``run`` is the root task.
 
     ``publish`` sends to a subject and raises ``BusError`` while it cannot.
     """
 
     def __init__(
-        self, agent_id: str, publish: Callable[[str, bytes], Awaitable[None]], *, quiet: float = QUIET
+        self, agent_id: str, publish: Callable[[str, bytes], Awaitable[None]], *, quiet: float = REPEAT_INTERVAL_S
     ) -> None:
         self.sent = 0
         self.dropped = 0
-        """Alerts that gave way to newer ones."""
+        """Alerts dropped in favour of newer ones."""
         self.collapsed = 0
-        """Alerts that only repeated another."""
+        """Repeated alerts, not sent."""
         self._subject = f"hm.agent.alert.{agent_id}"
         self._publish = publish
         self._quiet = quiet
@@ -99,39 +99,39 @@ class Alerts:
         self._wake = asyncio.Event()
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
-        """Send an alert as soon as that is possible; good news and repetitions are passed over."""
+        """Queue an alert; ignores recoveries and repetitions."""
         message = alert_of(service, event, action, description, ips, time.time())
         if message is None:
             return
         if self._is_repeated((service, event, action)):
             self.collapsed += 1
             return
-        if len(self._waiting) >= LIMIT:
+        if len(self._waiting) >= MAX_QUEUED:
             self._waiting.popleft()
             self.dropped += 1
         self._waiting.append(message)
         self._wake.set()
 
     def flush(self) -> None:
-        """Try what waits once more: there is a link."""
+        """Retry queued alerts after a reconnection."""
         self._wake.set()
 
     async def run(self) -> NoReturn:
-        """Send for ever."""
+        """Send alerts endlessly."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             try:
                 await self._send_waiting()
             except BusError as exc:
-                logger.info("%d alerts wait: %s", len(self._waiting), exc)
+                logger.info("%d alerts queued: %s", len(self._waiting), exc)
 
     async def _send_waiting(self) -> None:
         while self._waiting:
             message = self._waiting[0]
             await self._publish(self._subject, message)
             self.sent += 1
-            if self._waiting and self._waiting[0] is message:  # it may have given way meanwhile
+            if self._waiting and self._waiting[0] is message:  # it may have been dropped meanwhile
                 self._waiting.popleft()
 
     def _is_repeated(self, kind: tuple[str, str, str]) -> bool:

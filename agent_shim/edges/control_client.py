@@ -1,4 +1,4 @@
-"""The asking end of the control socket, for commands, which must be quick to start: as few modules as can be."""
+"""Client of the control socket for commands; imports as few modules as possible to start quickly."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
-    """Ask the agent behind ``path``, blocking; raises ``NoAgentError`` if none answers."""
+    """Send a request to the agent at ``path`` and wait for its reply; raises ``NoAgentError`` without one. Blocks."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
-            asked.settimeout(timeout)
-            asked.connect(str(path))
-            asked.sendall(json.dumps(request).encode() + b"\n")
-            with asked.makefile("rb") as stream:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(str(path))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as stream:
                 reply = stream.readline()
         return json.loads(reply)
     except (OSError, ValueError) as exc:

@@ -1,8 +1,8 @@
-"""The agent's own socket: what operators ask by command line, answered by the running daemon.
+"""Control socket: the daemon answers commands of operators.
 
-A Unix socket of mode 0600 whose peers must be root or the agent's own user. One request a connection: a JSON object on
-one line, ``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``; one JSON reply on one line.
-``asking`` is the other end.
+A Unix socket of mode 0600 for root and the agent's own user. One request per connection: a JSON object on one line,
+``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``; one JSON reply on one line.
+``control_client`` is the counterpart.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from agent_shim.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST: Final = 4 * 1024 * 1024
-PATIENCE: Final = 10.0
-"""Seconds a peer has to send its request."""
+MAX_REQUEST_BYTES: Final = 4 * 1024 * 1024
+REQUEST_TIMEOUT_S: Final = 10.0
+"""Seconds for a peer to send its request."""
 
 Answer = Callable[[dict[str, Any], bytes], Awaitable[bytes]]
 
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Answer on ``path`` for the length of the block; a socket left by a dead agent is replaced."""
+    """Serve on ``path`` for the duration of the block; replaces the socket of a dead agent."""
     peers: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,7 +47,7 @@ async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
     _remove(path)
     before = os.umask(0o177)
     try:
-        server = await asyncio.start_unix_server(serve, path=path, limit=MAX_REQUEST)
+        server = await asyncio.start_unix_server(serve, path=path, limit=MAX_REQUEST_BYTES)
     except OSError as exc:
         why = exc.strerror or exc
         raise ConfigError(f"cannot listen on {path}: {why}; with -b choose a directory with a shorter path") from exc
@@ -69,18 +69,18 @@ def _remove(path: Path) -> None:
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
     try:
         if not _is_trusted(writer.get_extra_info("socket")):
-            logger.warning("a request on the control socket is refused: its user is neither root nor ours")
+            logger.warning("refused a request on the control socket: its user is neither root nor the agent's")
             return
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
             line = await reader.readline()
         request = msgspec.json.decode(line)
         if isinstance(request, dict):
             writer.write(await answer(request, line))
             writer.write(b"\n")
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await writer.drain()
     except (TimeoutError, OSError, ValueError, RecursionError) as exc:
-        logger.info("a request on the control socket failed: %s", exc)
+        logger.info("cannot answer a request on the control socket: %s", exc)
     finally:
         writer.close()
 

@@ -1,7 +1,7 @@
-"""Heartbeats: what the Health Monitor knows of us, every 30 s and whenever there is a link to the bus again.
+"""Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
-The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor gives an agent up after 60 s of
-silence, so a beat leaves when it is due, with the vitals that are there; the rest of it is put together at that moment.
+The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor gives up an agent after 60 s of
+silence, so a heartbeat is sent when due, with the latest available vitals; everything else in it is current.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def build(
     node_id: str,
     number_of_processes: int | None,
 ) -> bytes:
-    """The bytes of a heartbeat.
+    """Encode a heartbeat.
 
-    It has neither ``id`` nor ``timestamp``: the Health Monitor drops what repeats an id and what carries a time that is
-    no integer (``events/base.rb``, ``events/heartbeat.rb``).
+    It has neither ``id`` nor ``timestamp``: the Health Monitor drops repeated ids and non-integer times
+    (``events/base.rb``, ``events/heartbeat.rb``).
     """
     return msgspec.json.encode(
         {
@@ -50,11 +50,11 @@ def build(
 
 
 class Heartbeat(Generic[V]):
-    """Beats on a grid of ``period`` seconds, and out of turn when told to; ``run`` is the root task.
+    """Sends heartbeats on a grid of ``period`` seconds, and extra ones on request; ``run`` is the root task.
 
-    ``collect`` measures the vitals. It is begun ``patience`` seconds before a beat; if it is not done by then, or
-    fails, the last vitals are sent. ``compose`` makes the message of the vitals (None before the first are there) and
-    of what else is true now; ``publish`` raises ``BusError`` while there is no link.
+    ``collect`` measures the vitals. It starts ``patience`` seconds before a heartbeat; if it is late or fails, the
+    previous vitals are sent. ``compose`` builds the message from the vitals (None before the first) and the current
+    state; ``publish`` raises ``BusError`` while disconnected.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Heartbeat(Generic[V]):
         patience: float = 1.0,
     ) -> None:
         self.sent_at: float | None = None
-        """Monotonic time of the last beat that went out."""
+        """Monotonic time of the last heartbeat sent."""
         self.sent = 0
         self.missed = 0
-        """Beats that found no link."""
+        """Heartbeats skipped while disconnected."""
         self.failed = 0
-        """Times that the vitals could not be measured or the message not be made."""
+        """Failures to measure the vitals or to build the message."""
         self._collect = collect
         self._compose = compose
         self._publish = publish
@@ -83,15 +83,15 @@ class Heartbeat(Generic[V]):
         self._measuring: asyncio.Task[V] | None = None
 
     def beat_now(self) -> None:
-        """Beat out of turn, because there is a link again or something changed; the grid stays as it is."""
+        """Send an extra heartbeat, after a reconnection or a change; the grid stays as it is."""
         self._now.set()
 
     async def run(self) -> NoReturn:
-        """Beat for ever."""
+        """Send heartbeats endlessly."""
         due = time.monotonic() + self._period
         try:
             while True:
-                if await self._is_told(due - self._patience):
+                if await self._is_requested(due - self._patience):
                     self._now.clear()
                     await asyncio.wait({self._measure()}, timeout=self._patience)
                 else:
@@ -103,8 +103,8 @@ class Heartbeat(Generic[V]):
             if self._measuring is not None:
                 self._measuring.cancel()
 
-    async def _is_told(self, until: float) -> bool:
-        """Wait for being told to beat; False when it did not come until then."""
+    async def _is_requested(self, until: float) -> bool:
+        """Wait for a request to beat; False if none came in time."""
         try:
             async with asyncio.timeout(until - time.monotonic()):
                 return await self._now.wait()
@@ -112,7 +112,7 @@ class Heartbeat(Generic[V]):
             return False
 
     def _measure(self) -> asyncio.Task[V]:
-        """Begin to measure, if that is not going on."""
+        """Start a measurement unless one is in progress."""
         if self._measuring is None or self._measuring.done():
             self._measuring = asyncio.create_task(self._collected(), name="vitals")
             self._measuring.add_done_callback(self._measured)
@@ -128,10 +128,10 @@ class Heartbeat(Generic[V]):
             self._vitals = measuring.result()
         else:
             self.failed += 1
-            logger.warning("cannot measure the vitals, the last ones are sent", exc_info=exc)
+            logger.warning("cannot measure the vitals, sending the previous ones", exc_info=exc)
 
     async def _beat(self) -> None:
-        """Send one; in an asyncio task of its own, so that whatever goes wrong in it stays there."""
+        """Send one in a task of its own, which contains any failure."""
         sending = asyncio.create_task(self._send(), name="beat")
         await asyncio.wait({sending})
         exc = sending.exception()
@@ -142,7 +142,7 @@ class Heartbeat(Generic[V]):
             self.missed += 1
         else:
             self.failed += 1
-            logger.error("cannot make a heartbeat", exc_info=exc)
+            logger.error("cannot build a heartbeat", exc_info=exc)
 
     async def _send(self) -> None:
         await self._publish(self._compose(self._vitals))

@@ -1,8 +1,8 @@
-"""Small HTTP servers for scrapers, probes and clients of monit: one request, one answer, then the end.
+"""Minimal HTTP server for scrapers, probes and clients of monit: one request and one answer per connection.
 
-httptools (llhttp) reads the request, strictly: 0.2 MB of an idle agent, most of it shared with other processes, where
-h11 takes 0.3 and aiohttp 9. The bounds are ours and lie outside the parser: bytes of a request, bytes received after
-it, time, connections.
+httptools (llhttp) parses requests strictly: 0.2 MB of an idle agent, mostly shared with other processes, versus 0.3 for
+h11 and 9 for aiohttp. The limits are enforced outside the parser: bytes per request, bytes per connection, time,
+connections.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from agent_shim.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST: Final = 8192
-"""Bytes of a request: line, headers, body. More is refused."""
-MAX_RECEIVED: Final = 8 * MAX_REQUEST
-"""Bytes that a connection may bring in all. What follows a request is dropped unread; more ends the connection."""
+MAX_REQUEST_BYTES: Final = 8192
+"""Maximum size of a request with line, headers and body; larger ones are refused."""
+MAX_RECEIVED_BYTES: Final = 8 * MAX_REQUEST_BYTES
+"""Maximum bytes received on a connection. Data after a request is dropped unread; more closes the connection."""
 MAX_CONNECTIONS: Final = 64
-"""When one more comes, the oldest goes: idle strangers must not keep the kubelet's probe waiting."""
-HEADER_TIME: Final = 5.0
-"""Seconds in which a request must be complete."""
-ANSWER_TIME: Final = 10.0
-"""Seconds in which an answer must be there, and once more in which the client must take it."""
+"""One more closes the oldest: idle clients must not delay the kubelet's probe."""
+REQUEST_TIMEOUT_S: Final = 5.0
+"""Seconds for a complete request."""
+ANSWER_TIMEOUT_S: Final = 10.0
+"""Seconds to produce an answer, and again for the client to read it."""
 VERSIONS: Final = ("1.0", "1.1")
 
 PLAIN: Final = "text/plain; charset=utf-8"
@@ -48,7 +48,7 @@ _STATUS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``target`` is a path with its query; names of ``headers`` are in small letters."""
+    """A request; ``target`` is the path with its query, names of ``headers`` are in lower case."""
 
     method: str
     target: str
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """``headers`` beside those that every answer has."""
+    """An answer; ``headers`` complement those of every answer."""
 
     status: int
     body: bytes
@@ -67,18 +67,18 @@ class Response:
 
 
 Answer: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
-"""Says what is answered, at once or later."""
+"""Produces an answer, directly or as an awaitable."""
 
-_BAD: Final = Response(400, b"this is HTTP/1.1\n")
+_BAD: Final = Response(400, b"not an HTTP/1.1 request\n")
 _TOO_LONG: Final = Response(431, b"a request has at most 8192 bytes\n")
 
 
 class _Head:
-    """What the parser reports of one request; later ones on the connection are not looked at."""
+    """Parser events of the first request; later ones on the connection are ignored."""
 
     def __init__(self) -> None:
         self.parser: httptools.HttpRequestParser | None = None
-        """Until it has told method and version, which it forgets for those of what follows on the connection."""
+        """Set until method and version are read: the parser overwrites them with those of later requests."""
         self.method = ""
         self.version = ""
         self.target = b""
@@ -112,7 +112,7 @@ class _Head:
 
 
 class _Connection(asyncio.Protocol):
-    """One request, one answer, a task only where the answer takes one; a timer ends what takes too long."""
+    """One request and one answer; a task only for an awaitable answer, and a timer against stalls."""
 
     def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, None]) -> None:
         self._answer = answer
@@ -132,29 +132,29 @@ class _Connection(asyncio.Protocol):
             del self._connections[oldest]
             oldest.transport.abort()
         self._connections[self] = None
-        self._timer = asyncio.get_running_loop().call_later(HEADER_TIME, transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._timer.cancel()
         self._connections.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
-        room = MAX_REQUEST - self._received
+        room = MAX_REQUEST_BYTES - self._received
         self._received += len(data)
-        if self._received > MAX_RECEIVED:
+        if self._received > MAX_RECEIVED_BYTES:
             self.transport.abort()
         elif not self._is_taken and (refusal := self._read(data[:room], is_over=len(data) > room)):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> Response | None:
-        """Go on with the request, and answer it when it is complete; returns why it is refused, if it is."""
+        """Feed the parser and answer a complete request; returns the refusal of a bad one."""
         request = self._request
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # the request itself is complete, and no other protocol is spoken here
+            pass  # the request is complete, and upgrades are ignored
         except httptools.HttpParserError:
-            if not request.is_whole:  # what follows the request is not ours to judge
+            if not request.is_whole:  # data after the request is ignored
                 return _BAD
         if not request.has_head:
             return _TOO_LONG if is_over else None
@@ -167,16 +167,16 @@ class _Connection(asyncio.Protocol):
         return _TOO_LONG if is_over else None
 
     def _refusal(self) -> Response | None:
-        """What is wrong with the head of the request."""
+        """Return the refusal of an invalid request head."""
         request = self._request
         if request.version not in VERSIONS or not request.target.startswith(b"/"):
             return _BAD
         if request.method not in self._methods:
             allowed = ", ".join(self._methods)
             return Response(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
-        # The parser has seen to it that these are digits; there may be thousands of them, zeros first.
+        # The parser accepts only digits, but thousands of them and leading zeros.
         length = request.headers.get("content-length", "").lstrip("0")
-        if len(length) > len(str(MAX_REQUEST)) or int(length or 0) >= MAX_REQUEST:
+        if len(length) > len(str(MAX_REQUEST_BYTES)) or int(length or 0) >= MAX_REQUEST_BYTES:
             return _TOO_LONG
         return None
 
@@ -186,21 +186,21 @@ class _Connection(asyncio.Protocol):
             self._send(found)
             return
         self._is_taken = True
-        # An answer that does not come, or that a bug has ended, costs its connection.
+        # An answer that hangs or fails with a bug costs its connection.
         self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIME, self.transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
 
         async def send(later: Awaitable[Response]) -> None:
             self._send(await later)
 
-        self._task = asyncio.create_task(send(found), name="an answer over http")
+        self._task = asyncio.create_task(send(found), name="http answer")
 
     def _send(self, response: Response) -> None:
         self._is_taken = True
         self._timer.cancel()
         if self.transport.is_closing():
             return
-        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIME, self.transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
         fields = {
             "Content-Type": response.kind,
             "Content-Length": str(len(response.body)),
@@ -217,17 +217,17 @@ class _Connection(asyncio.Protocol):
 
 
 def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
-    """The protocol of one connection on its own."""
+    """Create the protocol of a standalone connection."""
     return _Connection(answer, methods, {})
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
-    """``ADDR:PORT`` or ``[ADDR]:PORT`` as host and port; None for ``off``."""
+    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port; None for ``off``."""
     if text == "off":
         return None
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ConfigError(f"cannot listen on {text!r}: an address is ADDR:PORT or off")
+        raise ConfigError(f"cannot listen on {text!r}: the address must be ADDR:PORT or off")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -235,7 +235,7 @@ def parse_address(text: str) -> tuple[str, int] | None:
 async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Answer on ``address`` for the length of the block; yields where, or None when off or when it cannot be had."""
+    """Serve on ``address`` for the duration of the block; yields the bound address, or None if off or unavailable."""
     connections: dict[_Connection, None] = {}
     async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
         try:
@@ -249,7 +249,7 @@ async def listening(
 async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Listen with a protocol; an address that is taken is an error in the log and not the end: jobs matter more."""
+    """Listen with a protocol; an address in use is logged and not fatal, because jobs matter more."""
     where = parse_address(address)
     try:
         server = where and await asyncio.get_running_loop().create_server(protocol, *where, backlog=128)

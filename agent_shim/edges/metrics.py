@@ -1,7 +1,7 @@
-"""What an observer may ask over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``; read-only, nothing secret.
+"""Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``; read-only and free of secrets.
 
-Three parts: ``Readings``, the values of one scrape; ``Metrics``, which counts what happens and writes both kinds of
-values as text; ``Routes``, what is behind which path. All times are seconds.
+``Readings`` holds the values of one scrape, ``Metrics`` counts events and renders both as text, and ``Routes`` maps
+paths to answers. All times are seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Placeholder(ModuleType):
-    """Stands for a module that somebody imports names from and that we do not want: every name is an empty class."""
+    """Placeholder for an unwanted module: every name in it is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -43,9 +43,9 @@ class _Placeholder(ModuleType):
 
 @contextmanager
 def _bare(package: str, unwanted: Sequence[str]) -> Iterator[None]:
-    """Inside, modules of ``package`` are imported without its ``__init__`` and without the ``unwanted`` modules.
+    """Import modules of ``package`` without its ``__init__`` and the ``unwanted`` modules inside the block.
 
-    prometheus-client drags in its own HTTP server and client, which we do not use: 4.2 MB, with this 0.3.
+    prometheus-client imports its own HTTP server and client, which the agent does not use: 4.2 MB instead of 0.3.
     """
     spec = importlib.machinery.PathFinder.find_spec(package)
     if package in sys.modules or spec is None:
@@ -79,12 +79,12 @@ with _bare(
     from prometheus_client.registry import CollectorRegistry
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
+# --- readings -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class BusReading:
-    """The link to the bus since the agent started; ``heartbeat_age`` is None before the first heartbeat."""
+    """Bus connection since the start of the agent; ``heartbeat_age`` is None before the first heartbeat."""
 
     connected: bool = False
     reconnects: int = 0
@@ -102,9 +102,9 @@ class BusReading:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReading:
-    """One supervised process: what is counted of the process itself, then of all that descend from it; bytes, seconds.
+    """One supervised process: values of the process itself, then of its process tree; bytes, seconds.
 
-    All of the latter is 0 while nothing runs: series that come and go are hard to reckon with.
+    Tree values are 0 while nothing runs: series that come and go complicate queries.
     """
 
     name: str
@@ -115,7 +115,7 @@ class ProcessReading:
     oom_kills: int = 0
     started_at: float = 0.0
     open_files: int = 0
-    """Of the process alone."""
+    """Open files of the process itself."""
     memory: int = 0
     cpu: float = 0.0
     threads: int = 0
@@ -123,7 +123,7 @@ class ProcessReading:
 
 @dataclass(frozen=True, slots=True)
 class DiskReading:
-    """The persistent disk; ``migrated`` is how much of its phase a migration has done, of one."""
+    """Persistent disk; ``migrated`` is the completed fraction of the current migration phase."""
 
     is_mounted: bool = False
     is_migrating: bool = False
@@ -132,7 +132,7 @@ class DiskReading:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """The values of one scrape. Gathering them must be cheap: no disk, no waiting."""
+    """Values of one scrape. Gathering them must be cheap: no disk access, no waiting."""
 
     bus: BusReading = BusReading()
     figures: Figures = field(default_factory=Figures)
@@ -143,21 +143,21 @@ class Readings:
     tasks_waiting: int = 0
     firewall_enforced: bool = False
     failures: Mapping[str, int] = field(default_factory=dict)
-    """How often which endless work of the agent has failed and was begun again."""
+    """Failures and restarts of the agent's endless tasks, by task."""
     addresses_missing: int = 0
-    """Addresses that the Director counts on and no interface has."""
+    """Expected addresses that no interface has."""
     certificates: Mapping[str, float] = field(default_factory=dict)
-    """Ends of the certificates of the bus, in seconds since 1970."""
+    """Expiry of the bus certificates, in seconds since 1970."""
     disk: DiskReading = DiskReading()
     blobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """How many were transferred, by direction and outcome."""
+    """Transferred blobs by direction and outcome."""
     blob_bytes: Mapping[str, int] = field(default_factory=dict)
     alerts: Mapping[str, int] = field(default_factory=dict)
     """Alerts by outcome, one of ``ALERT_OUTCOMES``."""
 
 
 class Histogram:
-    """How often something took how long; ``bounds`` are the upper ends of the buckets, rising."""
+    """Histogram of durations; ``bounds`` are the ascending upper bounds of the buckets."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -167,12 +167,12 @@ class Histogram:
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Record one duration."""
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper ends with the number of all that were not longer, as the exposition formats want them."""
+        """Return upper bounds with cumulative counts, as the exposition formats require."""
         below = 0
         rows = []
         for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
@@ -183,19 +183,19 @@ class Histogram:
 
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-LAG_PERIOD: Final = 1.0
-KEEP: Final = 1.0
-"""How long a rendered page is good for: ten scrapers cost as much as one."""
+LAG_PERIOD_S: Final = 1.0
+PAGE_TTL_S: Final = 1.0
+"""Cache lifetime of a rendered page: ten scrapers cost as much as one."""
 
 OUTCOMES: Final = frozenset({"done", "failed"})
 OTHER: Final = "other"
-"""The label of what a caller made up: it must not make new series."""
+"""Label for an unknown method or outcome: a caller cannot create new series."""
 
 
 class Metrics:
-    """Counts what happens, reads what is, and writes both as text.
+    """Counts events, reads current values, and renders both as text.
 
-    ``read`` gathers the readings of a scrape; ``methods`` are the actions that have a series of their own.
+    ``read`` gathers the readings of a scrape; ``methods`` are the actions with series of their own.
     """
 
     def __init__(
@@ -222,23 +222,23 @@ class Metrics:
         self._durations.setdefault(method, Histogram(ACTION_BOUNDS)).add(seconds)
 
     async def watch_lag(self) -> None:
-        """Measure for ever how late the event loop wakes who sleeps on it; somebody's root task."""
+        """Measure how late the event loop wakes a sleeper; endless, runs as a root task."""
         while True:
-            due = self._clock() + LAG_PERIOD
-            await asyncio.sleep(LAG_PERIOD)
+            due = self._clock() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
             self._lag.add(max(0.0, self._clock() - due))
 
     def render(self, is_openmetrics: bool = False) -> bytes:
-        """The page of all metrics, in the Prometheus text format 0.0.4 or as OpenMetrics 1.0; at most ``KEEP`` old."""
+        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0; at most ``PAGE_TTL_S`` old."""
         made_at, page = self._pages.get(is_openmetrics, (float("-inf"), b""))
         now = self._clock()
-        if now - made_at >= KEEP:
+        if now - made_at >= PAGE_TTL_S:
             page = (openmetrics.generate_latest if is_openmetrics else generate_latest)(self._registry)
             self._pages[is_openmetrics] = now, page
         return page
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families with their samples (the registry asks for them)."""
+        """Yield all metric families with their samples; called by the registry."""
         readings = self._read()
         build = InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.")
         build.add_metric([], {"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))})
@@ -252,27 +252,27 @@ class Metrics:
         yield from _of_machine(readings.figures)
         yield from _of_disk(readings.disk)
         yield from _of_processes(readings.processes)
-        yield _gauge("tasks_running", "Long actions that run now.", _one(readings.tasks_running))
-        yield _gauge("tasks_waiting", "Long actions that wait for their turn.", _one(readings.tasks_waiting))
-        text = "Times that a part of the agent has failed by a bug and was begun again."
+        yield _gauge("tasks_running", "Running long actions.", _one(readings.tasks_running))
+        yield _gauge("tasks_waiting", "Queued long actions.", _one(readings.tasks_waiting))
+        text = "Crashes and restarts of parts of the agent."
         yield _counter("part_failures", text, _by_label(readings.failures), "part")
         missing = _one(readings.addresses_missing)
-        yield _gauge("addresses_missing", "Addresses of settings and spec that no interface has.", missing)
+        yield _gauge("addresses_missing", "Addresses in settings and spec that no interface has.", missing)
         enforced = _one(readings.firewall_enforced)
-        yield _gauge("firewall_enforced", "1 while rules of the packet filter keep jobs from the bus.", enforced)
+        yield _gauge("firewall_enforced", "1 while packet filter rules keep jobs off the bus.", enforced)
         transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
         yield _counter(
             "blob_transfers",
-            "Blobs got from and put to the blobstore; uploaded and downloaded by a client.",
+            "Blobs read from and written to the blobstore, or uploaded and downloaded by a client.",
             transfers,
             "direction",
             "outcome",
         )
         sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
-        yield _counter("blob_bytes", "Bytes of the blobs that were transferred whole.", sizes, "direction")
+        yield _counter("blob_bytes", "Bytes of completely transferred blobs.", sizes, "direction")
         outcomes = [((outcome,), readings.alerts.get(outcome, 0)) for outcome in ALERT_OUTCOMES]
         yield _counter("alerts", "Alerts for the Health Monitor.", outcomes, "outcome")
-        yield _counter("actions", "Actions that ended.", self._actions.items(), "method", "outcome")
+        yield _counter("actions", "Completed actions.", self._actions.items(), "method", "outcome")
         durations = HistogramMetricFamily(
             "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]
         )
@@ -289,78 +289,78 @@ class Metrics:
 
 def _of_bus(bus: BusReading) -> Iterator[Metric]:
     yield _gauge("bus_connected", "1 while the agent is connected to the bus.", _one(bus.connected))
-    yield _counter("bus_reconnects", "Times the link to the bus was made anew.", _one(bus.reconnects))
+    yield _counter("bus_reconnects", "Reconnections to the bus.", _one(bus.reconnects))
     messages = [(("in",), bus.received), (("out",), bus.sent)]
-    yield _counter("bus_messages", "Messages over the bus.", messages, "direction")
+    yield _counter("bus_messages", "Messages on the bus.", messages, "direction")
     sizes = [(("in",), bus.received_bytes), (("out",), bus.sent_bytes)]
-    yield _counter("bus_bytes", "Bytes of messages over the bus.", sizes, "direction")
-    yield _counter("bus_rejected", "Messages dropped because they were no requests.", _one(bus.rejected))
-    yield _counter("bus_attempts", "Connections to the bus that were tried.", _one(bus.attempts))
+    yield _counter("bus_bytes", "Bytes of messages on the bus.", sizes, "direction")
+    yield _counter("bus_rejected", "Invalid requests dropped.", _one(bus.rejected))
+    yield _counter("bus_attempts", "Connection attempts to the bus.", _one(bus.attempts))
     unserved = [((reason,), bus.unserved.get(reason, 0)) for reason in UNSERVED]
     yield _counter("bus_unserved", "Requests and replies dropped, by reason.", unserved, "reason")
-    yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat went out.", _one(bus.heartbeat_age))
+    yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat was sent.", _one(bus.heartbeat_age))
 
 
 _DIRECTIONS: Final = ("get", "put", "upload", "download")
-"""Of blobs: with the blobstore, and, over HTTPS, with a client."""
+"""Directions of blobs: with the blobstore, and with a client over HTTPS."""
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
 UNSERVED: Final = ("duplicate", "flood", "failure", "no_reply", "denied")
-"""A copy of a request; too many at once; a bug in its handling; a reply that could not be sent; no permission."""
+"""Duplicate request; too many at once; failed handling; reply not sent; no permission."""
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
-"""On the bus; pushed out by newer ones without a link; a repetition of another."""
+"""Sent on the bus; displaced by newer ones while disconnected; repeated."""
 STATES: Final = ("running", "starting", "failing", "unknown")
-"""Of a process, as the Director is told."""
+"""Process states as reported to the Director."""
 
 
 def _of_certificates(ends: Mapping[str, float]) -> Metric:
-    text = "When a certificate of the bus ends, in seconds since 1970."
+    text = "Expiry of a bus certificate, in seconds since 1970."
     return _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(ends), "certificate")
 
 
 def _of_machine(figures: Figures) -> Iterator[Metric]:
-    """The container beside the host: where nothing limits it they are the same."""
+    """Metrics of the container and the host; equal where nothing limits the container."""
     memory, cpu = figures.memory.items(), figures.cpu.items()
     rows: Rows = [((scope,), known.used) for scope, known in memory]
-    yield _gauge("memory_used_bytes", "Memory in use, without page cache that can be given back.", rows, "scope")
+    yield _gauge("memory_used_bytes", "Memory in use, without reclaimable page cache.", rows, "scope")
     rows = [((scope,), known.total) for scope, known in memory]
-    yield _gauge("memory_size_bytes", "Memory there is: the limit of the container, all of the host.", rows, "scope")
+    yield _gauge("memory_size_bytes", "Size of memory: the limit of the container, all of the host.", rows, "scope")
     rows = [((scope,), known.swap_used) for scope, known in memory]
     yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
     rows = [((scope,), known.swap_total) for scope, known in memory]
-    yield _gauge("swap_size_bytes", "Swap there is.", rows, "scope")
+    yield _gauge("swap_size_bytes", "Size of swap.", rows, "scope")
     kills = _one(figures.oom_kills)
-    yield _counter("oom_kills", "Processes that the kernel has killed in this container for want of memory.", kills)
+    yield _counter("oom_kills", "Out-of-memory kills in this container.", kills)
     modes = [
         ((scope, mode), seconds)
         for scope, known in cpu
         for mode, seconds in (("user", known.user), ("system", known.system), ("wait", known.wait))
         if known.total or mode != "wait"
     ]
-    text = "Processor time; a container does not know how long it waited."
+    text = "Processor time; mode wait is available for the host only."
     yield _counter("cpu_seconds", text, modes, "scope", "mode")
-    yield _gauge("cpus", "Processors there are: the quota of the container.", _by_label(figures.processors), "scope")
+    yield _gauge("cpus", "Processors available; for the container, its quota.", _by_label(figures.processors), "scope")
     yield _gauge("load_average", "Load average of the host.", _by_label(figures.load), "minutes")
     yield from _of_file_systems(figures.disks.items())
 
 
 def _of_file_systems(disks: Iterable[tuple[str, os.statvfs_result]]) -> Iterator[Metric]:
-    """By role: system, ephemeral (``data``), persistent (``store``)."""
+    """Disk usage by role: system, ephemeral (``data``), persistent (``store``)."""
     disks = list(disks)
     rows: Rows = [((role,), known.f_blocks * known.f_frsize) for role, known in disks]
     yield _gauge("disk_size_bytes", "Size of a disk.", rows, "disk")
     rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]
-    yield _gauge("disk_used_bytes", "Of that, in use.", rows, "disk")
+    yield _gauge("disk_used_bytes", "Bytes in use on a disk.", rows, "disk")
     rows = [((role,), known.f_files) for role, known in disks]
-    yield _gauge("disk_inodes", "Inodes of a disk; 0 where there is no fixed number.", rows, "disk")
+    yield _gauge("disk_inodes", "Inodes of a disk; 0 without a fixed number.", rows, "disk")
     rows = [((role,), known.f_files - known.f_ffree) for role, known in disks]
-    yield _gauge("disk_inodes_used", "Of those, in use.", rows, "disk")
+    yield _gauge("disk_inodes_used", "Inodes in use on a disk.", rows, "disk")
 
 
 def _of_disk(disk: DiskReading) -> Iterator[Metric]:
-    yield _gauge("persistent_disk_mounted", "1 while there is a persistent disk on the store.", _one(disk.is_mounted))
+    yield _gauge("persistent_disk_mounted", "1 while a persistent disk is mounted on the store.", _one(disk.is_mounted))
     running = _one(disk.is_migrating)
-    yield _gauge("disk_migration_running", "1 while a persistent disk is copied to another.", running)
-    text = "How much of it is copied, then compared; 0 without a migration."
+    yield _gauge("disk_migration_running", "1 during the migration of a persistent disk.", running)
+    text = "Completed fraction of the copy, then of the comparison; 0 without a migration."
     yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
 
 
@@ -370,23 +370,25 @@ def _of_processes(processes: Sequence[ProcessReading]) -> Iterator[Metric]:
     def rows(member: str) -> Rows:
         return [(label, getattr(process, member)) for label, process in named]
 
-    yield _gauge("process_up", "1 while it runs.", rows("is_up"), "process")
+    yield _gauge("process_up", "1 while the process runs.", rows("is_up"), "process")
     states = [((*label, state), process.state == state) for label, process in named for state in STATES]
-    yield _gauge("process_state", "1 for the state the Director is told, 0 for the others.", states, "process", "state")
-    text = "When it was started, in seconds since 1970; 0 while it does not run."
+    yield _gauge(
+        "process_state", "1 for the state reported to the Director, 0 for the others.", states, "process", "state"
+    )
+    text = "Start of the process, in seconds since 1970; 0 while it does not run."
     yield _gauge("process_start_time_seconds", text, rows("started_at"), "process")
-    yield _counter("process_restarts", "Times it was started again after it had ended.", rows("restarts"), "process")
+    yield _counter("process_restarts", "Automatic restarts of the process.", rows("restarts"), "process")
     exits = [((*label, kind), process.exits.get(kind, 0)) for label, process in named for kind in KINDS]
-    yield _counter("process_exits", "Times it ended by itself, by how.", exits, "process", "reason")
-    yield _counter("process_oom_kills", "Times it was killed for want of memory.", rows("oom_kills"), "process")
-    yield _gauge("process_memory_bytes", "Resident memory of it and its children.", rows("memory"), "process")
-    yield _counter("process_cpu_seconds", "Processor time of it and its children.", rows("cpu"), "process")
-    yield _gauge("process_open_files", "Files it has open.", rows("open_files"), "process")
-    yield _gauge("process_threads", "Threads of it and its children.", rows("threads"), "process")
+    yield _counter("process_exits", "Unexpected exits by kind.", exits, "process", "reason")
+    yield _counter("process_oom_kills", "Out-of-memory kills of the process.", rows("oom_kills"), "process")
+    yield _gauge("process_memory_bytes", "Resident memory of the process tree.", rows("memory"), "process")
+    yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu"), "process")
+    yield _gauge("process_open_files", "Open files of the process.", rows("open_files"), "process")
+    yield _gauge("process_threads", "Threads of the process tree.", rows("threads"), "process")
 
 
 Rows = Iterable[tuple[tuple[str, ...], float | None]]
-"""Samples of one family: the label values, and the value or None when there is none to show."""
+"""Samples of one family: label values, and the value or None for no sample."""
 
 
 def _one(value: float | None) -> Rows:
@@ -412,8 +414,8 @@ _counter = partial(_family, CounterMetricFamily)
 
 
 def table() -> str:
-    """Every family in Markdown, for docs/operations.md."""
-    rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
+    """Render all families as a Markdown table for docs/operations.md."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in Metrics(Readings).collect():
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
         names: Sequence[str] = _OF_INFO.get(family.name) or getattr(family, "_labelnames")  # noqa: B009 - undeclared
@@ -423,21 +425,21 @@ def table() -> str:
 
 
 _OF_INFO: Final = {"agent_shim_build": ("version", "python"), "agent_shim_stemcell": ("os", "version")}
-"""Labels of what says what it is by labels alone."""
+"""Labels of info metrics, whose value is in their labels."""
 
 
-# --- how it is asked for --------------------------------------------------------------------------------------------
+# --- HTTP -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What is behind the paths. ``ready(level)`` (``jobs``, ``agent`` or ``boot``) is the answer and its reason."""
+    """Answers by path; ``ready(level)`` (``jobs`` or ``agent``) returns the readiness and its reason."""
 
     render: Callable[[bool], bytes]
     ready: Callable[[str], tuple[bool, str]]
 
     def answer(self, request: Request) -> Response:
-        """What is answered to ``GET /readyz?level=agent`` and its like."""
+        """Answer a request such as ``GET /readyz?level=agent``."""
         path, _, query = request.target.partition("?")
         if path == "/metrics":
             is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "").lower()
@@ -448,12 +450,12 @@ class Routes:
         if path == "/readyz":
             level = urllib.parse.parse_qs(query).get("level", ["jobs"])[0]
             if level not in ("jobs", "agent", "boot"):
-                return Response(400, b"level is jobs, agent or boot\n")
+                return Response(400, b"level must be jobs, agent or boot\n")
             is_ready, reason = self.ready(level)
             return Response(200 if is_ready else 503, f"{reason}\n".encode("utf-8", "replace"))
-        return Response(404, b"there is /metrics, /healthz and /readyz\n")
+        return Response(404, b"not found; available: /metrics, /healthz, /readyz\n")
 
 
 def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Answer on ``address`` for the length of the block, as ``responder.listening`` does."""
+    """Serve on ``address`` for the duration of the block, see ``http_server.listening``."""
     return http_server.listening(address, routes.answer, "metrics and probes")

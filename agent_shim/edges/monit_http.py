@@ -1,11 +1,11 @@
-"""What releases ask of monit over HTTP, answered as monit 5.2.5 does (http/cervlet.c, http/xml.c).
+"""HTTP interface of monit 5.2.5 for releases (http/cervlet.c, http/xml.c).
 
-``GET /_status2?format=xml`` is what the Go agent reads, ``GET /_status?format=xml`` what pxc's galera-agent reads; both
-send ``POST /SERVICE`` with ``action=start`` and its like, and galera-agent looks for ``start pending`` in the page that
-comes back. Whoever knows the password of ``/var/vcap/monit/monit.user`` may ask; that file is root's.
+The Go agent reads ``GET /_status2?format=xml``, pxc's galera-agent ``GET /_status?format=xml``. Both send ``POST
+/SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
+Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
-Beside it the port on which the Go agent takes monit's mails. A CPI tries it to see whether the agent lives: it answers,
-and takes nothing.
+Also serves the port on which the Go agent accepts monit's mails. A CPI probes it to see whether the agent is alive: it
+answers and refuses all mail.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ HTML: Final = "text/html"
 TYPES: Final = {"filesystem": 0, "directory": 1, "file": 2, "process": 3, "host": 4, "system": 5, "fifo": 6}
 MODES: Final = {"active": 0, "passive": 1, "manual": 2}
 MONITOR: Final = {"stopped": 0, "unmonitored": 0, "stopping": 0, "starting": 2, "settling": 2}
-"""By phase; 1 for all others."""
+"""Value by phase; 1 for all others."""
 PENDING: Final = {"starting": 6, "restarting": 2, "stopping": 3}
 MISSING: Final = 0x200
 FAILED: Final = 0x1000
 
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""What ``supervisor.monit.monit_api`` says to a request, with ``uptime_secs`` of the agent."""
+"""Forwards a request to ``supervisor.monit.monit_api``; the reply also has ``uptime_secs`` of the agent."""
 
 
 class Api:
-    """Answers; ``user_file`` holds ``user:password``."""
+    """Answers requests; ``user_file`` contains ``user:password``."""
 
     def __init__(self, ask: Ask, user_file: Path) -> None:
         self._ask = ask
@@ -53,14 +53,14 @@ class Api:
         self._here = _Machine()
 
     async def answer(self, request: Request) -> Response:
-        """Of a status or an order, to who knows the password."""
+        """Answer an authenticated status or action request."""
         if not await asyncio.to_thread(self._is_known, request.headers.get("authorization", "")):
             headers = {"WWW-Authenticate": 'Basic realm="monit"'}
             return Response(401, b"You are not authorized to access monit\n", headers=headers)
         path, _, query = request.target.partition("?")
         name = urllib.parse.unquote(path.removeprefix("/"))
         if request.method == "POST":
-            return await self._order(name, request.body)
+            return await self._run_action(name, request.body)
         shown = await self._ask({"action": "show"})
         if name in ("_status", "_status2"):
             return self._status(name, urllib.parse.parse_qs(query), shown)
@@ -81,7 +81,7 @@ class Api:
         text = document(shown, self._here, version=2 if name == "_status2" else 1)
         return Response(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
 
-    async def _order(self, name: str, body: bytes) -> Response:
+    async def _run_action(self, name: str, body: bytes) -> Response:
         action = urllib.parse.parse_qs(body.decode("latin-1")).get("action", [""])[0]
         shown = await self._ask({"action": "show"})
         if _named(shown, name) is None:
@@ -103,7 +103,7 @@ def _refused(status: int, why: str) -> Response:
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
-    """Of one service. What was asked is named as pending, even if it is done already: scripts look for the words."""
+    """Render a service; shows the requested action as pending even if already done, since scripts match it."""
     service = _named(shown, name)
     if service is None:
         return _refused(404, "There is no service by that name")
@@ -126,7 +126,7 @@ def _listed(shown: Mapping[str, Any]) -> Response:
 
 
 class _Machine:
-    """What is told of the machine; all but its load stays as it is."""
+    """Facts about the machine; only its load changes."""
 
     def __init__(self) -> None:
         about, memory = os.uname(), host_stats.memory()
@@ -146,7 +146,7 @@ class _Machine:
 
 
 def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
-    """The status in XML, in one line: version 1 tells in elements what version 2 tells in attributes."""
+    """Render the status as one line of XML: version 1 has elements where version 2 has attributes."""
     services = shown.get("services", ())
     about = {"id": here.id, "incarnation": here.begun_at, "version": monit_text.VERSION}
     server = {
@@ -162,11 +162,11 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
     head = '<?xml version="1.0" encoding="ISO-8859-1"?>'
     platform = _element("platform", here.platform)
     if version == 1:
-        told = "".join(
+        elements = "".join(
             f'<service type="{kind}">{_members({"name": name} | body)}</service>' for name, kind, body in bodies
         )
-        return f"{head}<monit>{_element('server', about | server)}{platform}{told}</monit>"
-    told = "".join(
+        return f"{head}<monit>{_element('server', about | server)}{platform}{elements}</monit>"
+    elements = "".join(
         f'<service name="{_escaped(name)}">{_members({"type": kind} | body)}</service>' for name, kind, body in bodies
     )
     attributes = " ".join(f'{name}="{_escaped(str(value))}"' for name, value in about.items())
@@ -175,17 +175,17 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
         for name, members in _groups(services).items()
     )
     return (
-        f"{head}<monit {attributes}>{_element('server', server)}{platform}<services>{told}</services>"
+        f"{head}<monit {attributes}>{_element('server', server)}{platform}<services>{elements}</services>"
         f"<servicegroups>{groups}</servicegroups></monit>"
     )
 
 
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
-    """The members in monit's order; figures only where it shows them."""
+    """List the members in monit's order; includes figures only where monit does."""
     phase, now = service["phase"], clock.wall_time()
     status = _bits(service)
     monitor = MONITOR.get(phase, 1)
-    told: dict[str, Any] = {
+    members: dict[str, Any] = {
         "collected_sec": int(now),
         "collected_usec": int(now % 1 * 1e6),
         "status": status,
@@ -195,9 +195,9 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
         "pendingaction": PENDING.get(phase, 0),
     }
     if status:
-        told["status_message"] = _Data(service["reason"] or "process is not running")
+        members["status_message"] = _Data(service["reason"] or "process is not running")
     if service["kind"] == "process" and monitor == 1 and not status & MISSING and service["pid"]:
-        told |= {
+        members |= {
             "pid": service["pid"],
             "ppid": service["parent"],
             "uptime": service["uptime_secs"],
@@ -210,11 +210,11 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
             },
             "cpu": {"percent": f"{service['own_cpu']:.1f}", "percenttotal": f"{service['cpu_total']:.1f}"},
         }
-    return told
+    return members
 
 
 def _bits(service: Mapping[str, Any]) -> int:
-    """``status``: 0 is good."""
+    """Return the ``status`` bits; 0 means no fault."""
     match service["phase"]:
         case "running":
             return sum(BITS[fault] for fault in service["faults"])
@@ -241,7 +241,7 @@ def _system() -> dict[str, Any]:
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Members in the reverse order of the files, as monit's parser leaves them."""
+    """List groups with their members in reverse order of the files, like monit's parser."""
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:
@@ -253,12 +253,12 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 
 
 def _escaped(text: str) -> str:
-    """For XML and HTML, attributes too (the module ``html`` knows a thousand more names, and weighs)."""
+    """Escape text for XML and HTML, including attributes; the module ``html`` loads a thousand more names."""
     return safetext.line(text).translate(_ESCAPES)
 
 
 class _Data(str):
-    """Text that stands in a CDATA section."""
+    """Text for a CDATA section."""
 
     __slots__ = ()
 
@@ -285,19 +285,19 @@ def _repeated(name: str, values: Iterable[str]) -> str:
 
 
 def listening(address: str, ask: Ask, user_file: Path) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Answer on ``address`` for the length of the block, as ``responder.listening`` does."""
+    """Serve on ``address`` for the duration of the block, see ``http_server.listening``."""
     return http_server.listening(address, Api(ask, user_file).answer, "clients of monit", ("GET", "HEAD", "POST"))
 
 
 class _NoMail(asyncio.Protocol):
-    """Says that it takes no mail, and hangs up."""
+    """Refuses all mail and closes the connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(b"554 no mail is taken here: alerts are told to the Health Monitor alone\r\n")
+        transport.write(b"554 no mail accepted: alerts go to the Health Monitor only\r\n")
         transport.close()
 
 
 def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Be there on ``address`` for the length of the block, for who tries the port; nothing that is said is believed."""
-    return http_server.serving(address, _NoMail, "who looks for the mail port")
+    """Accept connections on ``address`` for the duration of the block, for probes of the port; refuses all mail."""
+    return http_server.serving(address, _NoMail, "probes of the mail port")

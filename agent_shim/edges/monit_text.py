@@ -1,7 +1,7 @@
-"""The texts of monit 5.2.5 about services, which scripts grep (http/cervlet.c).
+"""Service reports in the texts of monit 5.2.5, which scripts grep (http/cervlet.c).
 
-Services are mappings as ``supervisor.monit.monit_api.describe`` makes them. The standard library alone: the command
-``monit`` is quick to start.
+Services are mappings from ``supervisor.monit.monit_api.describe``. Uses the standard library alone, so the ``monit``
+command starts quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from agent_shim.core import safetext
 
 VERSION: Final = "5.2.5"
-"""The monit that scripts believe to talk to."""
+"""Version of monit reported to scripts."""
 
 _TYPES: Final = {
     "process": "Process",
@@ -28,7 +28,7 @@ _TYPES: Final = {
     "status": "Status",
 }
 _GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
-"""What is said of a service without a fault; ``accessible`` of all others."""
+"""Status of a service without a fault; ``accessible`` for all other kinds."""
 _WORDS: Final = {
     "stopped": "not monitored",
     "unmonitored": "not monitored",
@@ -42,7 +42,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is shown of the machine, and the time it is shown at."""
+    """Facts about the machine, and the time of the report."""
 
     name: str
     load: tuple[float, float, float]
@@ -54,7 +54,7 @@ class Machine:
 
 
 def summary(shown: Mapping[str, Any], machine: Machine) -> str:
-    """A header and a line for each service, the system last."""
+    """Format a header and a line per service, the system last."""
     shown = safetext.value(shown)
     rows = [(_title(service), words(service)) for service in shown["services"]]
     rows.append((f"System 'system_{machine.name}'", "running"))
@@ -62,7 +62,7 @@ def summary(shown: Mapping[str, Any], machine: Machine) -> str:
 
 
 def status(shown: Mapping[str, Any], machine: Machine) -> str:
-    """A header and a paragraph for each service, the system last."""
+    """Format a header and a paragraph per service, the system last."""
     shown = safetext.value(shown)
     lines = [_header(shown), ""]
     for service in shown["services"]:
@@ -111,7 +111,7 @@ def _title(service: Mapping[str, Any]) -> str:
 
 
 def words(service: Mapping[str, Any]) -> str:
-    """The status of a service as monit words it, with what is still to come after a dash."""
+    """Return monit's status of a service, with a pending action after a dash."""
     phase = service["phase"]
     if phase == "down":
         is_dead = service["kind"] == "process" and not service["reason"].startswith("cannot start")
@@ -123,7 +123,7 @@ def words(service: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: int) -> str:
-    """``1d 2h 3m ``: days and hours only from the first on that is not 0, and a blank after each."""
+    """Format seconds as ``1d 2h 3m ``, from the first non-zero unit on, with a blank after each."""
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     text = f"{minutes}m "
     if days or hours:

@@ -1,1 +1,1 @@
-"""What monit does for jobs: read their files, start, watch, restart and stop their processes."""
+"""Process supervision in place of monit: read monit files; start, watch, restart and stop processes."""

@@ -1,4 +1,4 @@
-"""What services share: how their programs are run, and how what is left of them is found and ended."""
+"""Start and stop programs of services, and the processes they leave behind."""
 
 from __future__ import annotations
 
@@ -47,58 +47,58 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PORTION: Final = 50
-"""Processes that are held, signalled or released in one turn of the event loop."""
-SPAWNS_AT_ONCE: Final = 3
-"""Each holds the event loop for some milliseconds."""
-KILLS: Final = 3
-"""Rounds of KILL: what forks while it is looked for is found in the next."""
-LOOKS: Final = 40
-"""For one during which nothing of a service has ended."""
-PARTING_S: Final = 0.25
-"""For what is left of a process that has ended to end as well, before it is asked to."""
-MAX_OUTPUT: Final = 256 * 1024
-"""Bytes of output that are left of a service's programs, about; see ``trim``."""
+PROCESSES_PER_TURN: Final = 50
+"""Processes opened, signalled or released per turn of the event loop."""
+MAX_CONCURRENT_SPAWNS: Final = 3
+"""Each spawn blocks the event loop for some milliseconds."""
+KILL_ROUNDS: Final = 3
+"""Rounds of KILL: a process forked during one round is found in the next."""
+MAX_PROOF_PASSES: Final = 40
+"""Passes tried for one during which no process of the service ends."""
+EXIT_WAIT_S: Final = 0.25
+"""Seconds that remaining processes of an exited process have before they are signalled."""
+MAX_OUTPUT_BYTES: Final = 256 * 1024
+"""Approximate size of a service's output file; see ``trim``."""
 MAX_LAST_BYTES: Final = 400
-"""Of its last line that are told when a service fails."""
+"""Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
-"""Of output that are looked through for that line."""
+"""Length of output searched for that line."""
 _TRACE: Final = re.compile(r"\++ ")
-"""What ``set -x`` puts before each command."""
+"""Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
-"""What bash and dash say of a limit beyond the container's."""
+"""Message of bash and dash for a limit above the container's."""
 
 
 class Programs:
     """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c).
 
-    Their environment has nothing but what monit gives and our mark, by which whatever they leave is found; ``base``
-    makes it differ from the mark of another agent. What they print goes to a file for each service in ``output``.
+    Their environment holds monit's variables and the agent's mark, which identifies their processes; ``base`` keeps it
+    distinct from the mark of another agent. Their output goes to one file per service in ``output``.
     """
 
     def __init__(self, base: Path, output: Path) -> None:
         self._base = base
         self._output = output
         self.killed: set[str] = set()
-        """Services, by their labels, of which something had to be killed since somebody emptied this."""
+        """Labels of services with processes that had to be killed, since the caller last cleared it."""
         self.ownership = Ownership(base)
-        self._gate = asyncio.Semaphore(SPAWNS_AT_ONCE)
+        self._gate = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
         self._pass: asyncio.Future[Look] | None = None
         self._passing = asyncio.Lock()
         self._ended: Counter[Verdict] = Counter()
-        """Orphans that have ended, by whose they were."""
+        """Exited orphans by owner."""
         self._counts_since = 0
-        """The tick since which they are counted."""
+        """First tick of the count."""
         self._hunted: set[Verdict] = set()
-        """Whose groups are killed when one of them ends."""
+        """Owners whose process groups are killed when an orphan of theirs exits."""
 
     async def run(
         self, name: str, program: Program, event: str, *, label: str = "", pid: int = 0, is_aside: bool = False
     ) -> Process:
         """Run a program for the service ``name``, whose process is ``pid``; raises ``HostError``.
 
-        ``label`` is what marks it, by default the name. One that is aside (the exec of a rule) is no part of the
-        service and survives its stop: it may be what stops it.
+        ``label`` is the mark, by default the name. With ``is_aside`` (the exec of a rule) the program is no part of the
+        service and survives its stop, which it may itself request.
         """
         env = {
             "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
@@ -140,21 +140,21 @@ class Programs:
                 except HostError as exc:
                     if not groups or "cgroup" not in str(exc):
                         raise
-                    logger.warning("%s: its processes are known by descent: %s", name, exc)
+                    logger.warning("%s: cannot use its cgroup, tracking processes by descent: %s", name, exc)
                     return spawn(())
 
     async def _cgroups(self, label: str) -> list[str]:
         try:
             return await asyncio.to_thread(self.ownership.cage(label).make)
         except OSError as exc:
-            logger.warning("cannot make a cgroup for %s, its processes are known by descent: %s", label, exc)
+            logger.warning("cannot make a cgroup for %s, tracking its processes by descent: %s", label, exc)
             return []
 
-    # --- what belongs to a service ----------------------------------------------------------------------------------
+    # --- processes of a service -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def counting(self, records: Callable[[], Records]) -> Iterator[None]:
-        """For the length of the block know the services, and count the orphans that end."""
+        """Track the services of ``records`` and count exited orphans for the duration of the block."""
         self.ownership.records = records
         reaper.heirs.append(self._has_ended)
         self._counts_since = clock.boot_ticks()
@@ -170,7 +170,7 @@ class Programs:
             process.kill_group_of(orphan)
 
     async def see_kin(self) -> None:
-        """Remember what is proven to be of services now: once what proves it has ended, nothing else would."""
+        """Record the processes proven to belong to services now: their proof may exit."""
         records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
         if any(traces.known or traces.kin for _, traces in records):
             seen = await self._look()
@@ -180,13 +180,13 @@ class Programs:
                 traces.see_kin(each.identity for each in living if each.is_alive)
 
     async def members(self, name: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
-        """Everything alive that belongs to the service, ``known`` and what descends from that included."""
+        """List living processes of the service, including ``known`` and their descendants."""
         return self.ownership.members(await self._look(), name, traces, known)
 
     async def clear(self, name: str, traces: ProcessRecord, grace: float) -> list[Left]:
-        """End what is left of the service's last process; what could not be ended."""
+        """End remaining processes of the service's last run; returns those that survive."""
         cage = self.ownership.cage(name)
-        give_up_at = time.monotonic() + PARTING_S
+        give_up_at = time.monotonic() + EXIT_WAIT_S
         while True:
             caged = await asyncio.to_thread(cage.members)
             if not (caged if traces.is_caged else await self.members(name, traces, caged)):
@@ -198,20 +198,25 @@ class Programs:
     async def sweep(
         self, name: str, traces: ProcessRecord, known: Iterable[Identity], grace: float, *, is_usual: bool = False
     ) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all that belongs to the service; what is left after that.
+        """Send TERM, and KILL after ``grace`` seconds, to all processes of the service; returns the survivors.
 
-        Nothing is left when a look that no process can outrun has found nothing. Where it ``is_usual`` that something
-        is killed nobody is told.
+        An empty result is proven by a pass that no process can outrun. With ``is_usual`` a kill is expected and not
+        recorded in ``killed``.
         """
         cage = self.ownership.cage(name)
-        kill = process.KILL_TIMEOUT_S / KILLS
+        kill = process.KILL_TIMEOUT_S / KILL_ROUNDS
         held: dict[Identity, Process] = {}
         try:
             ahead = await self._hold(name, traces, known, held)
-            for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, kill)] * KILLS):
+            for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, kill)] * KILL_ROUNDS):
                 if not ahead and await self._is_over(name, traces, cage):
                     return []
-                logger.info("%s: %s to what is left: %s", name, sig.name, ", ".join(str(each.pid) for each in ahead))
+                logger.info(
+                    "%s: sending %s to remaining processes: %s",
+                    name,
+                    sig.name,
+                    ", ".join(str(each.pid) for each in ahead),
+                )
                 if sig is signal.SIGKILL:
                     if not is_usual:
                         self.killed.add(name)
@@ -223,19 +228,21 @@ class Programs:
                 ahead = await self._hold(name, traces, (), held)
             if not ahead and await self._is_over(name, traces, cage):
                 return []
-            return [left(each.identity) for each in ahead] or [Left(0, 0, "processes that end before they are seen")]
+            return [left(each.identity) for each in ahead] or [
+                Left(0, 0, "processes that exit before they can be listed")
+            ]
         finally:
             self._hunted.discard(name)
             _release(list(held.values()))
 
     async def _is_over(self, name: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> bool:
-        """Whether nothing is left of a service of which the last look has found nothing.
+        """Prove that a service has no process left after a pass found none.
 
-        The kernel says so of a cgroup. Without one, a look is believed during which no orphan of the service, or of
-        nobody knows which, has ended, or no process at all has begun: what is never seen has to begin and end. Of what
-        an earlier agent has started orphans do not come to this one: there many looks have to do.
+        The kernel answers for a cgroup. Without one, a pass counts if meanwhile no orphan of the service or of unknown
+        origin has exited, or no process at all has started: a process that escapes every pass must start and exit.
+        Orphans of an earlier agent do not come to this one, so for its processes many passes must suffice.
         """
-        give_up_at = time.monotonic() + process.KILL_TIMEOUT_S / KILLS
+        give_up_at = time.monotonic() + process.KILL_TIMEOUT_S / KILL_ROUNDS
         while not await asyncio.to_thread(cage.is_empty):
             if await asyncio.to_thread(cage.members) or time.monotonic() > give_up_at:
                 return False
@@ -243,7 +250,7 @@ class Programs:
         if traces.is_caged or not traces.begun:
             return True
         is_counted = process.takes_orphans and traces.begun >= self._counts_since
-        for _ in range(LOOKS):
+        for _ in range(MAX_PROOF_PASSES):
             ended, last = self._count_of(name), proc.last_number()
             if await self.members(name, traces):
                 return False
@@ -256,22 +263,25 @@ class Programs:
         return self._ended[name] + self._ended[Unproven.ORPHAN]
 
     async def dismiss(self, spec: ProcessSpec) -> None:
-        """Remove the cgroup of a service that has been stopped; ``Bpm`` asks that of a bpm process what it counted."""
+        """Remove the cgroup of a stopped service; that of a bpm process stays until ``Bpm`` has read its counters."""
         if spec.start is not None and spec.start.bpm is None:
             await asyncio.to_thread(self.ownership.cage(spec.label).remove)
 
     async def strays(self, since: int) -> list[Left]:
-        """Processes that some job has left since the tick ``since``, nobody knows which."""
+        """List orphans of an unknown job since the tick ``since``."""
         return [left(each) for each in self.ownership.strays(await self._look(), since)]
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
-        """End them, as ``sweep`` does, when all jobs are stopped; what is left."""
-        for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILLS)] * KILLS):
+        """End those orphans like ``sweep`` once all jobs are stopped; returns the survivors."""
+        for sig, patience in (
+            (signal.SIGTERM, grace),
+            *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS,
+        ):
             strays = await self.strays(since)
             found = [each async for stray in _in_turns(strays) if (each := process.adopt(*stray.identity))]
             if not found:
                 break
-            logger.warning("%s to what jobs have left: %s", sig.name, ", ".join(str(each.pid) for each in found))
+            logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(str(each.pid) for each in found))
             self._hunted |= {Unproven.ORPHAN} if sig is signal.SIGKILL else set()
             async for each in _in_turns(found):
                 each.send(sig)
@@ -283,12 +293,12 @@ class Programs:
     async def _hold(
         self, name: str, traces: ProcessRecord, known: Iterable[Identity], held: dict[Identity, Process]
     ) -> list[Process]:
-        """The members, each held since before the look that found it to be one: so its number is not another's by now.
+        """Open handles to the members before the pass that confirms them, so no number can be reused meanwhile.
 
-        ``held`` is what is held already, and more afterwards.
+        ``held`` contains the open handles and receives the new ones.
         """
         living = [each async for each in _in_turns(list(held)) if held[each].is_alive]
-        sure = [*known, *living]  # what is held only now has to be found once more for its own reasons
+        sure = [*known, *living]  # a new handle needs confirmation by its own evidence
         found = await self.members(name, traces, sure)
         if new := [each for each in found if each not in held]:
             async for each in _in_turns(new):
@@ -298,46 +308,46 @@ class Programs:
         return [held[each] async for each in _in_turns(found) if each in held and held[each].is_alive]
 
     async def _look(self) -> Look:
-        """All processes as they are after this call; those who ask at the same time share one pass."""
+        """Take a pass over all processes that starts after this call; concurrent callers share one."""
         if self._pass is None:
             self._pass = asyncio.ensure_future(self._count())
         return await asyncio.shield(self._pass)
 
     async def _count(self) -> Look:
         async with self._passing:
-            self._pass = None  # Who asks from now on needs a later pass.
+            self._pass = None  # Later callers need a later pass.
             return await asyncio.to_thread(look, self.ownership)
 
-    # --- what programs print ----------------------------------------------------------------------------------------
+    # --- program output ---------------------------------------------------------------------------------------------
 
     async def last_words(self, name: str) -> str:
-        """The last line that the programs of a service have printed."""
+        """Return the last output line of a service's programs."""
         return await last_line(name, self._file(name), self._output)
 
     async def refused_limit(self, name: str) -> str:
-        """What a shell has said last of a limit that a script could not set; "" if nothing."""
+        """Return the last shell message about a limit that a script could not set; "" without one."""
         lines = await _lines(name, self._file(name), self._output)
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     def trim(self) -> None:
-        """Cut files that have grown to their end: a start program that became the daemon may print for ever."""
+        """Truncate large output files to their end: a start program that became the daemon may print forever."""
         for entry in os.scandir(self._output):
-            if entry.name.endswith(".log") and entry.stat(follow_symlinks=False).st_size > MAX_OUTPUT:
+            if entry.name.endswith(".log") and entry.stat(follow_symlinks=False).st_size > MAX_OUTPUT_BYTES:
                 with Path(entry.path).open("r+b", buffering=0) as stream:
-                    stream.seek(-MAX_OUTPUT // 2, os.SEEK_END)
-                    end = stream.read(MAX_OUTPUT // 2)
-                    # Writers append, so what they print meanwhile follows, or is lost.
+                    stream.seek(-MAX_OUTPUT_BYTES // 2, os.SEEK_END)
+                    end = stream.read(MAX_OUTPUT_BYTES // 2)
+                    # Writers append: output written meanwhile follows, or is lost.
                     stream.truncate(0)
                     stream.seek(0)
                     stream.write(end)
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> int | None:
-        """The output file; None where it cannot be had: a full disk is no reason not to start a job."""
+        """Open the output file; None if that fails, because a full disk must not prevent a start."""
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
             output = guarded.open_log(self._file(name), 0o640)
         except OSError as exc:
-            logger.warning("what the programs of %s print is lost: %s", name, exc)
+            logger.warning("cannot capture the output of %s: %s", name, exc)
             return None
         opened.callback(os.close, output)
         return output
@@ -347,28 +357,28 @@ class Programs:
 
 
 async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """``items``, with a turn of the event loop between portions: a job may have thousands of processes."""
+    """Yield ``items`` with a turn of the event loop between portions: a job may have thousands of processes."""
     for number, each in enumerate(items, 1):
         yield each
-        if number % PORTION == 0:
+        if number % PROCESSES_PER_TURN == 0:
             await asyncio.sleep(0)
 
 
 def _release(processes: list[Process]) -> None:
-    """Release them in portions."""
-    for each in processes[:PORTION]:
+    """Release processes in portions, one per turn of the event loop."""
+    for each in processes[:PROCESSES_PER_TURN]:
         each.release()
-    if rest := processes[PORTION:]:
+    if rest := processes[PROCESSES_PER_TURN:]:
         asyncio.get_running_loop().call_soon(_release, rest)
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
-    """The last line of a file below ``root`` that tells something; "" if it cannot be read.
+    """Return the last meaningful line of a file below ``root``; "" if it cannot be read.
 
-    At most ``MAX_LAST_BYTES`` of it. Commands that ``set -x`` shows tell only what was done, unless nothing else is
-    there. ``whose`` is the label of the service that may write there.
+    At most ``MAX_LAST_BYTES`` of it. Commands traced by ``set -x`` count only if there is nothing else. ``whose`` is
+    the label of the service that may write the file.
     """
-    return telling(await _lines(whose, path, root))
+    return last_meaningful(await _lines(whose, path, root))
 
 
 async def _lines(whose: str, path: Path, root: Path) -> list[str]:
@@ -381,14 +391,14 @@ async def _lines(whose: str, path: Path, root: Path) -> list[str]:
     return [line.strip() for line in text.decode(errors="replace").split("\n") if line.strip()]
 
 
-def telling(lines: Sequence[str]) -> str:
-    """The last of the lines that is no trace of ``set -x``, else the last; at most ``MAX_LAST_BYTES`` of its end."""
+def last_meaningful(lines: Sequence[str]) -> str:
+    """Return the last line that is no ``set -x`` trace, else the last; at most ``MAX_LAST_BYTES`` of its end."""
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 
 
 class TokenBucket:
-    """Lets ``burst`` pass at once and then ``rate`` a second, for all services together."""
+    """Rate limit shared by all services: a ``burst`` at once, then ``rate`` a second."""
 
     def __init__(self, burst: float, rate: float) -> None:
         self._burst, self._rate = burst, rate
@@ -396,7 +406,7 @@ class TokenBucket:
         self._filled_at = time.monotonic()
 
     async def take(self) -> None:
-        """Return when it is this caller's turn."""
+        """Wait for a token."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._filled_at) * self._rate) - 1
         self._filled_at = now
@@ -404,12 +414,12 @@ class TokenBucket:
             try:
                 await asyncio.sleep(-self._left / self._rate)
             except asyncio.CancelledError:
-                self._left += 1  # for who comes next
+                self._left += 1  # returned to the next caller
                 raise
 
 
 async def _all_gone(left: Collection[Process], patience: float) -> None:
-    """Return when none of them lives, or after ``patience`` seconds."""
+    """Wait until all have exited, at most ``patience`` seconds."""
     give_up_at = time.monotonic() + patience
     while time.monotonic() < give_up_at and any(each.is_alive for each in left):  # noqa: ASYNC110 - some of many
         await asyncio.sleep(process.POLL_S / 4)

@@ -1,4 +1,4 @@
-"""What can be wrong with a service: the kinds of monit's events, in its words and bits (monit 5.2.5 event.c). Pure."""
+"""Kinds of monit events, with its words and status bits (monit 5.2.5 event.c). Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent_shim.supervisor.monit.ast import (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``bit`` is that of ``status`` in the XML; the texts are what an alert calls the event."""
+    """An event kind; ``bit`` is its ``status`` bit in the XML, the texts are its names in alerts."""
 
     bit: int
     failed: str
@@ -52,7 +52,7 @@ ORDER: Final = (
     *(CHECKSUM, CONNECTION, CONTENT, DATA, EXECUTION, FLAGS, GROUP, ICMP, EXISTENCE, PERMISSION, PID, PARENT),
     *(RESOURCE, SIZE, TIMEOUT, TIMESTAMP, USER),
 )
-"""That of monit's table: of several faults it names the first."""
+"""Order of monit's table: the first of several faults is reported."""
 
 BITS: Final = {kind.failed: kind.bit for kind in ORDER}
 
@@ -69,14 +69,14 @@ _CHANGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A rule that a running service breaks, and how."""
+    """A failed rule of a running service."""
 
     kind: Kind
     text: str
 
 
 def kind_of(test: Test) -> Kind:
-    """Under which kind monit files the outcome of a test."""
+    """Return monit's event kind for the outcome of a test."""
     match test:
         case Limit(metric):
             return _LIMITS.get(metric, RESOURCE)

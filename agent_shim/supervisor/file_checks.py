@@ -1,4 +1,4 @@
-"""What the rules of ``check file`` and ``check filesystem`` look at. Blocks, perhaps for ever: see ``host.guarded``."""
+"""Tests of ``check file`` and ``check filesystem``. Blocks, perhaps forever: see ``host.guarded``."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from agent_shim.supervisor.monit.ast import (
 )
 from agent_shim.supervisor.rule_counter import exceeds, percent
 
-MAX_NEW: Final = 1024 * 1024
-"""Bytes of new content that are looked through at a time; of more, the last."""
-MAX_LINE: Final = 512
+MAX_NEW_BYTES: Final = 1024 * 1024
+"""Maximum new content searched at a time; the end of it if there is more."""
+MAX_LINE_BYTES: Final = 512
 MAX_LINES: Final = 10_000
-"""Of new content that are searched, the last."""
+"""Maximum lines of new content searched, counted from the end."""
 MAX_PATTERNS_BYTES: Final = 64 * 1024
-"""Of a file of expressions."""
+"""Maximum size of a file of expressions."""
 DIGEST_TIMEOUT_S: Final = 30.0
 CHUNK: Final = 64 * 1024
 
 
 class Finding(NamedTuple):
-    """What one test has found; ``text`` says what, good or bad."""
+    """Result of one test; ``text`` describes it, good or bad."""
 
     fails: bool
     text: str
@@ -48,16 +48,16 @@ class Finding(NamedTuple):
 
 @dataclass(slots=True)
 class Memory:
-    """What the last look saw, of which ``changed`` and ``match`` speak."""
+    """State of the last check, needed by ``changed`` and ``match``."""
 
     values: dict[tuple[Change | str, str], object] = field(default_factory=dict)
     read_to: int = -1
-    """How far the content has been looked through; -1 before the first look."""
+    """Offset up to which the content has been searched; -1 before the first check."""
     inode: int = 0
 
 
 def inspect(path: Path, rules: Sequence[Rule], memory: Memory) -> list[Finding | None]:
-    """What each rule finds, None where it has nothing to say; raises ``OSError`` when the path cannot be read."""
+    """Evaluate each rule, None for one without a result; raises ``OSError`` if the path cannot be read."""
     with guarded.held(path) as held:
         status = os.fstat(held)
         expressions = {rule.test: _expressions(rule.test) for rule in rules if isinstance(rule.test, Match)}
@@ -69,7 +69,7 @@ def inspect(path: Path, rules: Sequence[Rule], memory: Memory) -> list[Finding |
 
 
 class _Content(NamedTuple):
-    """A path, held, and what is read of it for all rules together."""
+    """An open path, and the content read once for all rules."""
 
     held: int
     path: Path
@@ -126,7 +126,7 @@ def _filesystem(content: _Content, status: os.stat_result, test: Limit) -> Findi
 
 
 def _mounted(device: Path) -> Path:
-    """Where a block device, which no job can make, is mounted; else its own path."""
+    """Return the mount point of a block device, which no job can create; else its own path."""
     real = device.resolve()
     return next((mount.point for mount in mounts.mounts() if Path(mount.source).resolve() == real), device)
 
@@ -150,19 +150,19 @@ def _changed(content: _Content, status: os.stat_result, what: Change, algorithm:
 
 
 def _digest(held: int, algorithm: str) -> str:
-    """Raises ``OSError`` for a file that takes longer than ``DIGEST_TIMEOUT_S``: a hole of terabytes costs nothing."""
+    """Digest a file; raises ``OSError`` after ``DIGEST_TIMEOUT_S``, since a hole of terabytes costs nothing to make."""
     found = hashlib.new(algorithm, usedforsecurity=False)
     give_up_at = time.monotonic() + DIGEST_TIMEOUT_S
     with open(guarded.reopen(held, os.O_RDONLY), "rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
             found.update(chunk)
             if time.monotonic() > give_up_at:
-                raise OSError(errno.EFBIG, f"its checksum has taken more than {DIGEST_TIMEOUT_S:g} seconds")
+                raise OSError(errno.EFBIG, f"its checksum takes more than {DIGEST_TIMEOUT_S:g} seconds")
     return found.hexdigest()
 
 
 def _number(what: str, name: str) -> int:
-    """Raises ``ValueError`` for an owner that is not known here."""
+    """Return the id of an owner; raises ``ValueError`` for an unknown one."""
     if name.isdigit():
         return int(name)
     try:
@@ -172,24 +172,24 @@ def _number(what: str, name: str) -> int:
 
 
 def _new_lines(held: int, status: os.stat_result, memory: Memory) -> list[bytes]:
-    """Whole lines that were written since the last look; none at the first, all of a file that took its place."""
+    """Return complete lines written since the last check; none at the first, all of a replaced file."""
     if memory.read_to < 0:
         memory.read_to, memory.inode = status.st_size, status.st_ino
     if status.st_ino != memory.inode or status.st_size < memory.read_to:
         memory.read_to, memory.inode = 0, status.st_ino
-    start = max(memory.read_to, status.st_size - MAX_NEW)
+    start = max(memory.read_to, status.st_size - MAX_NEW_BYTES)
     with open(guarded.reopen(held, os.O_RDONLY), "rb", buffering=0) as stream:
         stream.seek(start)
-        text = stream.read(MAX_NEW)
+        text = stream.read(MAX_NEW_BYTES)
     whole, end, rest = text.rpartition(b"\n")
-    if not end and len(rest) < MAX_NEW:
+    if not end and len(rest) < MAX_NEW_BYTES:
         return []
     memory.read_to = start + len(text) - (len(rest) if end else 0)
-    return [line[:MAX_LINE] for line in (whole if end else rest).split(b"\n")[-MAX_LINES:]]
+    return [line[:MAX_LINE_BYTES] for line in (whole if end else rest).split(b"\n")[-MAX_LINES:]]
 
 
 def _expressions(test: Match) -> list[posix_regex.Pattern]:
-    """Those of a rule, or of the lines of the file that it names."""
+    """Compile the expressions of a rule, or of the file that it names."""
     if not test.path:
         return [posix_regex.compiled(test.pattern)]
     text = guarded.read(Path(test.path), MAX_PATTERNS_BYTES).decode(errors="surrogateescape")

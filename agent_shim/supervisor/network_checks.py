@@ -1,7 +1,7 @@
-"""Whether somebody answers: the ``failed host … port``, ``unixsocket`` and ``icmp`` tests of monit.
+"""Network tests of monit: ``failed host … port``, ``unixsocket`` and ``icmp``.
 
-Each probe has one timeout for all of it, name look-up included, and reads no more than it needs; the event loop is
-never held by one. Protocols beyond http and send/expect are judged by their greeting, or by the connection alone.
+Each probe has one timeout for everything, including the name look-up, reads no more than necessary, and never blocks
+the event loop. Protocols other than http and send/expect are judged by their greeting, or by the connection alone.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Ping, Proto
 logger = logging.getLogger(__name__)
 
 Address: TypeAlias = tuple[Any, ...] | str
-"""As the socket module has it: host and port, or a path."""
+"""Address in the form of the socket module: host and port, or a path."""
 
-MAX_HEAD: Final = 16 * 1024
-"""Bytes of a greeting, of an answer that is expected, or of the head of an http response."""
-MAX_PAGE: Final = 1024 * 1024
-"""Bytes of a page that are looked at for its checksum or content."""
+MAX_HEAD_BYTES: Final = 16 * 1024
+"""Maximum size of a greeting, an expected answer or an http response head."""
+MAX_PAGE_BYTES: Final = 1024 * 1024
+"""Maximum size of a page read for its checksum or content."""
 CHUNK: Final = 16 * 1024
-UDP_PATIENCE: Final = 2.0
-"""Seconds in which a machine says that nobody listens on a UDP port."""
+UDP_REFUSAL_TIMEOUT_S: Final = 2.0
+"""Seconds for a host to report a closed UDP port."""
 FINAL_STATUS: Final = 200
-"""Below are interim responses."""
+"""Lower ones are interim responses."""
 BAD_STATUS: Final = 400
 
 GREETINGS: Final = {
@@ -53,11 +53,11 @@ GREETINGS: Final = {
 
 
 class _WrongError(Exception):
-    """Somebody answers, and not as the rule wants."""
+    """The answer violates the rule."""
 
 
 def where(connection: Connection) -> str:
-    """The place in words."""
+    """Describe the endpoint."""
     if connection.unixsocket:
         return f"unix socket {connection.unixsocket}"
     kind = "" if connection.type == "tcp" else " (udp)"
@@ -65,7 +65,7 @@ def where(connection: Connection) -> str:
 
 
 async def probe(connection: Connection) -> str:
-    """Why the connection fails; empty when all is well."""
+    """Return the reason of a failed connection; empty on success."""
     place = where(connection)
     allowed = connection.timeout or NET_TIMEOUT
     try:
@@ -81,11 +81,11 @@ async def probe(connection: Connection) -> str:
     return ""
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
+# --- connection -------------------------------------------------------------------------------------------------------
 
 
 class _Line:
-    """A connected socket and what came over it that nobody has looked at."""
+    """A connected socket and its unread data."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -95,20 +95,20 @@ class _Line:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def more(self) -> bool:
-        """Wait for more; False at the end."""
+        """Wait for more data; False at the end."""
         chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)
         self.received += chunk
         return bool(chunk)
 
     def taken(self) -> bytes:
-        """All that nobody has looked at; it is looked at now."""
+        """Return and clear the unread data."""
         data, self.received = self.received, b""
         return data
 
 
 @contextlib.asynccontextmanager
 async def _opened(connection: Connection) -> AsyncIterator[_Line]:
-    """Connect; raises ``OSError`` when nobody is there."""
+    """Connect; raises ``OSError`` on failure."""
     kind = socket.SOCK_DGRAM if connection.type == "udp" else socket.SOCK_STREAM
     if connection.unixsocket:
         places: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
@@ -140,14 +140,14 @@ async def _connect(sock: socket.socket, address: Address) -> None:
         try:
             sock.connect(address)
         except BlockingIOError:
-            # Its queue is full, and nothing tells when it is not: who is behind does not accept.
+            # The listen queue is full, and no event signals room: the server does not accept.
             await asyncio.sleep(0.05)
         else:
             return
 
 
 async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Address]]:
-    """Where a host is to be found; a name server that is silent costs this probe its time and nobody else."""
+    """Look up the addresses of a host; a silent name server delays only this probe."""
     with contextlib.suppress(ValueError):
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         return [(family, (host, port))]
@@ -156,7 +156,7 @@ async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, A
     return [(family, address) for family, _, _, _, address in found]
 
 
-# --- what is said over it ---------------------------------------------------------------------------------------------
+# --- protocols --------------------------------------------------------------------------------------------------------
 
 
 async def _speak(line: _Line, connection: Connection) -> None:
@@ -166,7 +166,7 @@ async def _speak(line: _Line, connection: Connection) -> None:
     elif protocol.name in ("http", "apache-status"):
         await _http(line, connection)
     elif connection.type == "udp":
-        await _nobody_refuses(line)
+        await _require_no_refusal(line)
     elif greeting := GREETINGS.get(protocol.name):
         while len(line.received) < len(greeting) and await line.more():
             pass
@@ -174,42 +174,42 @@ async def _speak(line: _Line, connection: Connection) -> None:
             raise _WrongError(f"does not greet as {protocol.name} does")
 
 
-async def _nobody_refuses(line: _Line) -> None:
-    """A UDP service need not answer: that the machine does not refuse is all there is."""
+async def _require_no_refusal(line: _Line) -> None:
+    """Raise if the host refuses the datagram; a UDP service need not answer."""
     await line.send(b"\0")
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(UDP_PATIENCE):
+        async with asyncio.timeout(UDP_REFUSAL_TIMEOUT_S):
             await line.more()
 
 
 async def _dialogue(line: _Line, protocol: Protocol) -> None:
-    """Send and expect in turn. What is expected may come in pieces."""
+    """Send and expect in turn; an expected answer may arrive in pieces."""
     for verb, text in protocol.dialogue:
         if verb == "send":
             await line.send(wire_text(text))
             continue
         pattern = posix_regex.compiled(text)
         while not pattern.search(bytes(line.received)):
-            if len(line.received) > MAX_HEAD or not await line.more():
+            if len(line.received) > MAX_HEAD_BYTES or not await line.more():
                 raise _WrongError(f"does not answer {text!r}")
         line.received = b""
 
 
 def wire_text(text: str) -> bytes:
-    r"""The bytes of a ``send`` text, in which ``\0xHH`` stands for any byte."""
+    r"""Encode a ``send`` text, in which ``\0xHH`` represents any byte."""
     spelled = re.sub(r"\\0x([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), text)
     return spelled.encode("latin-1", "replace") if spelled != text else text.encode("utf-8", "surrogateescape")
 
 
 class _Page:
-    """What the parser reports of an http response."""
+    """Parser events of an http response."""
 
     def __init__(self) -> None:
         self.status = 0
         self.has_status_line = False
         self.body = bytearray()
         self.is_whole = False
-        # A probe hands nothing on that another reader could read otherwise: as lenient as monit is.
+        # Lenient like monit: a probe forwards nothing that another parser could read differently.
         self.parser = httptools.HttpResponseParser(self)
         self.parser.set_dangerous_leniencies(
             lenient_headers=True,
@@ -224,7 +224,7 @@ class _Page:
 
     def on_headers_complete(self) -> None:
         self.has_status_line = True
-        # A server may say 100 Continue and the like first: the last status counts.
+        # The last status counts, after interim ones such as 100 Continue.
         self.status = self.parser.get_status_code()
 
     def on_body(self, piece: bytes) -> None:
@@ -238,19 +238,19 @@ class _Page:
         return self.status >= FINAL_STATUS
 
     def read(self, data: bytes) -> None:
-        """Go on; raises ``_WrongError`` for what is no http."""
+        """Feed the parser; raises ``_WrongError`` if the data is not http."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
                 raise _WrongError("does not answer as http does") from exc
-            # A header that no reader would take: the status counts for monit, and there is no page.
+            # An invalid header: monit still counts the status, and there is no page.
             self.status = self.parser.get_status_code()
             self.is_whole = True
 
 
 async def _http(line: _Line, connection: Connection) -> None:
-    """One GET; no redirect is followed, and everything from 400 on is a failure, as a lack of permission is."""
+    """Send one GET; follows no redirect, and fails on any status from 400 on, even a missing permission."""
     protocol = connection.protocol
     path = protocol.request or ("/server-status?auto" if protocol.name == "apache-status" else "/")
     host = protocol.hostheader or connection.host or "localhost"
@@ -258,18 +258,18 @@ async def _http(line: _Line, connection: Connection) -> None:
     await line.send(head.encode("utf-8", "surrogateescape"))
     page, received = _Page(), 0
     while not page.has_head:
-        if received > MAX_HEAD or not await line.more():
+        if received > MAX_HEAD_BYTES or not await line.more():
             raise _WrongError("does not answer as http does")
         received += len(line.received)
         page.read(line.taken())
     if page.status >= BAD_STATUS:
         raise _WrongError(f"answers {path} with status {page.status}")
     if protocol.checksum or protocol.content:
-        # Chunks count as they come: one of a byte each would be read without end otherwise.
-        while not page.is_whole and received < MAX_HEAD + MAX_PAGE and await line.more():
+        # Count encoded bytes: one-byte chunks would otherwise be read without end.
+        while not page.is_whole and received < MAX_HEAD_BYTES + MAX_PAGE_BYTES and await line.more():
             received += len(line.received)
             page.read(line.taken())
-        _judge_page(bytes(page.body[:MAX_PAGE]), protocol, path)
+        _judge_page(bytes(page.body[:MAX_PAGE_BYTES]), protocol, path)
 
 
 def _judge_page(page: bytes, protocol: Protocol, path: str) -> None:
@@ -287,7 +287,7 @@ def _judge_page(page: bytes, protocol: Protocol, path: str) -> None:
 
 
 async def ping(address: str, test: Ping) -> str | None:
-    """Why none of the echo requests to a host was answered; empty when one was, None where we may send none."""
+    """Return why no echo request was answered; empty if one was, None without permission to send any."""
     allowed = test.timeout or NET_TIMEOUT
     try:
         async with asyncio.timeout(allowed):
@@ -308,7 +308,7 @@ async def ping(address: str, test: Ping) -> str | None:
 
 
 def _echo_socket(family: socket.AddressFamily) -> socket.socket:
-    """One of the kernel's sockets for ping where the group may have them, else a raw one."""
+    """Open a ping socket of the kernel if the group permits, else a raw socket."""
     protocol = socket.getprotobyname("ipv6-icmp") if family is socket.AF_INET6 else socket.IPPROTO_ICMP
     flags = socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     try:
@@ -331,7 +331,7 @@ async def _is_answered(
             await loop.sock_sendto(sock, head + mark, place)
             while True:
                 packet = await loop.sock_recv(sock, CHUNK)
-                # A raw socket of version 4 gives the IP header too; what we sent to ourselves is no reply.
+                # A raw IPv4 socket includes the IP header; it also receives our own request, which is no reply.
                 start = (packet[0] & 15) * 4 if sock.type == socket.SOCK_RAW and family is socket.AF_INET else 0
                 if packet[start : start + 1] == bytes([reply]) and packet.endswith(mark):
                     return True
@@ -340,7 +340,7 @@ async def _is_answered(
 
 
 def checksum(data: bytes) -> int:
-    """That of the internet (RFC 1071)."""
+    """Compute the Internet checksum (RFC 1071)."""
     padded = data + b"\0" * (len(data) % 2)
     total = sum(int.from_bytes(padded[at : at + 2], "big") for at in range(0, len(padded), 2))
     while total >> 16:

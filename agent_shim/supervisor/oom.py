@@ -1,4 +1,4 @@
-"""Who was killed for want of memory, as far as the counters of the container's cgroup show it."""
+"""Out-of-memory kills, from the counters of the container's cgroup."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 
 from agent_shim.host import cgroups, host_stats
 
-MEMORY: Final = 20.0
-"""Seconds for which a kill waits for the death that it explains."""
+CLAIM_TIMEOUT_S: Final = 20.0
+"""Seconds that a kill stays available to explain an exit."""
 
 
 class Kills:
-    """Counts kills of the kernel, each of which explains one death; ``read`` tells how many there were, or None."""
+    """Counts OOM kills, each of which explains one exit; ``read`` returns the total, or None if unavailable."""
 
     def __init__(self, read: Callable[[], int | None] | None = None) -> None:
         self._read = read or _of_container()
@@ -22,7 +22,7 @@ class Kills:
         self._open: list[float] = []
 
     def claim(self) -> bool:
-        """Whether a kill of late explains a death just seen; it explains no other then."""
+        """Claim a recent OOM kill as the cause of an exit just seen; False without one."""
         self.count()
         if not self._open:
             return False
@@ -30,16 +30,16 @@ class Kills:
         return True
 
     def count(self) -> None:
-        """Take note of new kills, and forget those that nobody has claimed: they have hit other processes."""
+        """Count new kills, and drop expired ones: they hit other processes."""
         now = time.monotonic()
         kills = self._read() or 0
-        self._open = [at for at in self._open if now - at < MEMORY] + [now] * max(0, kills - self._seen)
+        self._open = [at for at in self._open if now - at < CLAIM_TIMEOUT_S] + [now] * max(0, kills - self._seen)
         self._seen = kills
 
 
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
-    # Found once: the kills are asked for at each of many deaths.
+    # Found once: the counter is read at each of many exits.
     level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory()))
 
     def read() -> int | None:

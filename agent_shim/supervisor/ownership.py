@@ -1,17 +1,17 @@
-"""Whose a process is, by evidence that a job cannot forge.
+"""Process ownership by evidence that a job cannot forge.
 
-monit believes any number in a pidfile that some process has; a job can write any number there, carry any environment,
-and leave its session and its parents by forking twice. It cannot leave the cgroup that its start program was put in,
-it cannot enter the session of another, and as long as the agent takes in orphans (``host.reaper``) it descends from the
-agent. So a process is a service's
+monit believes any number of a living process in a pidfile. A job can write any number there, carry any environment, and
+leave its session and its parents by forking twice. It cannot leave the cgroup of its start program or enter a foreign
+session, and it descends from the agent as long as the agent adopts orphans (``host.reaper``). So a process belongs to a
+service
 
-- that is in the cgroup of the service (``host.job_cgroups``), or else
-- that is known by number and start time, or in a session of the service, or descends from such a process.
+- if it is in the cgroup of the service (``host.job_cgroups``), or else
+- if it is known by number and start time, is in a session of the service, or descends from such a process.
 
-What the agent has started for itself, and what descends from that, is no service's. Where none of this decides, weaker
-evidence is heard, and none of it against what is proven: the mark in the environment (``MARK``), which who sets it can
-only set for its own descendants; and a fresh pidfile, of a process that descends from the agent and began after the
-service's start program. What is only named, by a pidfile or a pattern, is watched and never signalled.
+Processes that the agent starts for itself, and their descendants, belong to no service. Where none of this decides,
+weaker evidence counts, but never against proof: the mark in the environment (``MARK``), which a process can set only
+for itself and its descendants; and a fresh pidfile that names a descendant of the agent younger than the service's
+start program. A process that only a pidfile or a pattern names is watched and never signalled.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from agent_shim.supervisor.process_record import (
 MAX_ANCESTORS: Final = 64
 
 Records: TypeAlias = Iterable[tuple[str, ProcessRecord]]
-"""The label of each service, and what is remembered of it."""
+"""The label and the process record of each service."""
 
 
 class Tie(enum.Enum):
-    """What ties a process to a service that names it."""
+    """Relation of a process to a service that names it."""
 
     OWNED = "owned"
     NAMED = "named"
-    """Watched, because it was started by hand or by others; never signalled."""
+    """Watched although started by hand or by another program; never signalled."""
     NONE = "none"
 
 
 class Left(NamedTuple):
-    """A process that should have ended; ``pid`` 0 stands for some that were too fast to be seen."""
+    """A process that survived a stop; ``pid`` 0 represents processes that exit before they can be listed."""
 
     pid: int
     start: int
@@ -66,12 +66,12 @@ class Left(NamedTuple):
 
 
 def left(identity: Identity) -> Left:
-    """With the name the kernel knows it by."""
+    """Build a ``Left`` with the process name from the kernel."""
     return Left(*identity, proc.name(identity[0]))
 
 
 class Unproven(enum.Enum):
-    """What is known of a process that is no service's by proof."""
+    """Classification of a process without proof of ownership."""
 
     FOREIGN = "not of this agent"
     AGENTS = "started by the agent for itself"
@@ -79,17 +79,17 @@ class Unproven(enum.Enum):
 
 
 Verdict: TypeAlias = str | Unproven
-"""The label of the service, or what is known instead."""
+"""The label of the owning service, or the classification without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinship:
-    """What is proven of the processes of one look, by number."""
+    """Ownership of the processes of one pass, by process number."""
 
     verdicts: Mapping[int, Verdict]
 
     def of(self, label: str) -> set[int]:
-        """The numbers of the processes of a service."""
+        """Process numbers that belong to a service."""
         return {pid for pid, verdict in self.verdicts.items() if verdict == label}
 
 
@@ -100,15 +100,15 @@ def kinship(
     marked: Mapping[str, Collection[int]] = {},
     wanted: Iterable[int] | None = None,
 ) -> Kinship:
-    """Decide for ``wanted``, by default all, of the processes of a look.
+    """Attribute the ``wanted`` processes of a pass, by default all.
 
-    ``caged`` is the label of the service whose cgroup a process is in, ``marked`` the processes that carry the mark of
-    a label: they help to tell whether a session has lasted.
+    ``caged`` maps a process to the label of the service whose cgroup it is in; ``marked`` maps a label to the processes
+    that carry its mark, as evidence that a session is still the same.
     """
     evidence = _Evidence(processes, records, caged, marked)
     verdicts: dict[int, Verdict] = {}
     for pid in processes if wanted is None else wanted:
-        # The nearest ancestor decides of which anything is known.
+        # The nearest ancestor with evidence decides.
         way: list[int] = []
         verdict: Verdict = Unproven.FOREIGN
         at = pid
@@ -122,13 +122,13 @@ def kinship(
                 break
             at = processes[at].parent
         verdicts.update(dict.fromkeys(way, verdict))
-    # The agent and the first process are nobody's, whatever is said of them.
+    # The agent and the init process never belong to a service.
     verdicts.update({pid: Unproven.AGENTS for pid in (1, os.getpid()) if pid in verdicts})
     return Kinship(verdicts)
 
 
 class _Evidence:
-    """What speaks for each process by itself, strongest first."""
+    """Evidence for single processes, strongest first."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Evidence:
                 self._by_session.setdefault(number, (start, label))
 
     def of(self, each: proc.Stat) -> Verdict | None:
-        """None where its parent decides."""
+        """Attribute a process by its own evidence; None defers to its parent."""
         return self._caged.get(each.pid) or self._by_identity.get(each.identity) or self._by_descent(each)
 
     def _by_descent(self, each: proc.Stat) -> Verdict | None:
@@ -165,28 +165,28 @@ class _Evidence:
 
 
 class Ownership:
-    """Judges for the services of one supervisor; ``records`` tells them and what is remembered of each."""
+    """Attributes processes to the services of one supervisor; ``records`` returns their labels and records."""
 
     def __init__(self, base: Path) -> None:
         self.records: Callable[[], Records] = tuple
         self._base = base
 
     def cage(self, label: str) -> job_cgroups.JobCgroup:
-        """The cgroups of a service."""
+        """Return the cgroups of a service."""
         return job_cgroups.JobCgroup(mark(label, self._base))
 
     def label_of(self, pid: int) -> str | None:
-        """The service whose cgroup a process is in; None where it is in none."""
+        """Return the service whose cgroup a process is in, or None."""
         return self._label(job_cgroups.name_of(pid))
 
     def is_caged(self, program: process.Process, label: str) -> bool:
-        """Whether a start program has begun in the cgroup of the service, or entered it before it was executed."""
+        """True if a start program was spawned in the cgroup of the service, or entered it before its exec."""
         return bool(program.cgroups) or self.label_of(program.pid) == label
 
     # --- all processes ----------------------------------------------------------------------------------------------
 
     def caged(self) -> dict[int, str]:
-        """The label of the service whose cgroup a process is in, of all that are in one. Blocks."""
+        """Map each process in a service's cgroup to the label of that service. Blocks."""
         found = {pid: self._label(name) for pid, name in job_cgroups.members().items()}
         return {pid: label for pid, label in found.items() if label is not None}
 
@@ -195,7 +195,7 @@ class Ownership:
         return name.removesuffix(end) if name is not None and name.endswith(end) else None
 
     def members(self, look: Look, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
-        """Everything alive that belongs to a service: proven, marked, among ``known``, or descending from those."""
+        """List living processes of a service: proven, marked, in ``known``, or descending from those."""
         processes = look.processes
         records = [*self.records(), (label, traces), (label, ProcessRecord(kin=list(known)))]
         marked = {each: look.marked.get(mark(each, self._base), ()) for each, _ in records}
@@ -214,10 +214,10 @@ class Ownership:
         return [each.identity for each in living]
 
     def strays(self, look: Look, since: int) -> list[Identity]:
-        """Processes that some job has left to the agent, no one knows which, begun since the tick ``since``.
+        """List orphans of an unknown job, started since the tick ``since``.
 
-        Those of root are left out where jobs have a user of their own, and so are those of operators: what an operator
-        leaves behind looks the same. One that carries the mark of a service is that service's.
+        Skips orphans of root where jobs have a user of their own, and those of operators: both look like an operator's
+        leftovers. A process with the mark of a service belongs to that service.
         """
         processes = look.processes
         records = list(self.records())
@@ -235,9 +235,9 @@ class Ownership:
         ]
 
     def attribute(self, each: proc.Stat, hunted: Collection[Verdict] = ()) -> Verdict:
-        """Whose an orphan was that has just ended and is not reaped yet.
+        """Attribute an orphan that has exited and is not reaped yet.
 
-        A session of a service that is ``hunted`` was seen just now: whatever ends in it has followed on that.
+        A session of a ``hunted`` service was seen a moment ago, so any process that ends in it belongs to that service.
         """
         for label, traces in self.records():
             if label in hunted and each.session in traces.numbers():
@@ -248,7 +248,7 @@ class Ownership:
     # --- one process ------------------------------------------------------------------------------------------------
 
     def verdict(self, each: proc.Stat) -> Verdict:
-        """What is proven of one process."""
+        """Attribute one process by proof."""
         near = self._near(each)
         caged = {}
         for pid in near:
@@ -257,52 +257,52 @@ class Ownership:
         return kinship(near, self.records(), caged, wanted=[each.pid]).verdicts[each.pid]
 
     def leads_session(self, each: proc.Stat, label: str) -> bool:
-        """Whether the session of a process of the service began with it or with another one of the service."""
+        """True if the session of a process started with it or with another process of the service."""
         leader = proc.stat(each.session)
         if leader is None or not leader.is_alive or leader.identity == each.identity:
             return True
         return self.verdict(leader) == label
 
     def tie(self, each: proc.Stat, label: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
-        """What ties a living process to the service whose ``pidfile`` names it; why nothing does. Blocks."""
+        """Relate a living process to the service whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
         if traces.is_used_up(pidfile, each.identity):
-            return Tie.NONE, "its pidfile is that of a process that has ended"
+            return Tie.NONE, "its pidfile belongs to an exited process"
         is_fresh = traces.is_fresh(pidfile)
         if each.identity == traces.program and not is_fresh:
-            # A number may be that of the process before it: the pidfile that says so is still that one's.
+            # The number may be reused: the pidfile is still that of the previous process.
             return Tie.NONE, "its pidfile is older than its start program"
         verdict = self.verdict(each)
         if verdict == label:
             return Tie.OWNED, ""
         if isinstance(verdict, str):
-            return Tie.NONE, f"that is of {verdict}"
+            return Tie.NONE, f"it belongs to {verdict}"
         if verdict is Unproven.AGENTS:
-            return Tie.NONE, "that is of the agent"
+            return Tie.NONE, "it belongs to the agent"
         if (marked := proc.variable(each.pid, MARK) or "") or (monits := proc.variable(each.pid, MONIT_MARK)):
             is_ours = marked == mark(label, self._base) if marked else monits == label
-            return (Tie.OWNED, "") if is_ours else (Tie.NONE, "that carries the mark of another service")
+            return (Tie.OWNED, "") if is_ours else (Tie.NONE, "it carries the mark of another service")
         if verdict is Unproven.ORPHAN:
             if not is_fresh or each.start_ticks < traces.begun:
-                return Tie.NONE, "that is older than its start program, or than its pidfile"
-            # Who writes a pidfile can name what it could signal itself.
+                return Tie.NONE, "it is older than the start program or the pidfile"
+            # The owner of a pidfile may only name a process that it could signal itself.
             if pidfile.owner not in (0, os.geteuid(), proc.user(each.pid)):
-                return Tie.NONE, f"that runs as another user than {pidfile.owner}, who owns the pidfile"
+                return Tie.NONE, f"it runs as another user than the owner of the pidfile, {pidfile.owner}"
             return Tie.OWNED, ""
-        # Started by hand: it lived when the pidfile was written, so it is the one that was meant, unless the number is
-        # from another pid namespace; therefore it must also look like a program of a job.
+        # Started by hand. It was alive when the pidfile was written, so the pidfile means it, unless the number is from
+        # another pid namespace; therefore its command line must also contain the base directory.
         if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks) and f"{self._base}/" in proc.command_line(
             each.pid
         ):
             return Tie.NAMED, ""
-        return Tie.NONE, "that was not started by this agent, and nothing shows that it is of the job"
+        return Tie.NONE, "it was not started by this agent, and nothing shows that it belongs to the job"
 
     def match(self, pattern: Pattern, label: str, traces: ProcessRecord) -> tuple[proc.Stat, Tie] | None:
-        """The process whose command line ``pattern`` fits: the known one, else the oldest. Blocks.
+        """Find the process whose command line matches ``pattern``: the known one, else the oldest. Blocks.
 
-        Any process may be: a pattern is how monit finds what others start. A start program that still runs as a script
-        is only taken when nothing else fits.
+        Any process qualifies, because monit uses patterns to find processes of other origin. A start program that still
+        runs as a script is the last choice.
         """
         seen = look(self)
         processes = seen.processes
@@ -322,7 +322,7 @@ class Ownership:
         return min(found, key=lambda one: (order.get(one[0].identity, 1), one[0].start_ticks), default=None)
 
     def _near(self, each: proc.Stat) -> dict[int, proc.Stat]:
-        """A process, what it descends from, the leaders of their sessions, and what is known of services there."""
+        """Collect a process, its ancestors, their session leaders, and processes known to be in those sessions."""
         found = {each.pid: each}
         above: proc.Stat | None = each
         while above is not None and above.parent > 1 and above.parent not in found and len(found) < MAX_ANCESTORS:
@@ -339,7 +339,7 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One pass over all processes: what they are, who has which children, which carry which mark, whose cgroup."""
+    """One pass over all processes: their stats, children, marks and cgroups."""
 
     processes: Mapping[int, proc.Stat]
     children: Mapping[int, list[int]]
@@ -348,7 +348,7 @@ class Look:
 
 
 def look(ownership: Ownership) -> Look:
-    """Take one. Blocks for some 30 microseconds for each process."""
+    """Take a pass. Blocks for some 30 microseconds per process."""
     census = proc.census(MARK)
     return Look(census.processes, census.children, census.marked, ownership.caged())
 
@@ -358,7 +358,7 @@ def _is_anothers(verdict: Verdict | None, label: str) -> bool:
 
 
 def is_job_user(user: int | None) -> bool:
-    """Whether a user is one that jobs have when they do not run as root; anybody where the agent is not root itself."""
+    """True for a user of jobs: not root and no ``bosh_`` account; any user if the agent itself is not root."""
     if user is None:
         return False
     if user == 0 or os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""From the monit files of all jobs to the processes to supervise. Pure."""
+"""Translates the monit files of all jobs into supervised processes. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit import parser
 
 VCAP: Final = "vcap"
-"""The group that the Director starts, stops and reports; others are supervised all the same."""
+"""Group that the Director starts, stops and reports; services of other groups are supervised as well."""
 
 ACTED_ON: Final = frozenset({"process", "file", "filesystem", "host"})
-"""Checks whose rules are looked at; those of the others are only shown."""
+"""Check types with evaluated rules; other types are only listed."""
 
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
 _BPM_ARGUMENTS: Final = re.compile(
     rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
 )
-"""Of ``start`` and ``stop``, joined by NUL."""
+"""Arguments of ``bpm start`` and ``bpm stop``, joined by NUL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ class BpmCall:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run. ``user`` and ``group`` are names or numbers, ``timeout`` is in seconds."""
+    """A command to run. ``user`` and ``group`` are names or numbers, ``timeout`` is in seconds."""
 
     argv: tuple[str, ...]
     user: str | None = None
     group: str | None = None
     timeout: float = 30.0
     bpm: BpmCall | None = None
-    """What is done instead when it is bpm that would be run."""
+    """The equivalent action if the command is bpm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """What follows; ``exec`` has a program to run."""
+    """Action of a rule; ``exec`` has a program."""
 
     kind: values.ActionKind
     program: Program | None = None
@@ -67,7 +67,7 @@ class Reaction:
 
 @dataclass(frozen=True, slots=True)
 class RestartLimit:
-    """What follows when it was restarted ``count`` times within ``cycles`` checks of monit."""
+    """Action after ``count`` restarts within ``cycles`` monit cycles."""
 
     count: int
     cycles: int
@@ -76,11 +76,11 @@ class RestartLimit:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One supervised unit; ``error`` says why it cannot be used, then nothing else but the names counts.
+    """One supervised unit; with an ``error`` it is unusable, and only its names are valid.
 
-    ``kind`` is the type word of the check. A process is known by ``pidfile`` or by ``pattern``, a regular expression
-    for its command line; ``path`` is what a check of a file, directory, fifo or filesystem looks at, and ``address``
-    what a check of a host asks.
+    ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
+    expression for its command line; ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
+    ``address`` that of a host check.
     """
 
     name: str
@@ -97,23 +97,23 @@ class ProcessSpec:
     mode: values.Mode = "active"
     absence: Reaction = Reaction("restart")
     absence_cycles: int = 1
-    """Checks of monit at which it must be missing before that."""
+    """Monit cycles of absence before that reaction."""
     change: Reaction = Reaction("alert")
-    """What follows when another process takes its place."""
+    """Reaction to a change of the process number."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
-    """All others, to be looked at each ``every`` cycles."""
+    """All other rules, evaluated every ``every`` cycles."""
     every: int = 1
-    unheeded: tuple[str, ...] = ()
-    """Statements that are read and not acted on, by their first words: what follows may be a password.
+    unsupported: tuple[str, ...] = ()
+    """Parsed statements without effect, by their first words: the rest may be a password.
 
-    Also a restart that nobody may have taken out on purpose: that for want of a stop program.
+    Includes the restart that is impossible without a stop program, since the author may not intend that.
     """
     error: str = ""
 
     @property
     def label(self) -> str:
-        """What its processes are marked with: those of bpm are the same whoever starts them."""
+        """Mark of its processes; the same for a bpm process whichever program starts it."""
         parts = self.pidfile.parts if self.pidfile else ()
         if self.pidfile is not None and parts[-4:-2] == ("run", "bpm"):
             return bpm_label(parts[-2], self.pidfile.stem)
@@ -129,9 +129,9 @@ class ProcessSpec:
 
     @property
     def why_not_restarted(self) -> str:
-        """Why it is not started again when it ends, empty where it is.
+        """Reason against a restart after an exit; empty if it is restarted.
 
-        monit restarts only what it can both stop and start, and nothing that is passive.
+        monit restarts only services with a start and a stop program, and never passive ones.
         """
         if self.absence.kind not in ("start", "restart"):
             return f"the rule for that says {self.absence.kind}"
@@ -145,17 +145,17 @@ class ProcessSpec:
 
     @property
     def is_vcap(self) -> bool:
-        """Whether the Director knows of it."""
+        """True if the Director manages the service."""
         return VCAP in self.groups
 
 
 def bpm_label(job: str, process: str) -> str:
-    """The mark of a process of bpm.yml."""
+    """Return the label of a process of bpm.yml."""
     return f"bpm/{job}/{process}"
 
 
 def bpm_call(argv: Sequence[str]) -> BpmCall | None:
-    """What a program asks of bpm, if it is bpm and what it asks is a start or a stop."""
+    """Parse a bpm start or stop command; None for any other command."""
     if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
         return None
     found = _BPM_ARGUMENTS.fullmatch("\0".join(argv[2:]))
@@ -167,10 +167,10 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
 
 
 def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
-    """The processes of all jobs, in the order of the files.
+    """Build the specs of all jobs, in the order of the files.
 
-    A job with a file that cannot be used, alone or beside the others, becomes one process that has an ``error`` and the
-    name of the job. It takes no other job along: who depends on what it would have brought is started without that.
+    A job with an unusable file, alone or in combination with others, becomes one process with an ``error`` and the name
+    of the job. Other jobs are unaffected: a dependency on its services is ignored.
     """
     parsed, errors = _parse(files)
     while found := _problems([file for job, file in parsed if job not in errors], parsed, errors):
@@ -189,7 +189,7 @@ _Parsed: TypeAlias = list[tuple[str, values.MonitFile]]
 
 
 def _parse(files: Sequence[JobFile]) -> tuple[_Parsed, dict[str, str]]:
-    """The files that can be read, each with its job, and why the first of a job cannot."""
+    """Parse the files; returns the parsed ones with their jobs, and the first error of each other job."""
     parsed: _Parsed = []
     errors: dict[str, str] = {}
     for file in files:
@@ -205,12 +205,12 @@ def _origin(file: JobFile) -> str:
 
 
 def _problems(good: Sequence[values.MonitFile], parsed: _Parsed, errors: Mapping[str, str]) -> dict[str, str]:
-    """What the files that seemed good say against each other, by the job at fault."""
+    """Find conflicts between parsed files, by the job at fault."""
     jobs = {file.origin: job for job, file in parsed}
     return {
         jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
         for problem in parser.problems(good)
-        # What is missing may stand in a file that cannot be used.
+        # A missing service may be defined in an unusable file.
         if not (problem.kind == "missing" and errors)
     }
 
@@ -221,13 +221,13 @@ def _failing(job: str, error: str, taken: Container[str]) -> ProcessSpec:
 
 
 def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
-    """The services of a file; what stands outside of checks is told with the first."""
+    """Build the services of a file; unsupported statements outside of checks are listed with the first."""
     found = []
     for number, check in enumerate(file.services):
         own = ("", check.name) if number == 0 else (check.name,)
-        unheeded = [" ".join(each.statement.split()[:2]) for each in file.ignored if each.service in own]
+        unsupported = [" ".join(each.statement.split()[:2]) for each in file.ignored if each.service in own]
         if check.kind not in ACTED_ON:
-            unheeded += [f"rules of check {check.kind}"] * bool(check.rules)
+            unsupported += [f"rules of check {check.kind}"] * bool(check.rules)
         spec = _spec(job, check)
         if (
             spec.is_process
@@ -236,8 +236,8 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
             and spec.absence.kind == "restart"
             and not spec.stop
         ):
-            unheeded.append("restart when it ends (it has no stop program)")
-        found.append(replace(spec, unheeded=tuple(unheeded)))
+            unsupported.append("restart when it ends (it has no stop program)")
+        found.append(replace(spec, unsupported=tuple(unsupported)))
     return found
 
 
@@ -279,7 +279,7 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
 
 
 def reaction(action: values.Action) -> Reaction:
-    """The action of a rule."""
+    """Convert the action of a rule."""
     return Reaction(action.kind, _program(action.program))
 
 

@@ -1,9 +1,8 @@
-"""Extended regular expressions as monit knows them: compiled and matched by the C library.
+"""Extended regular expressions of monit, compiled and matched by the C library.
 
-``regcomp`` and ``regexec`` read the dialect exactly as monit does, match in a time that grows with the length of the
-text, and the interpreter's lock is free meanwhile: what a job writes into a log or onto its command line cannot hold
-the agent, as it could with a pattern that backtracks. Back references, with which the library backtracks too, are
-refused. In the "C" locale, as monit: a character is a byte.
+``regcomp`` and ``regexec`` read exactly monit's dialect, match in time proportional to the text, and release the
+interpreter lock: a log line or command line of a job cannot block the agent, as it could with a backtracking engine.
+Back references, which make the library backtrack, are refused. In the "C" locale, as in monit: a character is a byte.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Final
 
 MAX_PATTERN_BYTES: Final = 4096
 MAX_DEPTH: Final = 50
-"""Parentheses inside each other; ``regcomp`` follows them by recursion."""
+"""Maximum nesting of parentheses, on which ``regcomp`` recurses."""
 MAX_STATES: Final = 5000
-"""Characters that a pattern stands for once its repetitions are written out, which ``regcomp`` does."""
+"""Maximum characters of a pattern with its repetitions expanded, as ``regcomp`` does."""
 MAX_TEXT_BYTES: Final = 4096
-"""Of a text that are searched; monit has room for fewer (1024 of a command line, 512 of a line)."""
+"""Maximum text searched; monit has room for less (1024 of a command line, 512 of a line)."""
 
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
-"""Room for a ``regex_t``: 64 bytes with glibc, fewer than these with any other."""
+"""Space for a ``regex_t``: 64 bytes with glibc, and fewer than this with any other library."""
 _LC_ALL_MASK: Final = 0x1FBF
 _PIECE: Final = re.compile(
     rb"\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|\{(?P<low>[0-9]*)(?P<comma>,?)(?P<high>[0-9]*)\}|.", re.DOTALL
@@ -33,16 +32,16 @@ _PIECE: Final = re.compile(
 
 
 class Pattern:
-    """A compiled expression; threads may share it."""
+    """A compiled expression; thread-safe."""
 
     def __init__(self, text: str) -> None:
-        """Raises ``ValueError`` with what the C library says is wrong."""
+        """Raises ``ValueError`` with the message of the C library."""
         self.text = text
         pattern = text.encode(errors="surrogateescape")
         is_balanced = _refuse_huge(pattern)
         self._compile(pattern)
         if is_balanced:
-            # The library tries each place of a text as a beginning; told where to begin it reads the text once.
+            # The library tries each start position in turn; an anchored pattern reads the text once.
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:
@@ -60,28 +59,28 @@ class Pattern:
         self._compiled = compiled
 
     def search(self, text: str | bytes) -> bool:
-        """Whether the text has a match in its first ``MAX_TEXT_BYTES``; as in C, it ends at a null byte."""
+        """True if the first ``MAX_TEXT_BYTES`` of the text match; as in C, the text ends at a null byte."""
         raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
         return bool(_libc().regexec(self._compiled, raw[:MAX_TEXT_BYTES], 0, None, 0) == 0)
 
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern: str) -> Pattern:
-    """The pattern; raises ``ValueError`` that says what is wrong."""
+    """Compile a pattern, cached; raises ``ValueError`` with the reason."""
     return Pattern(pattern)
 
 
 def _refuse_huge(pattern: bytes) -> bool:
-    """Raise ``ValueError`` for what would cost ``regcomp`` the stack, or the memory, of the process.
+    """Raise ``ValueError`` for a pattern that would exhaust the stack or memory of the process in ``regcomp``.
 
-    False for a pattern with a ``)`` that closes nothing, and so is a character.
+    Returns False for a pattern with an unmatched ``)``, which is a plain character.
     """
     if len(pattern) > MAX_PATTERN_BYTES:
         raise ValueError(f"more than {MAX_PATTERN_BYTES} bytes")
     if b"\0" in pattern:
         raise ValueError("a null byte")
     is_balanced = True
-    sizes, last = [0], 0  # of each open group so far, and of what was read last
+    sizes, last = [0], 0  # of each open group so far, and of the last piece
     for piece in _PIECE.finditer(pattern):
         if re.fullmatch(rb"\\[1-9]", piece[0]):
             raise ValueError("a back reference: looking for it may take for ever")
@@ -94,7 +93,7 @@ def _refuse_huge(pattern: bytes) -> bool:
             last = sizes.pop()
             sizes[-1] += last
         elif piece["low"] or piece["high"]:
-            # Beyond so many digits the library refuses it.
+            # The library refuses more digits.
             times = max(int(piece[each][:6] or 0) for each in ("low", "high"))
             sizes[-1] += last * max(0, times - 1)
             last *= max(1, times)

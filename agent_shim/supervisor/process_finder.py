@@ -1,4 +1,4 @@
-"""Whether what a service stands for is there: its process, or the path that a check looks at."""
+"""Finds a service's process, or the path of a check without a process."""
 
 from __future__ import annotations
 
@@ -22,65 +22,65 @@ from agent_shim.supervisor.ownership import Ownership, Tie
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_record import Pidfile, ProcessRecord
 
-FIRST_LOOK: Final = 0.001
-SLOWEST_LOOK: Final = 0.05
-"""Between these the time from look to look grows while a start goes on."""
+MIN_POLL_S: Final = 0.001
+MAX_POLL_S: Final = 0.05
+"""Poll interval during a start; grows from the minimum to the maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long things may take, in seconds."""
+    """Timeouts and intervals in seconds."""
 
     settle: float = 10.0
-    """After an unexpected end a process is not called running before it has stayed up so long."""
+    """Uptime after which a process restarted after an unexpected exit counts as running."""
     backoff_first: float = 0.5
-    """Before the second restart in a row; the first comes at once."""
+    """Wait before the second restart in a row; the first is immediate."""
     backoff_limit: float = 30.0
-    """The longest wait; who stays up longer than that begins anew with a restart at once."""
+    """Longest wait; a longer uptime resets the back-off."""
     stop: float = 30.0
-    """For a process without a stop program to end after TERM."""
+    """Time to exit after TERM for a process without a stop program."""
     grace: float = 5.0
-    """Between TERM and KILL for what a stop program has left."""
+    """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """For the start program to end once the process lives, and for the process to come once a doubtful one has."""
+    """Time for the start program to exit once the process is up, and for the process to replace a doubtful one."""
     look: float = 1.0
-    """Between looks at what no descriptor tells: something that comes late, a path."""
+    """Poll interval for changes without a descriptor: a late process, a path."""
     cycle: float = 10.0
-    """A check of monit: the unit of its rates."""
+    """Length of a monit cycle, the unit of its rates."""
 
 
 class LateError(HostError):
-    """No process in time; it may come yet."""
+    """No process in time; it may still appear."""
 
 
 class ProcessFinder:
-    """The process of a service; ``program`` is its start program while that is waited for.
+    """Finds and tracks the process of a service; ``program`` is the start program during a start.
 
-    ``traces`` are those of the service's record; ``changed`` is called when they have changed.
+    ``traces`` is the record of the service's processes; ``changed`` is called after each change to it.
     """
 
     def __init__(self, ownership: Ownership, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
         self._session = 0
-        """That of the process when it was found."""
+        """Session of the process when it was found."""
         self.up_at = 0.0
-        """When the process started, monotonic."""
+        """Start time of the process, monotonic."""
         self._is_there = True
-        """Whether the path of a check that is no process was there when it was looked at last."""
+        """The path of a check without a process existed at the last look."""
         self._ownership = ownership
         self.refused = ""
-        """Why the process that the pidfile names is not believed to be the service's."""
+        """Why the process named by the pidfile does not count as the service's."""
         self._timing = timing
         self._changed = changed
 
     @property
     def pid(self) -> int:
-        """Of the process, 0 without one."""
+        """Process number, 0 without a process."""
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, traces: ProcessRecord) -> bool:
-        """Whether it is there now; what another agent, a late pidfile, a successor brings is taken up."""
+        """True if the process or path exists; adopts a process of another agent, a late pidfile or a successor."""
         if not spec.is_process:
             return self._is_there
         with watchdog.reading(spec.name, "its pidfile and process"):
@@ -110,7 +110,7 @@ class ProcessFinder:
         return True
 
     def _take_note(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
-        """Let the traces know what lives and what has ended; a process that has ended is no longer ours."""
+        """Record living and exited processes; drop the handle of an exited one."""
         if self.program is not None and not self.program.is_alive:
             traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
         if self.process is None:
@@ -120,21 +120,21 @@ class ProcessFinder:
         else:
             traces.ended(self.process.identity, self._session, self.process.seen_ticks)
             if (last := _read(spec)) is not None and last.pid == self.process.pid:
-                traces.heeded = last  # however often it was written: who has the number next is not meant
+                traces.heeded = last  # even if rewritten: it never means the next process of this number
             self.process = None
 
     async def gone(self, spec: ProcessSpec) -> str:
-        """How it ended, once it has."""
+        """Wait for the exit of the process or the loss of the path, then describe it."""
         if spec.is_process:
             return describe(await self.process.wait() if self.process is not None else None)
-        while await self.look_at_path(spec):  # noqa: ASYNC110 - whoever removes it tells nobody
+        while await self.look_at_path(spec):  # noqa: ASYNC110 - removal sends no event
             await asyncio.sleep(self._timing.look)
         return f"{spec.path} is missing"
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
-        """Whether the path of a check that is no process is there now; one that cannot be looked at is not.
+        """Return True if the path of a check without a process exists; an unreadable path does not.
 
-        Where not even a thread can be had for the look, what was seen last holds.
+        If no thread is available for the look, the last result stands.
         """
         with contextlib.suppress(OSError):
             self._is_there = spec.path is None or await run_in_daemon_thread(
@@ -143,17 +143,17 @@ class ProcessFinder:
         return self._is_there
 
     async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
-        """Wait for it, and for the end of the start program unless that is the process.
+        """Wait for the process, and for the exit of the start program unless that is the process.
 
-        Raises ``HostError`` when none is to be expected any more, ``LateError`` when the start program has taken longer
-        than it may; it is ended then.
+        Raises ``HostError`` if no process can follow any more, ``LateError`` if the start program exceeds its timeout,
+        which also ends it.
         """
         program = self.program
         assert program is not None
         allowed = max(spec.start.timeout if spec.start else 0.0, self._timing.linger)
         begun_at = time.monotonic()
         appeared_at = ended_at = 0.0
-        pause = FIRST_LOOK
+        pause = MIN_POLL_S
         while True:
             now = time.monotonic()
             ended_at = ended_at or (0.0 if program.is_alive else now)
@@ -163,29 +163,31 @@ class ProcessFinder:
                 if ended_at or self.process is program or now - appeared_at > self._timing.linger:
                     return
             elif ended_at:
-                self._hope(program, await program.wait(), spec, traces, is_late=now - ended_at > self._timing.linger)
+                self._require_possible_start(
+                    program, await program.wait(), spec, traces, is_late=now - ended_at > self._timing.linger
+                )
             if not is_there and now - begun_at > allowed:
                 await program.terminate(self._timing.grace)
                 raise LateError(f"no process after {allowed:g} seconds")
             await asyncio.sleep(pause)
-            pause = min(pause * 2, SLOWEST_LOOK)
+            pause = min(pause * 2, MAX_POLL_S)
 
     def resume(self, traces: ProcessRecord) -> None:
-        """Take up what another agent watched, the start program too if it still runs."""
+        """Resume from another agent's record, including a start program that still runs."""
         if traces.program is not None and traces.program != traces.known:
             self.program = process.adopt(*traces.program)
         if traces.known is not None and (known := proc.stat(traces.known[0])) and known.identity == traces.known:
             self._take_up(known)
 
-    def let_program_go(self) -> None:
-        """It has done its part; what stays of it beside the process goes on."""
+    def release_program(self) -> None:
+        """Release the start program; any remaining processes of it keep running."""
         if self.program is not None and self.program is not self.process:
             self.program.release()
         self.program = None
 
     def release(self) -> None:
-        """Let both go, alive."""
-        self.let_program_go()
+        """Release both processes, alive."""
+        self.release_program()
         if self.process is not None:
             self.process.release()
         self.process = None
@@ -193,14 +195,14 @@ class ProcessFinder:
     async def _find(
         self, spec: ProcessSpec, traces: ProcessRecord, pidfile: Pidfile | None
     ) -> tuple[proc.Stat, Tie] | None:
-        """The living process that the pidfile, or the pattern, names, and what ties it to the service."""
+        """Find the living process named by the pidfile or pattern, and its relation to the service."""
         if spec.pattern is not None:
             return await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, traces)
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
         if spec.start is None:
-            return found, Tie.NAMED  # believed as monit believes it
+            return found, Tie.NAMED  # trusted, as monit does
         tie, why = await asyncio.to_thread(self._ownership.tie, found, spec.label, traces, pidfile)
         if tie is Tie.NONE:
             self.refused = f"the pidfile names process {found.pid} ({proc.name(found.pid)}): {why}"
@@ -208,32 +210,34 @@ class ProcessFinder:
         return found, tie
 
     @staticmethod
-    def _hope(program: Process, status: int | None, spec: ProcessSpec, traces: ProcessRecord, *, is_late: bool) -> None:
-        """Raise ``HostError`` if after the end of the start program no process is to be expected."""
+    def _require_possible_start(
+        program: Process, status: int | None, spec: ProcessSpec, traces: ProcessRecord, *, is_late: bool
+    ) -> None:
+        """Raise ``HostError`` if no process can follow the exited start program."""
         with watchdog.reading(spec.name, "its pidfile"):
             found = _read(spec)
         named = found.pid if found and traces.is_fresh(found) else 0
         if named == program.pid:
-            raise HostError(f"the process ended at once: {describe(status)}")
+            raise HostError(f"the process exited immediately: {describe(status)}")
         if is_late and status:
-            raise HostError(f"the start program ended: {describe(status)}")
+            raise HostError(f"the start program exited: {describe(status)}")
         if is_late and named and not ((stat := proc.stat(named)) and stat.is_alive):
-            raise HostError(f"process {named} of the pidfile ended at once")
+            raise HostError(f"process {named} of the pidfile exited immediately")
 
 
 KINDS: Final = ("success", "error", "signal", "unknown")
-"""Of ends: exit code 0, another one, a signal, nobody saw it."""
+"""Kinds of exits: exit code 0, another code, a signal, not observed."""
 
 
 def kind_of(how: str) -> str:
-    """The kind of an end that ``describe`` has described; a path that is missing is an error."""
+    """Return the kind of an exit that ``describe`` described; a missing path is an error."""
     if how == "unknown":
         return how
     return "success" if how == "exit 0" else "signal" if how.startswith("SIG") else "error"
 
 
 def describe(status: int | None) -> str:
-    """How a process ended, for people: ``exit 1``, ``SIGKILL``, ``unknown``."""
+    """Describe an exit: ``exit 1``, ``SIGKILL``, ``unknown``."""
     if status is None:
         return "unknown"
     if status > 128 and status - 128 in set(signal.Signals):
@@ -246,7 +250,7 @@ def _read(spec: ProcessSpec) -> Pidfile | None:
 
 
 def _exists(path: Path) -> bool:
-    """A path that is too long, or on a volume whose server is gone, does not exist for us."""
+    """True if the path exists; False for one that is too long or on an unreachable server."""
     try:
         return path.exists()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is told of services in numbers: age, memory, processor time."""
+"""Figures about services: age, memory, processor time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from agent_shim.supervisor.state import MONITORED, UP
 
 logger = logging.getLogger(__name__)
 
-MANY: Final = 1000
-"""Processes that are read on the event loop; a job can make tens of thousands, which take a thread."""
-FRESH: Final = 2.0
-"""Seconds for which such a look is kept."""
-MIN_SAMPLE: Final = 1.0
-"""Seconds between two readings of processor time; closer ones would say little."""
+MAX_INLINE_PROCESSES: Final = 1000
+"""Maximum number of processes read on the event loop; tens of thousands, which a job can start, take a thread."""
+PASS_TTL_S: Final = 2.0
+"""Seconds for which the result of such a thread is reused."""
+MIN_SAMPLE_S: Final = 1.0
+"""Minimum seconds between samples of processor time; shorter intervals are too imprecise."""
 PROCESSORS: Final = os.cpu_count() or 1
-MEMORY_KEEP: Final = 10.0
-"""Seconds for which the limit of the container's memory is known: few change it while it runs."""
+MEMORY_TTL_S: Final = 10.0
+"""Seconds for which the container's memory limit is cached: it rarely changes at run time."""
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
-    """What ``get_state`` tells of a process (jobsupervisor/job_supervisor_interface.go).
+    """A process as reported by ``get_state`` (jobsupervisor/job_supervisor_interface.go).
 
-    ``mem_*`` is the resident memory of the process and all that descend from it, ``cpu_total`` their share in percent
-    of all processors since the last question.
+    ``mem_*`` is the resident memory of the process tree, ``cpu_total`` its share in percent of all processors since the
+    last query.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class ServiceInfo(msgspec.Struct, frozen=True):
-    """What an operator is shown of a service; ``state`` is ours, ``process.state`` the Director's word."""
+    """A service as shown to operators; ``state`` is the agent's, ``process.state`` the Director's."""
 
     process: ProcessInfo
     job: str
@@ -60,28 +60,28 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     reason: str
     parent: int = 0
     children: int = 0
-    """All that descend from it."""
+    """Number of descendants."""
     own_mem_kb: int = 0
     own_mem_percent: float = 0.0
     own_cpu: float = 0.0
-    """``own_*`` is of the process alone, in the units of ``process``."""
+    """``own_*`` concerns the process itself, in the units of ``process``."""
     faults: tuple[str, ...] = ()
-    """What it breaks while it runs, in the words and the order of monit."""
+    """Faults of the running service, in the words and the order of monit."""
     mode: str = "active"
     unheeded: tuple[str, ...] = ()
-    """Statements of its file that are not acted on."""
+    """Statements of its file without effect."""
     started_at: float = 0.0
-    """Seconds since 1970; 0 where nothing runs."""
+    """Seconds since 1970; 0 without a process."""
     cpu_seconds: float = 0.0
-    """Of the process, all that descend from it, and those of them that have ended and were waited for."""
+    """Processor time of the tree, including exited descendants that were waited for."""
     threads: int = 0
     exits: Mapping[str, int] = {}
-    """How often it ended by itself, by kind (``presence.KINDS``)."""
+    """Unexpected exits by kind (``process_finder.KINDS``)."""
     oom_kills: int = 0
 
 
 class _Sample(NamedTuple):
-    """Processor time of a process and its descendants at a moment, and the share that was told then."""
+    """Processor time of a process tree at a moment, and the share reported then."""
 
     identity: Identity
     taken_at: float
@@ -100,7 +100,7 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _Own(NamedTuple):
-    """What ``ServiceInfo`` tells of the process alone."""
+    """Part of ``ServiceInfo`` about the process itself."""
 
     parent: int = 0
     children: int = 0
@@ -116,10 +116,10 @@ _NOTHING: Final = _Own()
 
 
 class _Processes:
-    """All processes and their children, read at once where they are few.
+    """All processes and their children, read inline while they are few.
 
-    Where they are many, the last look of a thread, with the leaders of the jobs as they are now: no caller waits, and
-    figures of descendants are some seconds old.
+    Beyond that, the last result of a thread with the current leaders of the jobs: no caller waits, and figures of
+    descendants are some seconds old.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ class _Processes:
         self._reader: threading.Thread | None = None
 
     def now(self, leaders: Iterable[int]) -> _Look:
-        """Return the processes; ``leaders`` are among them in any case, if they live."""
-        few = proc.table_of_few(MANY)
+        """Return the processes, always including the living ``leaders``."""
+        few = proc.table_of_few(MAX_INLINE_PROCESSES)
         if few is not None:
             self._last, self._read_at = _NO_LOOK, float("-inf")
             return _Look(few, proc.children(few))
@@ -138,13 +138,13 @@ class _Processes:
         return _Look(ChainMap(present, self._last.processes), self._last.children)
 
     def _read_apart(self) -> None:
-        if time.monotonic() - self._read_at < FRESH or (self._reader is not None and self._reader.is_alive()):
+        if time.monotonic() - self._read_at < PASS_TTL_S or (self._reader is not None and self._reader.is_alive()):
             return
         try:
             self._reader = threading.Thread(target=self._read, name="many processes", daemon=True)
             self._reader.start()
         except RuntimeError as exc:
-            logger.warning("cannot read %d and more processes: %s", MANY, exc)
+            logger.warning("cannot read %d and more processes: %s", MAX_INLINE_PROCESSES, exc)
 
     def _read(self) -> None:
         found = proc.table()
@@ -152,9 +152,9 @@ class _Processes:
 
 
 class ProcessStats:
-    """Reads ``/proc`` for each question; ``memory_total`` tells the bytes that percentages are of.
+    """Reads ``/proc`` per query; ``memory_total`` returns the bytes that percentages refer to.
 
-    Without it those of the container are.
+    The default is the memory of the container.
     """
 
     def __init__(self, memory_total: Callable[[], int] | None = None) -> None:
@@ -163,7 +163,7 @@ class ProcessStats:
         self._processes = _Processes()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """How each of them is now; numbers are 0 where monit shows none: not monitored, or without a process."""
+        """Describe services; figures are 0 where monit shows none: unmonitored, or without a process."""
         services = list(services)
         processes, children = self._processes.now(each.process.pid for each in services if each.process is not None)
         total_kb = max(1, self.memory_total() // 1024)
@@ -203,7 +203,7 @@ class ProcessStats:
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
                     faults=_in_order(complaints) if complaints else (),
                     mode=service.spec.mode,
-                    unheeded=service.spec.unheeded,
+                    unheeded=service.spec.unsupported,
                     exits=service.record.exits,
                     oom_kills=service.record.oom_kills,
                     **own._asdict(),
@@ -212,30 +212,30 @@ class ProcessStats:
         return found
 
     def _cpu_share(self, name: str, identity: Identity, ticks: int, uptime: int) -> float:
-        """Percent of all processors since the last sample, since its start where there is none."""
+        """Return the percentage of all processors since the last sample, or since the start without one."""
         now = time.monotonic()
         last = self._samples.get(name)
         if last is None or last.identity != identity:
             seconds, used = float(uptime), ticks
-        elif now - last.taken_at < MIN_SAMPLE:
+        elif now - last.taken_at < MIN_SAMPLE_S:
             return last.share
         else:
             seconds, used = now - last.taken_at, ticks - last.ticks
-        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE) / PROCESSORS
-        # Descendants that have ended take their time with them.
+        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
+        # Exited descendants take their time with them.
         share = min(100.0, max(0.0, share))
         self._samples[name] = _Sample(identity, now, ticks, share)
         return share
 
 
 def _in_order(complaints: Iterable[Complaint]) -> tuple[str, ...]:
-    """What is wrong, in the order of monit."""
+    """List the faults in the order of monit."""
     kinds = {each.kind for each in complaints}
     return tuple(kind.failed for kind in ORDER if kind in kinds)
 
 
 class _ContainerMemory:
-    """Bytes of memory the container may use, the machine's where no limit is tighter; read again now and then."""
+    """Cached memory of the container in bytes, that of the machine unless a limit is lower."""
 
     def __init__(self) -> None:
         self._cgroup = cgroups.find()
@@ -244,7 +244,7 @@ class _ContainerMemory:
 
     def __call__(self) -> int:
         now = time.monotonic()
-        if now - self._read_at > MEMORY_KEEP:
+        if now - self._read_at > MEMORY_TTL_S:
             self._read_at = now
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             self._total = cgroups.memory_total(self._cgroup, host)

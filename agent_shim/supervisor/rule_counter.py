@@ -1,4 +1,4 @@
-"""When a rule has failed, and when it has recovered: monit's counting of cycles (monit 5.2.5 event.c). Pure."""
+"""Decides when a rule has failed and recovered, like monit's cycle counting (monit 5.2.5 event.c). Pure."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Final
 
 from agent_shim.supervisor.monit.ast import Changed, Limit, Match, Rule
 
-REMEMBERED: Final = (1 << 64) - 1
+HISTORY_MASK: Final = (1 << 64) - 1
 
 
 class RuleTransition(enum.Enum):
-    """What follows from one look."""
+    """Consequence of one check."""
 
     NOTHING = "nothing"
     FAILED = "failed"
-    """From now on it counts as failed: tell, and act."""
+    """Newly failed: report, and act."""
     STILL = "still failed"
-    """Failed again while it counts as failed: act again, as monit does at every such cycle."""
+    """Still failing: act again, as monit does in each such cycle."""
     RECOVERED = "recovered"
-    """It counts as failed no longer: tell, and act as the rule says for that."""
+    """Recovered: report, and run the recovery action."""
 
 
 class RuleCounter:
-    """What one rule has found, look by look; of 64 looks at most.
+    """History of one rule, up to 64 checks.
 
-    It counts as failed once ``count`` of the last ``cycles`` looks have failed, and as recovered once that many (of the
-    recovery's rate) have not. What happens at a moment (``changed``, ``match``) has no state: it fails each time that
-    the rate is reached.
+    The rule fails once ``count`` of the last ``cycles`` checks have failed, and recovers once that many checks (of the
+    recovery's rate) have passed. Tests of a moment (``changed``, ``match``) have no state: they fail each time the rate
+    is reached.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -36,11 +36,11 @@ class RuleCounter:
         self._is_momentary = isinstance(rule.test, Changed | Match)
         self._looks = 0
         self._failures = 0
-        """A bit for each look, the latest the lowest."""
+        """One bit per check, the latest is the lowest."""
 
     def add(self, *, fails: bool) -> RuleTransition:
-        """Count one look."""
-        self._failures = (self._failures << 1 | fails) & REMEMBERED
+        """Record one check."""
+        self._failures = (self._failures << 1 | fails) & HISTORY_MASK
         self._looks += 1
         rate, recovery = self._rule.rate, self._rule.recovery_rate
         bad = (self._failures & (1 << rate.cycles) - 1).bit_count()
@@ -61,7 +61,7 @@ class RuleCounter:
 
 
 def exceeds(value: float, limit: Limit) -> bool:
-    """Whether a figure is what the limit complains about: ``> 5`` means that more than 5 is bad."""
+    """True if the value violates the limit: ``> 5`` rejects more than 5."""
     match limit.operator:
         case ">":
             return value > limit.limit
@@ -74,5 +74,5 @@ def exceeds(value: float, limit: Limit) -> bool:
 
 
 def percent(part: float, whole: float) -> float:
-    """In steps of a tenth, as monit compares it: an equality can be met."""
+    """Percentage rounded to a tenth, as monit compares it: an equality can match."""
     return round(100 * part / whole, 1) if whole > 0 else 0.0

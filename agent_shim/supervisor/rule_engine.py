@@ -1,9 +1,9 @@
-"""The rules of services, looked at every ten seconds: what they find, how often, and what follows.
+"""Evaluates the rules of services every ten seconds: check, count, act.
 
-The cycles of a service count from the start of its process, and those that are looked at at about the same time share
-one reading of ``/proc``; whatever may take its time (connections, echo requests, files) is looked
-at in a task of its own for each rule, and not again before that has ended. So nothing that hangs delays anything else.
-How failures are counted is in ``counting``, what differs from monit in docs/monit-deviations.md.
+The cycles of a service count from the start of its process; services due at about the same time share one pass over
+``/proc``. Slow tests (connections, echo requests, files) run in a task per rule and never overlap themselves, so a
+hanging test delays no other. ``rule_counter`` counts failures; docs/monit-deviations.md lists the differences from
+monit.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from agent_shim.supervisor.state import UP
 logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
-"""Parts of a cycle: services whose turn comes in the same one are looked at together."""
+"""Parts of a cycle: services due in the same part are checked together."""
 INSPECT_TIMEOUT_S: Final = 60.0
-"""For a look at a file; one that hangs keeps its thread, and no other is begun for it."""
+"""Timeout of a file check; a hanging one keeps its thread, and no other is started for it."""
 LOADS: Final = {"loadavg1": 0, "loadavg5": 1, "loadavg15": 2}
 
 
 class _Table:
-    """All processes at the beginning of a cycle."""
+    """All processes at the start of a cycle."""
 
     def __init__(self) -> None:
         self.at = time.monotonic()
@@ -51,16 +51,16 @@ class _Table:
         self._below = proc.children(self.processes)
 
     def tree(self, root: int) -> list[proc.Stat]:
-        """A process, first, and all that descend from it."""
+        """Return a process followed by its descendants."""
         below = proc.descent(self._below, [root]) - {root}
         return [self.processes[root], *(self.processes[pid] for pid in below)]
 
 
 class _Watch:
-    """What is remembered of one service, as long as it is the same process under the same rules."""
+    """State of the checks of one service, for one process and one set of rules."""
 
     def __init__(self, service: Service, first_at: float) -> None:
-        """``first_at`` is the monotonic time of the first look."""
+        """``first_at`` is the monotonic time of the first check."""
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
         self.tallies = [RuleCounter(rule) for rule in self.spec.rules]
@@ -73,11 +73,11 @@ class _Watch:
         self._read_at = 0.0
 
     def is_of(self, service: Service) -> bool:
-        """Whether it still is: a new process begins anew."""
+        """True while process and rules are the same: a new process starts from scratch."""
         return self.spec is service.spec and self.identity == _identity(service)
 
     def is_due(self, period: float) -> bool:
-        """Whether its time has come: each ``every`` cycles; asked often, for a cycle that is missed is left out."""
+        """True if a check is due, every ``every`` cycles; polled often, because a missed cycle is skipped."""
         late = time.monotonic() - self._next_at
         if late < 0:
             return False
@@ -86,7 +86,7 @@ class _Watch:
         return (self._cycles - 1) % self.spec.every == 0
 
     def cpu(self, tree: list[proc.Stat], at: float) -> tuple[float, float] | None:
-        """Percent of all processors that the process, and it with its descendants, had since the last cycle."""
+        """Return the CPU share, in percent of all processors, of the process and its tree since the last cycle."""
         before, seconds = self._ticks, at - self._read_at
         self._ticks, self._read_at = {stat.identity: stat.cpu_ticks for stat in tree}, at
         if tree[0].identity not in before:
@@ -97,10 +97,10 @@ class _Watch:
 
 
 class RuleEngine:
-    """Looks at the rules of all services for ever; ``run`` is somebody's task."""
+    """Evaluates the rules of all services; ``run`` is endless."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
-        """``memory_total`` tells the bytes that percentages are of; ``period`` is the length of a cycle in seconds."""
+        """``memory_total`` returns the bytes that percentages refer to; ``period`` is the cycle in seconds."""
         self._services = services
         self._memory_total = memory_total
         self._period = period
@@ -109,11 +109,11 @@ class RuleEngine:
         self._plan_changed = asyncio.Event()
 
     def plan_changed(self) -> None:
-        """There may be rules now where there were none."""
+        """Wake the engine: there may be rules now."""
         self._plan_changed.set()
 
     async def run(self) -> NoReturn:
-        """Look at whose turn it is, ``STEPS`` times a cycle, as long as there are rules."""
+        """Check due services, ``STEPS`` times a cycle, as long as there are rules."""
         due = time.monotonic()
         try:
             while True:
@@ -144,14 +144,14 @@ class RuleEngine:
             self._look_at(service, watch, table)
 
     def _watch(self, service: Service) -> _Watch:
-        """monit sleeps after a start: the first look at a process comes a cycle later."""
+        """Return the watch of a service; the first check follows a cycle after the start, as monit sleeps then."""
         watch = self._watches.get(service.name)
         if watch is None or not watch.is_of(service):
             since = service.up_at if service.spec.is_process else time.monotonic()
             watch = _Watch(service, since + self._period)
         return watch
 
-    # --- what is looked at --------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def _look_at(self, service: Service, watch: _Watch, table: _Table | None) -> None:
         spec = watch.spec
@@ -160,9 +160,9 @@ class RuleEngine:
         for number, rule in enumerate(spec.rules):
             match rule.test:
                 case Connection() as test:
-                    self._aside(service, watch, number, _connection(test))
+                    self._run_aside(service, watch, number, _connection(test))
                 case Ping() as test:
-                    self._aside(service, watch, number, _ping(spec.address, test))
+                    self._run_aside(service, watch, number, _ping(spec.address, test))
                 case Limit() as test if not spec.path and (finding := _judge(test, figures)) is not None:
                     findings[number] = finding
                 case Changed("ppid") if "parent" in figures:
@@ -170,13 +170,13 @@ class RuleEngine:
                     text = f"parent process changed from {before} to {watch.parent}"
                     findings[number] = Finding(before not in (0, watch.parent), text)
         if findings:
-            self._begin(self._conclude(service, watch, findings))
+            self._spawn(self._conclude(service, watch, findings))
         if spec.path is not None and "path" not in watch.busy:
             watch.busy.add("path")
-            self._begin(self._inspect(service, watch))
+            self._spawn(self._inspect(service, watch))
 
     def _figures(self, watch: _Watch, table: _Table) -> Mapping[str, float]:
-        """Of a process and its tree; empty when it has just ended."""
+        """Return the figures of a process and its tree; empty if it has just exited."""
         pid, start = watch.identity
         root = table.processes.get(pid)
         if root is None or root.start_ticks != start:
@@ -198,8 +198,10 @@ class RuleEngine:
             figures |= {"cpu %": cpu[0], "totalcpu %": cpu[1]}
         return figures
 
-    def _aside(self, service: Service, watch: _Watch, number: int, look: Coroutine[Any, Any, Finding | None]) -> None:
-        """Look in a task of its own, unless the last look goes on."""
+    def _run_aside(
+        self, service: Service, watch: _Watch, number: int, look: Coroutine[Any, Any, Finding | None]
+    ) -> None:
+        """Run a check in its own task, unless the previous one is still running."""
         if number in watch.busy:
             look.close()
             return
@@ -213,7 +215,7 @@ class RuleEngine:
             if finding is not None:
                 await self._conclude(service, watch, {number: finding})
 
-        self._begin(run())
+        self._spawn(run())
 
     async def _inspect(self, service: Service, watch: _Watch) -> None:
         spec = watch.spec
@@ -229,10 +231,10 @@ class RuleEngine:
             watch.busy.discard("path")
         await self._conclude(service, watch, {number: each for number, each in enumerate(found) if each is not None})
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._looks.add(asyncio.create_task(work, name="check"))
 
-    # --- what follows -------------------------------------------------------------------------------------------------
+    # --- consequences -------------------------------------------------------------------------------------------------
 
     async def _conclude(self, service: Service, watch: _Watch, findings: Mapping[int, Finding]) -> None:
         for number, finding in findings.items():
@@ -252,10 +254,10 @@ class RuleEngine:
             if not is_momentary:
                 service.complaints[number] = event_kinds.Complaint(kind, finding.text)
             if turn is RuleTransition.FAILED:
-                service.tell(kind.changed if is_momentary else kind.failed, rule.action.kind, finding.text)
+                service.notify(kind.changed if is_momentary else kind.failed, rule.action.kind, finding.text)
             await service.react(reaction(rule.action))
         elif turn is RuleTransition.RECOVERED:
-            service.tell(kind.succeeded, rule.recovery.kind, finding.text)
+            service.notify(kind.succeeded, rule.recovery.kind, finding.text)
             await service.react(reaction(rule.recovery))
 
 
@@ -286,5 +288,5 @@ def _worded(value: float, test: Limit) -> str:
 
 
 def _identity(service: Service) -> Identity:
-    """Of its process; of what is none, always the same."""
+    """Return the process identity, or (0, 0) without a process."""
     return service.process.identity if service.process is not None else (0, 0)

@@ -1,7 +1,7 @@
-"""The life of one service: start, watch, restart, stop.
+"""Service lifecycle: start, watch, restart, stop.
 
-One coroutine is the life. Each state has a step that ends with a move to another; what is asked from outside moves the
-state and cancels the step. Cancelling is not killing: who cancels the life leaves the process alone.
+One coroutine runs per service. Each state has a step that ends with a transition; a request from outside changes the
+state and cancels the step. Cancellation never kills: a cancelled lifecycle leaves its process running.
 
 Durations are seconds, ``*_at`` is monotonic time.
 """
@@ -41,13 +41,13 @@ from agent_shim.supervisor.state import (
 
 logger = logging.getLogger(__name__)
 
-MOST_RESTARTS: Final = 64
-"""That are remembered, for the limits of restarts."""
+MAX_RECORDED_RESTARTS: Final = 64
+"""Restart times kept for ``if N restarts within M cycles``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What an operator is told, in monit's words (monit 5.2.5 event.c); ``action`` is what was done about it."""
+    """An event for operators in monit's words (monit 5.2.5 event.c); ``action`` is the agent's reaction."""
 
     service: str
     event: str
@@ -56,81 +56,81 @@ class Event:
 
 
 class Record(msgspec.Struct):
-    """What of a service outlives the agent."""
+    """Persistent state of a service; outlives the agent."""
 
     state: State = State.STOPPED
     traces: ProcessRecord = msgspec.field(default_factory=ProcessRecord)
     restarts: int = 0
     failures: int = 0
-    """In a row; each makes the wait before the next restart longer."""
+    """Consecutive failures; each lengthens the wait before the next restart."""
     last_exit: str = ""
     reason: str = ""
-    """Why it is not running, when that is not what was wanted."""
+    """Why the service is not running although it should be."""
     exits: dict[str, int] = msgspec.field(default_factory=dict)
-    """How often it ended by itself, by kind (``presence.KINDS``)."""
+    """Unexpected exits by kind (``process_finder.KINDS``)."""
     oom_kills: int = 0
-    """How often that was for want of memory."""
+    """Unexpected exits caused by an out-of-memory kill."""
     was_taken_along: bool = False
-    """Stopped because something it depends on was: started together with that."""
+    """Stopped together with a prerequisite, and started together with it."""
     is_start_due: bool = False
-    """A start is to follow the stop that goes on."""
+    """A start follows the stop in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
-    """What the services of one supervisor have in common."""
+    """State and callbacks shared by all services of a supervisor."""
 
     base: Path
     programs: Programs
     bpm: Bpm
     restarts: TokenBucket
     timing: Timing
-    tell: Callable[[Event], None]
+    notify: Callable[[Event], None]
     changed: Callable[[], None]
-    """Something that is saved has changed."""
+    """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Whether the kernel has killed something for want of memory that nobody has laid claim to yet."""
+    """Claims a kernel OOM kill that explains no other exit yet; False without one."""
     may_start: asyncio.Event
-    """Cleared while no program may be started: what shall run waits, as starting."""
+    """Cleared while no program may start; services wait in their starting state."""
 
 
-HELD: Final = "not read, as {} held the agent before: it is left alone until it is started, stopped or monitored"
+HELD: Final = "not read, because {} blocked the agent before: left alone until a start, stop or monitor request"
 
 
 class Service:
-    """A process of a job, kept as it is wanted."""
+    """Keeps one process of a job in the requested state."""
 
     def __init__(self, spec: ProcessSpec, shared: ServiceContext, held_by: str = "") -> None:
-        """``held_by`` is what of it held an agent before this one: nothing of it is read until ``trust``."""
+        """``held_by`` names the read that blocked an earlier agent; no file of the service is read until ``trust``."""
         self.spec = spec
         self.record = Record()
         self.held_by = held_by
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
-        """What checks find wrong while it runs, by the number of the rule; it is then reported as failing."""
+        """Failed checks of the running service, by rule number; any of them makes the service ``failing``."""
         self.is_stuck = False
-        """The last stop could not end everything."""
+        """The last stop left processes alive."""
         self._shared = shared
         self._timing = shared.timing
-        self._presence = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
+        self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
         self._step: asyncio.Task[None] | None = None
         self._moved: asyncio.Event | None = None
-        """The next move; there is none while nobody waits for it."""
+        """Set at the next transition; None without waiters."""
         self._stopper: Process | None = None
-        """The last stop program; it may outlast its step when the file breaks meanwhile."""
+        """The last stop program; it outlives its step if the file breaks meanwhile."""
         self._has_lived = False
         self._stop_by = float("inf")
         self._is_one_of_all = False
-        """The stop that goes on is one of all jobs."""
+        """The stop in progress stops all jobs."""
         self._patience = 0.0
         self._restarted_at: list[float] = []
-        """The last of them."""
+        """Times of the last restarts, monotonic."""
         self._is_counted = False
-        """A restart goes on that the limits of restarts count."""
+        """The restart in progress counts towards the restart limits."""
         self.take_spec(spec)
 
-    # --- what is known of it ----------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -142,36 +142,36 @@ class Service:
 
     @property
     def process(self) -> Process | None:
-        """The process that is watched; it may have ended meanwhile where nobody watches."""
-        return self._presence.process
+        """The watched process; it may already have ended in a state that does not watch it."""
+        return self._finder.process
 
     @property
     def up_at(self) -> float:
-        """When its process started, monotonic."""
-        return self._presence.up_at
+        """Start time of its process, monotonic."""
+        return self._finder.up_at
 
     @property
     def reported(self) -> str:
-        """In the words of the Director; an end counts before its turn has come to be noted."""
-        process = self._presence.process
+        """The Director's process state; counts an exit that no step has handled yet."""
+        process = self._finder.process
         return reported(self.state, fails_a_check=bool(self.complaints) or (process is not None and process.is_over))
 
     @property
     def is_underway(self) -> bool:
-        """A start or stop goes on, or a restart is due at once."""
+        """A start or stop is in progress, or a restart is due immediately."""
         at_once = self.state is State.DOWN and self.spec.is_restartable and not self._delay()
         return at_once or self.state in (State.STARTING, State.RESTARTING, State.STOPPING)
 
     async def reach(self, fact: Callable[[Service], bool]) -> None:
-        """Return once ``fact`` holds of it; asked after each move."""
+        """Wait until ``fact`` holds; checks it after each transition."""
         while not fact(self):
             self._moved = self._moved or asyncio.Event()
             await self._moved.wait()
 
-    # --- what may be asked of it ------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def take_spec(self, spec: ProcessSpec) -> None:
-        """Go by another file from now on."""
+        """Apply a changed monit file."""
         if spec.rules != self.spec.rules:
             self.complaints.clear()
         self.spec = spec
@@ -184,14 +184,16 @@ class Service:
             self._step.cancel()
 
     def trust(self) -> None:
-        """Read again what held an agent before: an order has come that cannot be followed without."""
+        """Read the files again that blocked an earlier agent: the request needs them."""
         if self.held_by:
-            logger.warning("%s is read again, though %s held an agent before", self.name, self.held_by)
+            logger.warning(
+                "%s: reading its files again on request, although %s blocked the agent before", self.name, self.held_by
+            )
             self.held_by = ""
             self.take_spec(self.spec)
 
     def start(self) -> None:
-        """Have it run; after a stop that goes on, if need be."""
+        """Start the service, after the stop in progress if there is one."""
         self.record.was_taken_along = False
         if self.state is State.STOPPING:
             self._follow_up(start=True)
@@ -200,9 +202,9 @@ class Service:
             self._ask(Trigger.START_ASKED)
 
     def stop(self, by: float = float("inf"), *, is_one_of_all: bool = False) -> None:
-        """End it and all that belongs to it, with KILL where it is not gone at monotonic time ``by``.
+        """Stop dependants, then the service and all its processes.
 
-        What depends on it is stopped first.
+        Remaining processes get KILL at monotonic time ``by``.
         """
         self._is_counted = False
         self._is_one_of_all = is_one_of_all
@@ -212,7 +214,7 @@ class Service:
         self._ask_stop(by)
 
     def bounce(self) -> None:
-        """Stop it, then start it, and with it what depends on it and is up."""
+        """Restart the service and its active dependants."""
         for dependant in self.dependants:
             if dependant.state in ACTIVE:
                 dependant.bounce()
@@ -220,7 +222,7 @@ class Service:
         self._follow_up(start=self.state is State.STOPPING)
 
     def unmonitor(self) -> None:
-        """Leave it to itself, and what depends on it."""
+        """Stop monitoring the service and its dependants."""
         for dependant in self.dependants:
             dependant.unmonitor()
         self._is_counted = False
@@ -229,7 +231,7 @@ class Service:
         self._ask(Trigger.UNMONITOR_ASKED)
 
     def _follow_up(self, *, start: bool) -> None:
-        """Whether a start follows the stop that goes on."""
+        """Record whether a start follows the stop in progress."""
         self.record.is_start_due = start
         self._shared.changed()
 
@@ -255,18 +257,18 @@ class Service:
             self._moved = None
         self._shared.changed()
 
-    # --- its life ---------------------------------------------------------------------------------------------------
+    # --- lifecycle --------------------------------------------------------------------------------------------------
 
     def resume(self, record: Record, *, same_world: bool) -> None:
-        """Take up where an agent (this one before an apply, or an earlier one) left it.
+        """Resume from the record of an earlier agent, or of this one before an apply.
 
-        ``same_world`` says that process numbers still mean the same: no reboot, no new container.
+        With ``same_world`` process numbers keep their meaning: no reboot, no new container.
         """
         self.record = record
         self._has_lived = record.state is not State.STOPPED
         self.take_spec(self.spec)
         if same_world and not self.held_by:
-            self._presence.resume(record.traces)
+            self._finder.resume(record.traces)
             return
         record.traces = ProcessRecord()
         if record.state is State.STOPPING and not record.is_start_due:
@@ -276,7 +278,7 @@ class Service:
         record.is_start_due = False
 
     async def live(self) -> None:
-        """The life of the service; cancelled by who lets it go, its process goes on then."""
+        """Run the lifecycle until cancelled; cancellation leaves the process running."""
         steps = {
             State.STARTING: self._launch,
             State.RESTARTING: self._launch,
@@ -297,13 +299,13 @@ class Service:
                 step.result()
 
     def release(self) -> None:
-        """Let its processes go, alive."""
-        self._presence.release()
+        """Drop the process handles; the processes stay alive."""
+        self._finder.release()
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        """Have the start program bring the process, unless it is there."""
+        """Run the start program and wait for the process, unless it already runs."""
         self._has_lived = True
         if self.state is State.STARTING:
             for prerequisite in self.prerequisites:
@@ -313,7 +315,7 @@ class Service:
         try:
             await self._bring_up()
         except LateError as exc:
-            # It may come yet: a start too soon would make two of it.
+            # The process may still appear: an early retry would start a second one.
             self._patience = self._timing.cycle
             await self._failed(self._with_refusal(str(exc)))
         except HostError as exc:
@@ -326,12 +328,13 @@ class Service:
             await self._heed_limits()
 
     async def _bring_up(self) -> None:
-        spec, presence = self.spec, self._presence
+        spec, finder = self.spec, self._finder
         await self._await_stopper()
-        if presence.program is None or not presence.program.is_alive:
+        if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
-                await presence.look_at_path(spec)
-            # monit starts what is no process whether it is there or not, and stops it before it starts it again.
+                await finder.look_at_path(spec)
+            # monit runs the start program of a check without a process even if its path exists, and the stop program
+            # before that.
             if (spec.is_process or spec.start is None) and await self._look():
                 return
             if spec.start is None:
@@ -342,22 +345,22 @@ class Service:
             await self._clear()
             with watchdog.reading(self.name, "its pidfile"):
                 before = process_record.read(spec.pidfile) if spec.pidfile else None
-            presence.program = await self._run_start(spec.start)
-            self.record.traces.begin(presence.program.identity, before)
-            self.record.traces.is_caged = self._shared.programs.ownership.is_caged(presence.program, spec.label)
+            finder.program = await self._run_start(spec.start)
+            self.record.traces.begin(finder.program.identity, before)
+            self.record.traces.is_caged = self._shared.programs.ownership.is_caged(finder.program, spec.label)
             self._shared.changed()
-        await presence.arrival(spec, self.record.traces)
+        await finder.arrival(spec, self.record.traces)
 
     async def _clear(self) -> None:
-        """End what is left of the last process: it may keep the port, or the lock, that the next one needs."""
+        """End remaining processes of the last run: they may hold a port or lock that the next run needs."""
         traces = self.record.traces
         if self.spec.is_process and traces.begun and not (self.spec.start and self.spec.start.bpm):
             left = await self._shared.programs.clear(self.spec.label, traces, self._timing.grace)
             if left:
-                raise HostError(f"cannot end what is left of the last process: {', '.join(map(str, left))}")
+                raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, left))}")
 
     async def _await_stopper(self) -> None:
-        """No start program runs beside a stop program."""
+        """Wait for the stop program: no start program runs beside it."""
         if self._stopper is None:
             return
         try:
@@ -379,10 +382,10 @@ class Service:
             raise HostError(str(exc)) from exc
 
     async def _look(self) -> bool:
-        return await self._presence.look(self.spec, self.record.traces)
+        return await self._finder.look(self.spec, self.record.traces)
 
     def _appeared(self) -> None:
-        self._presence.let_program_go()
+        self._finder.release_program()
         if self.state is State.STARTING:
             self.record.reason = ""
         self._move(Trigger.APPEARED)
@@ -390,37 +393,37 @@ class Service:
     async def _failed(self, why: str) -> None:
         self.record.failures = max(self.record.failures + 1, 2)
         self.record.reason = await self._with_last_words(f"cannot start: {why}")
-        self.tell("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
+        self.notify("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
         self._move(Trigger.FAILED)
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Wait for the end of the process; another one that took its place is followed."""
-        how = await self._presence.gone(self.spec)
+        """Wait for the process to exit; follow a process that replaced it."""
+        how = await self._finder.gone(self.spec)
         if await self._look():
-            self.tell("PID changed", self.spec.change.kind, f"process PID changed to {self._presence.pid}")
+            self.notify("PID changed", self.spec.change.kind, f"process PID changed to {self._finder.pid}")
             await self.react(self.spec.change)
         else:
             await self._lost(how)
 
     async def _settle(self) -> None:
-        """After a restart: as ``_watch``, trusted when it has stayed up."""
+        """Watch a restarted process; it counts as running after staying up for the settling time."""
         try:
             async with asyncio.timeout(self._timing.settle):
-                how = await self._presence.gone(self.spec)
+                how = await self._finder.gone(self.spec)
         except TimeoutError:
             self.record.reason = ""
-            self.tell("Exists", "alert", f"process is running with pid {self._presence.pid}")
+            self.notify("Exists", "alert", f"process is running with pid {self._finder.pid}")
             self._move(Trigger.SETTLED)
         else:
             if not await self._look():
                 await self._lost(how)
 
     async def _lost(self, how: str) -> None:
-        """It ended and nobody asked for it."""
+        """Record an unexpected exit."""
         record, reason = self.record, await self._with_last_words(f"the process ended by itself: {how}")
-        if time.monotonic() - self._presence.up_at > self._timing.backoff_limit:
+        if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
         record.failures += 1
         kind = kind_of(how)
@@ -428,15 +431,15 @@ class Service:
         record.last_exit = how
         record.reason = reason
         self.complaints.clear()
-        told = "process is not running"
+        text = "process is not running"
         if killer := self._killer(how):
             record.oom_kills += 1
             record.last_exit = f"{how}, out of memory"
             record.reason = f"{killer} killed the process: out of memory ({how})"
-            told = f"{told}: {killer} killed it, out of memory"
+            text = f"{text}: {killer} killed it, out of memory"
         if self.spec.why_not_restarted:
             record.reason = f"{record.reason}; it is not restarted: {self.spec.why_not_restarted}"
-        self.tell("Does not exist", self.spec.absence.kind, told)
+        self.notify("Does not exist", self.spec.absence.kind, text)
         self._move(Trigger.DIED)
         if self.spec.is_restartable:
             for dependant in self.dependants:
@@ -444,15 +447,15 @@ class Service:
                     dependant.bounce()
 
     def _killer(self, how: str) -> str:
-        """Who has killed it, or what it has started, for want of memory; empty when nobody has."""
+        """Name the cause of an out-of-memory kill of the process or its descendants; empty without one."""
         call = self.spec.start.bpm if self.spec.start else None
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Asked in any case: a cgroup below counts here too.
+        # Claim in any case: a nested cgroup counts here too.
         by_kernel = how == signal.SIGKILL.name and self._shared.was_oom()
         return "its limit of memory" if by_limit else "the kernel" if by_kernel else ""
 
     async def _wait_and_retry(self) -> None:
-        """Restart, at once or after a wait that grows; meanwhile it may come by itself."""
+        """Restart immediately or after a growing wait; adopt a process that appears meanwhile."""
         if not self.spec.is_restartable:
             await self._wait_for_others()
             return
@@ -467,7 +470,7 @@ class Service:
         self._move(Trigger.RETRIED)
 
     async def _wait_for_others(self) -> None:
-        """It is not ours to restart: do what the file says instead, each cycle as monit does, until it is there."""
+        """Apply the file's reaction to a missing process each cycle, as monit does, until the process appears."""
         while True:
             await self.react(self.spec.absence)
             again_at = time.monotonic() + self._timing.cycle
@@ -478,23 +481,23 @@ class Service:
                     return
 
     def _count_restart(self) -> None:
-        """One that nobody asked for begins."""
+        """Count a restart that no request caused."""
         self.record.restarts += 1
-        self._restarted_at = [*self._restarted_at[-MOST_RESTARTS + 1 :], time.monotonic()]
+        self._restarted_at = [*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], time.monotonic()]
         self._is_counted = True
 
     async def _heed_limits(self) -> None:
-        """``if N restarts within M cycles then …``; called after each restart."""
+        """Apply ``if N restarts within M cycles then …`` after each restart."""
         now = time.monotonic()
         for limit in self.spec.limits:
             recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
             if len(recent) >= limit.count:
-                self.tell("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
-                if limit.reaction.kind not in ("start", "restart"):  # it is being done
+                self.notify("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
+                if limit.reaction.kind not in ("start", "restart"):  # already in progress
                     await self.react(limit.reaction)
 
     def _delay(self) -> float:
-        """Before the next restart: none after the first death in a row, then doubled each time."""
+        """Seconds before the next restart: none after the first exit in a row, then doubled each time."""
         patience = max(self._patience, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:
             return patience
@@ -502,16 +505,16 @@ class Service:
         return max(patience, min(backoff, self._timing.backoff_limit))
 
     async def react(self, reaction: Reaction) -> None:
-        """Do what a rule says beyond telling; does not return when that ends the step that calls it.
+        """Carry out the action of a rule; does not return if that ends the calling step.
 
-        What is passive is only told of, and its programs are run; a restart takes a start and a stop program, as monit
-        has it.
+        In passive mode only ``exec`` and ``unmonitor`` take effect. A restart needs a start and a stop program, as in
+        monit.
         """
         if reaction.kind == "exec" and reaction.program is not None:
             try:
                 await self._run(reaction.program, "Action done", is_aside=True)
             except HostError as exc:
-                self.tell("Execution failed", "alert", str(exc))
+                self.notify("Execution failed", "alert", str(exc))
         elif reaction.kind == "unmonitor":
             self.unmonitor()
         elif self.spec.mode == "passive":
@@ -526,7 +529,7 @@ class Service:
     # --- stopping ---------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Dependants first, then the stop program, then TERM and KILL for what is left; then look that nothing is."""
+        """Stop dependants, run the stop program, end the remaining processes, then verify that none is left."""
         for dependant in self.dependants:
             await dependant.reach(lambda it: it.state not in UP and it.state is not State.STOPPING)
         programs, traces = self._shared.programs, self.record.traces
@@ -534,7 +537,7 @@ class Service:
         left: list[Left] = []
         if await self._look() or self._has_lived:
             if self.spec.start is not None:
-                # Now, while descent still shows what has left its session and wiped its environment.
+                # Descent still identifies processes that left their session and cleared their environment.
                 known = await programs.members(self.spec.label, traces)
             await self._run_stop()
         if self.spec.start is not None:
@@ -542,12 +545,12 @@ class Service:
             left += await self._unproven_left()
         self.is_stuck = bool(left)
         if not self.record.is_start_due:
-            # What a restart was to mend counts as broken until a check has seen it whole.
+            # After a restart a complaint stands until its check passes.
             self.complaints.clear()
         self.record.failures = 0
         self.record.reason = f"cannot end {', '.join(map(str, left))}" if left else ""
         if left:
-            self.tell("Execution failed", "alert", "failed to stop")
+            self.notify("Execution failed", "alert", "failed to stop")
             self._move(Trigger.STUCK)
             return
         await programs.dismiss(self.spec)
@@ -561,34 +564,34 @@ class Service:
             self._move(Trigger.START_ASKED)
 
     async def _unproven_left(self) -> list[Left]:
-        """What is left, though it is not proven to be of this service, and so was not signalled.
+        """Find remaining processes without proof that they belong to this service; they get no signal.
 
-        The process that is only named; and where the service has no cgroup, what some job has left meanwhile. When all
-        jobs are stopped, that is ended in the end (``Supervisor.stop``).
+        These are a process that only a pidfile or pattern names and, for a service without a cgroup, orphans of any job
+        since its start. ``Supervisor.stop`` ends those orphans once all jobs are stopped.
         """
-        traces, running = self.record.traces, self._presence.process
+        traces, running = self.record.traces, self._finder.process
         found = [left(running.identity)] if running is not None and running.is_alive and traces.is_guest else []
         if traces.begun and not (traces.is_caged or self._is_one_of_all or self.record.is_start_due):
             found += await self._shared.programs.strays(traces.begun)
         return found
 
     async def _run_stop(self) -> None:
-        """Run the stop program, or send TERM without one, and wait until both it and the process are gone."""
+        """Run the stop program, or send TERM without one, and wait for both it and the process to exit."""
         stop, stopper = self.spec.stop, None
-        running, program = self._presence.process, self._presence.program
+        running, program = self._finder.process, self._finder.program
         if program is not None and running is None:
             await program.terminate(self._within(self._timing.grace))
         if stop is not None and stop.bpm is not None:
             try:
                 await self._shared.bpm.stop(stop.bpm, min(self._stop_by, time.monotonic() + stop.timeout))
             except OSError as exc:
-                self.tell("Execution failed", "alert", str(exc))
+                self.notify("Execution failed", "alert", str(exc))
             return
         if stop is not None:
             try:
                 stopper = self._stopper = await self._run(stop, "Stopped")
             except HostError as exc:
-                self.tell("Execution failed", "alert", str(exc))
+                self.notify("Execution failed", "alert", str(exc))
                 return
         elif running is not None and self.spec.start is not None and not self.record.traces.is_guest:
             running.send(signal.SIGTERM)
@@ -601,28 +604,28 @@ class Service:
                 if running is not None:
                     await running.wait()
         except TimeoutError:
-            self.tell("Execution failed", "alert", "failed to stop")
+            self.notify("Execution failed", "alert", "failed to stop")
             if stopper is not None:
                 await stopper.terminate(self._within(self._timing.grace))
 
     def _within(self, wanted: float) -> float:
         return max(0.0, min(wanted, self._stop_by - time.monotonic()))
 
-    # --- small things -----------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------------------------
 
     async def _run(self, program: Program, event: str, *, is_aside: bool = False) -> Process:
         return await self._shared.programs.run(
-            self.name, program, event, label=self.spec.label, pid=self._presence.pid, is_aside=is_aside
+            self.name, program, event, label=self.spec.label, pid=self._finder.pid, is_aside=is_aside
         )
 
     async def _note_limits(self) -> None:
-        """Say so where the start program asked for a limit beyond the container's, and runs on with less."""
+        """Report a start program that runs with a lower limit because the container refused the requested one."""
         start = self.spec.start
         if start is not None and start.bpm is None and (said := await self._shared.programs.refused_limit(self.name)):
-            self.record.reason = f"it runs with less than its start program asked for: {said}"
+            self.record.reason = f"running with a lower limit than its start program requested: {said}"
 
     def _with_refusal(self, why: str) -> str:
-        return f"{why}; {self._presence.refused}" if self._presence.refused else why
+        return f"{why}; {self._finder.refused}" if self._finder.refused else why
 
     async def _with_last_words(self, why: str) -> str:
         start = self.spec.start
@@ -630,11 +633,11 @@ class Service:
         words = await (self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.name))
         return f"{why} ({words})" if words else why
 
-    def tell(self, event: str, action: str, description: str) -> None:
-        """Let operators know of an event of monit."""
-        self._shared.tell(Event(self.name, event, action, description))
+    def notify(self, event: str, action: str, description: str) -> None:
+        """Report an event to operators."""
+        self._shared.notify(Event(self.name, event, action, description))
 
 
 async def _rest() -> None:
-    """Nothing to do until something is asked."""
+    """Wait for the next request."""
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""The states of a service and the moves between them, as data. Pure."""
+"""State machine of a service, as data. Pure."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Final
 
 
 class State(enum.Enum):
-    """Where a service is; the value is what people are shown."""
+    """State of a service; the value is shown to operators."""
 
     STOPPED = "stopped"
-    """Nothing of it runs, and nothing shall."""
+    """No process runs or should run."""
     STARTING = "starting"
-    """Wanted, and not known to be there yet."""
+    """Started, and not yet known to run."""
     RUNNING = "running"
     DOWN = "down"
-    """It ended by itself or could not be started, and shall be tried again."""
+    """Exited or failed to start; due for a retry."""
     RESTARTING = "restarting"
     SETTLING = "settling"
-    """There again, and not trusted yet."""
+    """Running again, and not yet considered stable."""
     STOPPING = "stopping"
     UNMONITORED = "unmonitored"
-    """Left to itself, dead or alive."""
+    """Ignored, dead or alive."""
     BROKEN = "broken"
-    """Its file cannot be used."""
+    """Its monit file is unusable."""
 
 
 class Trigger(enum.Enum):
-    """What happens to a service."""
+    """An event of a service; the value appears in the log."""
 
     START_ASKED = "start asked"
     APPEARED = "appeared"
-    """Its process is known to live, and the start program is through."""
+    """The process is alive, and the start program has finished."""
     FAILED = "failed"
-    """The start program has brought no process."""
+    """The start program produced no process."""
     DIED = "died"
-    """The process ended though nobody asked."""
+    """The process exited without a request."""
     RETRIED = "retried"
-    """It is time for another start."""
+    """The next start is due."""
     SETTLED = "settled"
     STOP_ASKED = "stop asked"
     EMPTIED = "emptied"
-    """Nothing of it lives any more."""
+    """No process of the service is left."""
     STUCK = "stuck"
-    """Something of it cannot be ended."""
+    """A process of the service cannot be ended."""
     UNMONITOR_ASKED = "unmonitor asked"
 
 
@@ -69,20 +69,20 @@ NEXT: Final[Mapping[State, Mapping[Trigger, State]]] = MappingProxyType(
         State.BROKEN: {},
     }
 )
-"""Where each trigger leads; one that a state does not list is ignored there."""
+"""Transitions by trigger; an unlisted trigger has no effect."""
 
 MOVES: Final[Mapping[State, frozenset[State]]] = MappingProxyType(
     {state: frozenset(moves.values()) for state, moves in NEXT.items()}
 )
-"""The states that can follow each state."""
+"""Possible successors of each state."""
 
 MONITORED: Final = frozenset(State) - {State.STOPPED, State.STOPPING, State.UNMONITORED}
-"""What monit would show with a monitor flag other than 0."""
+"""States with a non-zero monitor flag in monit."""
 UP: Final = frozenset({State.RUNNING, State.SETTLING})
-"""Its process lives and is watched."""
+"""The process is alive and watched."""
 
 ACTIVE: Final = UP | {State.STARTING, State.RESTARTING}
-"""Up, or on its way up."""
+"""Up or starting."""
 
 _REPORTED: Final = {
     State.STARTING: "starting",
@@ -95,21 +95,21 @@ _REPORTED: Final = {
 
 
 def after(state: State, trigger: Trigger) -> State:
-    """The state that ``trigger`` leads to."""
+    """Return the next state after ``trigger``."""
     return NEXT[state].get(trigger, state)
 
 
 def reported(state: State, *, fails_a_check: bool = False) -> str:
-    """What the Director is told of a process (jobsupervisor/monit/status.go): starting, running, failing, unknown."""
+    """Return the Director's process state (jobsupervisor/monit/status.go): starting, running, failing, unknown."""
     if state is State.RUNNING and fails_a_check:
         return "failing"
     return _REPORTED.get(state, "unknown")
 
 
 def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
-    """The state of the instance from those of its processes, in order (jobsupervisor/monit_job_supervisor.go).
+    """Derive the instance state from its process states (jobsupervisor/monit_job_supervisor.go).
 
-    One that starts outweighs one that fails; without processes all is well.
+    A starting process takes precedence over a failing one; an instance without processes is running.
     """
     if is_stopped:
         return "stopped"
@@ -120,7 +120,7 @@ def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
 
 
 def mermaid() -> str:
-    """The moves as a diagram for the documentation."""
+    """Render the transitions as a diagram for the documentation."""
     lines = ["stateDiagram-v2", f"    [*] --> {State.STOPPED.value}"]
     for state, moves in NEXT.items():
         lines += [f"    {state.value} --> {target.value}: {trigger.value}" for trigger, target in moves.items()]

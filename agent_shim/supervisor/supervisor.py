@@ -1,6 +1,6 @@
-"""All services of this instance: what the Director and operators ask of them, and what is told of them.
+"""All services of this instance: requests of the Director and operators, and reports to them.
 
-The whole is saved after each change, so that the next agent goes on where this one ended, however it ended.
+Each change is saved, so the next agent resumes from it, however this one ends.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timi
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Of the saved state; another one is not read."""
-SAVE_DELAY: Final = 0.02
-"""Seconds in which changes are gathered into one write."""
+"""Version of the saved state; other versions are ignored."""
+SAVE_DELAY_S: Final = 0.02
+"""Seconds during which changes are gathered into one write."""
 STOP_BUDGET: Final = 300.0
-"""Seconds that the Go agent gives a stop (jobsupervisor/monit_job_supervisor.go); the Director waits no longer."""
+"""Seconds the Go agent allows for a stop (jobsupervisor/monit_job_supervisor.go); the Director waits no longer."""
 KILL_SHARE: Final = 0.9
-"""The part of it after which what has not ended is killed."""
+"""Fraction of the budget after which remaining processes are killed."""
 KILL_RESERVE_S: Final = 1.5
-"""Seconds, half of a short stop at most, that are left after that for the ends and for the looks that follow."""
-BURST: Final = 500
+"""Seconds, at most half of a short budget, reserved after the kill for exits and final checks."""
+RESTART_BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
-TRIM_PERIOD: Final = 10.0
-MEMORY_PERIOD: Final = 1.0
-"""Seconds between looks at processes whose memory bpm.yml limits."""
-SELDOM: Final = 5
-"""Of these periods one look where bpm was never used: most instances never use it."""
+TRIM_PERIOD_S: Final = 10.0
+MEMORY_PERIOD_S: Final = 1.0
+"""Seconds between checks of processes with a memory limit in bpm.yml."""
+UNUSED_BPM_FACTOR: Final = 5
+"""Memory periods per check on an instance that never used bpm, as most do."""
 
 
 class Saved(msgspec.Struct):
@@ -66,7 +66,7 @@ class Saved(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps the processes of all jobs as they are wanted. Leaving its ``async with`` block leaves them alone."""
+    """Keeps the processes of all jobs in the requested state; leaving its ``async with`` block leaves them running."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Supervisor:
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """``memory_total`` tells the bytes that percentages are of, the container's without it.
+        """``memory_total`` returns the bytes that percentages refer to; default: the container's memory.
 
-        With ``is_strict`` a process of bpm.yml that asks for what the container cannot give is not started. For
+        With ``is_strict`` a bpm process that requests more than the container can give does not start. For
         ``settling()`` seconds after ``start`` the instance is ``starting`` and not yet ``running``.
         """
         self._settling = settling
@@ -92,7 +92,7 @@ class Supervisor:
         self._programs = Programs(paths.base, paths.shim_run / "output")
         user = "vcap" if paths.is_system else None
         self.bpm = Bpm(paths, self._programs, user=user, is_strict=is_strict)
-        restarts = TokenBucket(BURST, RESTARTS_PER_SECOND)
+        restarts = TokenBucket(RESTART_BURST, RESTARTS_PER_SECOND)
         may_start = asyncio.Event()
         may_start.set()
         self._shared = ServiceContext(
@@ -113,9 +113,9 @@ class Supervisor:
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
         self._memory: dict[str, Record] = {}
-        """Of services that are in no plan now: an apply forgets and configures anew."""
+        """Records of services outside the current plan: an apply forgets, then configures again."""
         self._held: dict[str, str] = {}
-        """By key, what of a service held an agent before this one (``host.watchdog``)."""
+        """The read of each service, by key, that blocked an earlier agent (``host.watchdog``)."""
         self._is_wanted = False
         self._is_dirty = False
         self._is_sealed = False
@@ -136,22 +136,22 @@ class Supervisor:
         return [(service.spec.label, service.record.traces) for service in self._services.values()]
 
     async def run(self) -> None:
-        """Endless work beside the services; a service that a bug has ended ends it, with the same error.
+        """Run the endless work beside the services; raises the error of a service that failed with a bug.
 
-        The daemon then ends, and the next agent takes the processes over: it finds out what is true of the service.
+        The daemon then exits, and the next agent takes over the processes and determines the state of the service.
         """
         beside = [
             asyncio.create_task(run_forever(name, run), name=name)
             for name, run in {
                 "memory of bpm processes": self._watch_memory,
                 "rules": self._checks.run,
-                "what descends from processes": self._see_kin,
+                "process descendants": self._see_kin,
             }.items()
         ]
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TRIM_PERIOD):
+                    async with asyncio.timeout(TRIM_PERIOD_S):
                         await self._has_bug.wait()
                 for life in self._lives.values():
                     if life.done() and not life.cancelled():
@@ -164,18 +164,18 @@ class Supervisor:
                 task.cancel()
 
     async def _see_kin(self) -> None:
-        """Once a cycle: the kernel forgets whose child a process was when its parent ends."""
+        """Record descendants once a cycle: the kernel forgets parentage when the parent exits."""
         while True:
             await asyncio.sleep(self._shared.timing.cycle)
             await self._programs.see_kin()
 
     async def _watch_memory(self) -> None:
-        """Kill processes that use more memory than their bpm.yml allows; they are restarted as after any death."""
+        """Kill processes above their memory limit in bpm.yml; they are restarted as after any exit."""
         while True:
             is_in_use = self.bpm.is_in_use
             for hog in await asyncio.to_thread(self.bpm.kill_hogs) if is_in_use else ():
-                self._shared.tell(self._event_of(hog))
-            await asyncio.sleep(MEMORY_PERIOD * (1 if is_in_use else SELDOM))
+                self._shared.notify(self._event_of(hog))
+            await asyncio.sleep(MEMORY_PERIOD_S * (1 if is_in_use else UNUSED_BPM_FACTOR))
 
     def _event_of(self, hog: MemoryKill) -> Event:
         label = plan.bpm_label(hog.job, hog.process)
@@ -186,7 +186,7 @@ class Supervisor:
         return Event(names[0] if names else hog.process, "Resource limit matched", "restart", text)
 
     async def close(self) -> None:
-        """Let everything go, alive, and leave for the next agent what it needs to know."""
+        """Release all processes alive, and save the state for the next agent."""
         lives = list(self._lives.values())
         for life in lives:
             life.cancel()
@@ -199,13 +199,13 @@ class Supervisor:
             await self._saving
         await self._save()
 
-    # --- what is supervised -----------------------------------------------------------------------------------------
+    # --- plan -------------------------------------------------------------------------------------------------------
 
     async def recover(self, *, root_is_new: bool = False) -> bool:
-        """Go on where the last agent ended: what runs is watched again, what has ended is started again.
+        """Resume from the saved state: watch running processes again, restart exited ones.
 
-        False when nothing is known of an agent before this one. ``root_is_new`` says that the container is another
-        one, even where it has the process numbers of its predecessor.
+        Returns False without a usable saved state. ``root_is_new`` marks a new container, even one with the process
+        numbers of its predecessor.
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
@@ -221,7 +221,7 @@ class Supervisor:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether jobs shall run, and there are any."""
+        """True if there are jobs and they should run."""
         return self._is_wanted and bool(self._services)
 
     @property
@@ -229,37 +229,37 @@ class Supervisor:
         return not self._shared.may_start.is_set()
 
     def hold(self, obstacle: str = "") -> None:
-        """Start no program until ``go_on``. With an ``obstacle`` the jobs are failing, not starting, until then."""
+        """Start no program until ``resume``; with an ``obstacle`` the jobs are failing until then, not starting."""
         self._shared.may_start.clear()
         self._obstacle = obstacle
 
-    def go_on(self) -> None:
-        """Start what waits."""
+    def resume(self) -> None:
+        """Start the waiting services."""
         self._obstacle = ""
         self._shared.may_start.set()
 
     async def configure(self, job_files: Sequence[JobFile]) -> None:
-        """Supervise what these files say; a service that was there before goes on under its name.
+        """Supervise the services in these files; a known service keeps its state under its name.
 
-        A job whose files cannot be used becomes one failing service named after it.
+        A job with unusable files becomes one failing service named after the job.
         """
         await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
         self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
-        """Supervise nothing; processes go on and are known again when ``configure`` names them again."""
+        """Supervise nothing; processes keep running, and ``configure`` recognises them again."""
         await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
         self._take_plan((), same_world=True)
 
     def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         specs = {spec.name.lower(): spec for spec in plan.plan(job_files)}
         known = self._memory | {key: service.record for key, service in self._services.items()}
-        told = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
+        reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
         self._files = job_files
         before, self._services = self._services, {}
         for key, old in before.items():
             if key not in specs:
-                self._let_go(key, old)
+                self._forget_service(key, old)
         for key, spec in specs.items():
             if key in self._lives:
                 service = before[key]
@@ -278,47 +278,47 @@ class Supervisor:
                 if service.name.lower() in (name.lower() for name in other.spec.depends)
             ]
         for key, service in self._services.items():
-            if service.state is State.BROKEN and told.get(key) != service.record.reason:
-                service.tell("Execution failed", "alert", service.record.reason)
+            if service.state is State.BROKEN and reported.get(key) != service.record.reason:
+                service.notify("Execution failed", "alert", service.record.reason)
             if key not in self._lives:
                 self._lives[key] = asyncio.create_task(service.live(), name=f"service {service.name}")
                 self._lives[key].add_done_callback(self._life_ended)
         self._checks.plan_changed()
         self._changed()
 
-    def _let_go(self, key: str, service: Service) -> None:
+    def _forget_service(self, key: str, service: Service) -> None:
         self._lives.pop(key).cancel()
         self._memory[key] = service.record
         service.release()
 
-    # --- what may be asked of all -----------------------------------------------------------------------------------
+    # --- requests to all services -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Have all jobs run; returns at once. Services of other groups go along as monit starts them at a reload."""
+        """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload."""
         self._is_wanted = True
         self._settled_at = time.monotonic() + self._settling()
         await self._trust(self._services.values())
         wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
-        # Before anything is started: an agent that ends on the way leaves no process that the next one does not know.
+        # Save first: if this agent exits on the way, the next one knows every started process.
         await self._save(starting=wanted)
         for service in wanted:
             service.start()
 
     async def seal(self) -> None:
-        """Leave to the next agent what is wanted now: the container ends, and its jobs come back with it."""
+        """Freeze the saved state: the container ends, and its jobs return with the next agent."""
         await self._save()
         self._is_sealed = True
 
     def disown(self) -> None:
-        """Write nothing any more: another agent goes on with what was saved."""
+        """Stop saving: another agent continues from the saved state."""
         self._is_sealed = True
 
     async def stop(self, *, wait: bool, timeout: float = STOP_BUDGET) -> None:
-        """Stop all jobs and, unless sealed, leave the marker; with ``wait``, return when nothing of them is left.
+        """Stop all jobs and, unless sealed, write the marker; with ``wait``, return once no process of them is left.
 
-        Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go), of which the
-        Director knows "Timed out waiting for service".
+        Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go); the Director
+        matches "Timed out waiting for service".
         """
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
@@ -333,7 +333,7 @@ class Supervisor:
             await files.save(self._paths.stopped_marker, b"")
         if wait:
             await _stopped(vcap, timeout)
-            # What no service can be proven to have left is of one of those that are stopped now.
+            # Orphans of unknown service belong to one of the services stopped now.
             if is_uncaged and all(each.state not in ACTIVE for each in self._services.values()):
                 left = await self._programs.sweep_strays(begun, self._shared.timing.grace)
                 if left:
@@ -341,23 +341,23 @@ class Supervisor:
 
     @property
     def killed(self) -> list[str]:
-        """Services of which something did not end when asked, and was killed, since the last ``forget_killed``."""
+        """Services with processes that had to be killed since the last ``forget_killed``."""
         return sorted({each.name for each in self._services.values() if each.spec.label in self._programs.killed})
 
     def forget_killed(self) -> None:
-        """Begin anew to note what has to be killed."""
+        """Clear the record of killed services."""
         self._programs.killed.clear()
 
     async def unmonitor(self) -> None:
-        """Leave all jobs to themselves, as the Director asks before it drains them."""
+        """Stop monitoring all jobs, as the Director requests before a drain."""
         for service in self._services.values():
             if service.spec.is_vcap:
                 service.unmonitor()
 
-    # --- what may be asked of one -----------------------------------------------------------------------------------
+    # --- requests to one service ------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
-        """Have a service run, and what it depends on before it, and what was stopped along with it after it."""
+        """Start a service after its prerequisites, then the dependants that were stopped along with it."""
         service = await self._ordered(name)
         for each in _closure([service], lambda it: it.prerequisites):
             each.start()
@@ -366,34 +366,34 @@ class Supervisor:
                 each.start()
 
     async def stop_one(self, name: str) -> None:
-        """Stop a service, and what depends on it before it."""
+        """Stop a service after its dependants."""
         service = await self._ordered(name)
         for each in _closure([service], lambda it: it.dependants):
             each.record.was_taken_along = each is not service and each.state in MONITORED
         service.stop()
 
     async def restart_one(self, name: str) -> None:
-        """Stop a service, start it again; likewise what depends on it and runs."""
+        """Restart a service and its running dependants."""
         (await self._ordered(name)).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Watch a service, which starts it when it does not run; what it depends on as well."""
+        """Monitor a service and its prerequisites; starts those that do not run."""
         service = await self._ordered(name)
         for each in _closure([service], lambda it: it.prerequisites):
             each.start()
 
     async def unmonitor_one(self, name: str) -> None:
-        """Leave a service, and what depends on it, to themselves."""
+        """Stop monitoring a service and its dependants."""
         self._named(name).unmonitor()
 
     async def finished(self, name: str) -> ServiceInfo:
-        """Wait until no start or stop of a service goes on; how it is then."""
+        """Wait until no start or stop of a service is in progress, then describe it."""
         service = self._named(name)
         await service.reach(lambda it: not it.is_underway)
         return self._readings.describe([service])[0]
 
     async def _ordered(self, name: str) -> Service:
-        """A service that an order names, which is read from now on even if it held an agent before."""
+        """Look up a service for a request and trust its files, even if they blocked an earlier agent."""
         service = self._named(name)
         await self._trust([service])
         return service
@@ -403,7 +403,7 @@ class Supervisor:
         if not keys:
             return
         self._held = {key: what for key, what in self._held.items() if key not in keys}
-        # The mark goes first: an agent that hangs once more leaves a new one.
+        # Remove the mark first: another hang leaves a new one.
         await asyncio.to_thread(watchdog.write_marks, self._held_marks, self._held)
         for key in keys:
             self._services[key].trust()
@@ -418,7 +418,7 @@ class Supervisor:
             raise ActionError(f"There is no service by that name: {name}")
         return service
 
-    # --- what is told -----------------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------------------------
 
     def job_state(self) -> str:
         """The state of the instance (jobsupervisor/monit_job_supervisor.go)."""
@@ -430,12 +430,12 @@ class Supervisor:
         return "starting" if state == "running" and time.monotonic() < self._settled_at else state
 
     def processes(self) -> list[ProcessInfo]:
-        """What the Director is told, in the order of the files."""
+        """Processes as reported to the Director, in the order of the files."""
         vcap = [service for service in self._services.values() if service.spec.is_vcap]
         return [info.process for info in self._readings.describe(vcap)]
 
     def count(self) -> int:
-        """Processes that the Director knows of."""
+        """Number of processes known to the Director."""
         return sum(service.spec.is_vcap for service in self._services.values())
 
     def _all(self) -> Iterable[Service]:
@@ -445,7 +445,7 @@ class Supervisor:
         """All services, in the order of the files."""
         return self._readings.describe(self._services.values())
 
-    # --- what outlives the agent ------------------------------------------------------------------------------------
+    # --- persistent state -------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         self._is_dirty = True
@@ -454,13 +454,13 @@ class Supervisor:
 
     async def _save_changes(self) -> None:
         while self._is_dirty:
-            await asyncio.sleep(SAVE_DELAY)
+            await asyncio.sleep(SAVE_DELAY_S)
             self._is_dirty = False
             await self._save()
         self._saving = None
 
     async def _save(self, *, starting: Sequence[Service] = ()) -> None:
-        """``starting`` are said to be so already."""
+        """Save the state; services in ``starting`` are saved as starting."""
         if self._is_sealed:
             return
         async with self._writing:
@@ -472,28 +472,30 @@ class Supervisor:
             try:
                 await files.save(self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600)
             except HostError as exc:
-                logger.warning("an agent that starts now would not know the jobs: %s", exc)
+                logger.warning(
+                    "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s", exc
+                )
 
     def _life_ended(self, life: asyncio.Task[None]) -> None:
         if not life.cancelled() and (bug := life.exception()):
-            logger.critical("%s is not supervised any more", life.get_name(), exc_info=bug)
+            logger.critical("%s failed: no longer supervised", life.get_name(), exc_info=bug)
             self._has_bug.set()
 
 
 def read_saved(path: Path) -> Saved | None:
-    """What the last supervisor has saved; None if that cannot be used."""
+    """Read the state of the last supervisor; None if it is unusable."""
     try:
         saved = msgspec.json.decode(path.read_bytes(), type=Saved)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
-        logger.warning("cannot read %s: %s: jobs that still run are known by their marks alone", path, exc)
+        logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, exc)
         return None
     return saved if saved.schema == SCHEMA else None
 
 
 async def _stopped(services: Sequence[Service], timeout: float) -> None:
-    """Wait until none of them is stopping; raises ``ActionError`` for those that could not be stopped."""
+    """Wait until no service is stopping; raises ``ActionError`` for those that did not stop."""
     try:
         async with asyncio.timeout(timeout):
             for service in services:
@@ -508,7 +510,7 @@ async def _stopped(services: Sequence[Service], timeout: float) -> None:
 
 
 def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[Service]]) -> list[Service]:
-    """The services and all that ``beyond`` leads to, each once, nearest first."""
+    """Return the services and all reachable through ``beyond``, each once, nearest first."""
     found: dict[str, Service] = {}
     ahead = list(services)
     for service in ahead:
@@ -519,9 +521,10 @@ def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[S
 
 
 def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
-    """Leave the files where people and scripts look for them, under the names of the Go agent.
+    """Write the monit files where operators and scripts expect them, under the names of the Go agent.
 
-    It counts from the last job to the first (applier/jobs/rendered_job_applier.go). Nothing here reads them.
+    Numbers run from the last job to the first (applier/jobs/rendered_job_applier.go). The agent itself never reads
+    them.
     """
     jobs = list(dict.fromkeys(job_file.job for job_file in job_files))
     try:
@@ -532,4 +535,4 @@ def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
             path = directory / f"{number:04}_{job_file.job}{label}.monitrc"
             files.write_atomic(path, job_file.text.encode("utf-8", "surrogateescape"))
     except OSError as exc:
-        logger.warning("cannot write monit files for others to read: %s", exc)
+        logger.warning("cannot write monit files for operators: %s", exc)

@@ -120,7 +120,7 @@ async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, bl
     got = await cli.send("GET", f"/blobs/aa/{blob_id}")
 
     assert put.status == 500
-    assert put.body.startswith(b"cannot keep the blob: ")
+    assert put.body.startswith(b"cannot store the blob: ")
     assert (got.status, got.body) == (500, b"")
     assert sorted(world.paths.data.rglob("*")) == before
 

@@ -129,8 +129,8 @@ async def test_stop_signals_once_and_takes_the_pid_file_away(world: World) -> No
 @pytest.mark.slow
 async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ladder of bpm, with shorter steps."""
-    monkeypatch.setattr(runner, "ASK_PATIENCE", 0.3)
-    monkeypatch.setattr(runner, "QUIT_PATIENCE", 0.3)
+    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 0.3)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
     async with world.supervising(file) as supervisor:
         pid = (await until(supervisor, "web", "running")).pid

@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import process
-from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT, Programs, TokenBucket
+from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, TokenBucket
 from agent_shim.supervisor.plan import Program
 
 
@@ -43,11 +43,11 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
     programs = Programs(tmp_path, tmp_path)
     path = tmp_path / "web.log"
     with path.open("ab", buffering=0) as writer:
-        writer.write(b"x" * MAX_OUTPUT + b"\nlast\n")
+        writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
         programs.trim()
         writer.write(b"next\n")
 
-    assert path.stat().st_size <= MAX_OUTPUT // 2 + 5
+    assert path.stat().st_size <= MAX_OUTPUT_BYTES // 2 + 5
     assert path.read_bytes().endswith(b"x\nlast\nnext\n")
     assert await programs.last_words("web") == "next"
 

@@ -127,7 +127,7 @@ async def test_last_answers_leave_before_the_bus_ends(agent: Agent, tmp_path: Pa
             writer.write(request("get_task"))
             await agent.begun.wait()
             agent.released.set()
-            await bus.settle(1)
+            await bus.drain(1)
 
         assert (await read_answer(reader)).status == 200
 
@@ -156,7 +156,7 @@ async def test_upload_that_stalls_is_undone(hasty: HttpsBus, tmp_path: Path) -> 
 
         answer = await read_answer(reader)
 
-    assert (answer.status, answer.body) == (500, b"cannot keep the blob: it did not come in time")
+    assert (answer.status, answer.body) == (500, b"cannot store the blob: timeout")
     assert list(tmp_path.iterdir()) == []
 
 

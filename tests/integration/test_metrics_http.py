@@ -178,7 +178,7 @@ async def test_half_closed_client(where: Where) -> None:
 
 async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not end in time, though bytes trickle in, costs its connection and nobody else's."""
-    monkeypatch.setattr(http_server, "HEADER_TIME", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
     writer.write(b"GET / HTTP/1.1\r\nX: ")
@@ -205,7 +205,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
 
 async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps the connection after the answer loses it."""
-    monkeypatch.setattr(http_server, "ANSWER_TIME", 0.2)
+    monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
     assert (await reader.read()).endswith(b"ok\n")
@@ -227,7 +227,7 @@ async def test_endless_client_is_dropped(where: Where) -> None:
 
 async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every place taken by connections that say nothing, a probe is answered at once and the oldest goes."""
-    monkeypatch.setattr(http_server, "HEADER_TIME", 600.0)
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
     idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:
         assert (await get(where, "/healthz"))[0] == 200
@@ -285,7 +285,7 @@ async def test_end_leaves_nothing() -> None:
 
 async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that is held shows in the histogram."""
-    monkeypatch.setattr(metrics, "LAG_PERIOD", 0.01)
+    monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
     made = Metrics(Readings)
     watch = asyncio.create_task(made.watch_lag())
     await asyncio.sleep(0.05)
@@ -306,7 +306,7 @@ async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_answer_that_does_not_come_ends_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "ANSWER_TIME", 0.2)
+    monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
 
     async def late(_request: http_server.Request) -> http_server.Response:
         await asyncio.Event().wait()

@@ -245,19 +245,19 @@ async def test_last_words_arrive(tmp_path: Path) -> None:
         await talk.monitor.wait_for("shutdown", "agent")
 
 
-async def test_settle_waits_for_answers(tmp_path: Path) -> None:
+async def test_drain_waits_for_answers(tmp_path: Path) -> None:
     """After settling, what was being answered is answered; what takes too long is left."""
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)
-        await talk.bus.settle(20)
+        await talk.bus.drain(20)
 
         assert talk.bus.stats.sent == 1
         assert await answer == "sleep"
 
         endless = asyncio.create_task(talk.director.value("agent", "sleep", 40))
         await until(lambda: talk.bus.stats.received == 2)
-        await talk.bus.settle(0.05)
+        await talk.bus.drain(0.05)
 
         assert talk.bus.stats.sent == 1
         endless.cancel()

@@ -145,7 +145,7 @@ async def test_cut_again_and_again(tmp_path: Path) -> None:
 
 async def test_what_ended_links_hold_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are rings, each with TLS of its own; the collector alone would come when it has seen enough of them."""
-    monkeypatch.setattr(nats, "SWEPT", 0.01)
+    monkeypatch.setattr(nats, "SWEEP_DELAY_S", 0.01)
     async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
         await server.add_agent("agent")
         async with on_bus(through(proxy, server)) as bus:
@@ -171,7 +171,7 @@ async def test_links_that_end_together_are_swept_together(monkeypatch: pytest.Mo
         looks += 1
         return 0
 
-    monkeypatch.setattr(nats, "SWEPT", 0.05)
+    monkeypatch.setattr(nats, "SWEEP_DELAY_S", 0.05)
     monkeypatch.setattr(gc, "collect", look)
     sweeper = nats._Sweeper()
     for _ in range(20):
@@ -219,7 +219,7 @@ async def test_links_that_do_not_last_are_paced() -> None:
 
 async def test_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publishing to a server that takes nothing fails after a while, and never blocks."""
-    monkeypatch.setattr(nats, "MAX_BACKLOG", 1 << 20)
+    monkeypatch.setattr(nats, "MAX_BACKLOG_BYTES", 1 << 20)
 
     async def greet_and_freeze(wire: Wire) -> None:
         await wire.greet()
@@ -230,7 +230,7 @@ async def test_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake.serving() as server, on_bus(server.mbus, timing=timing) as bus:
         await connected(bus)
         async with asyncio.timeout(20):
-            with pytest.raises(BusError, match="does not take"):
+            with pytest.raises(BusError, match="does not accept"):
                 await _flood(bus)
 
         assert bus.is_connected

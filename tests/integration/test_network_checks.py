@@ -132,7 +132,7 @@ async def test_page_is_judged_by_checksum_and_content() -> None:
 
 async def test_endless_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its beginning is looked at, and then it is left."""
-    monkeypatch.setattr(network_checks, "MAX_PAGE", 50_000)
+    monkeypatch.setattr(network_checks, "MAX_PAGE_BYTES", 50_000)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -240,7 +240,7 @@ async def test_chunks_are_put_together_and_bounded(monkeypatch: pytest.MonkeyPat
         await asked(page("200 OK", b"2\r\nab\r\n2\r\ncd\r\n0\r\n\r\n", *chunked), Protocol("http", "/", content="abcd"))
         == ""
     )
-    monkeypatch.setattr(network_checks, "MAX_PAGE", 50_000)
+    monkeypatch.setattr(network_checks, "MAX_PAGE_BYTES", 50_000)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

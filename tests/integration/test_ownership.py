@@ -41,7 +41,7 @@ async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_bel
         go.touch()
         pid = await eventually(lambda: number_in(victim))
         found = await until(supervisor, "web", "down")
-        assert f"the pidfile names process {pid} (sleep): that was not started by this agent" in found.reason
+        assert f"the pidfile names process {pid} (sleep): it was not started by this agent" in found.reason
         await supervisor.stop(wait=True)
 
         assert is_alive(pid)
@@ -56,7 +56,7 @@ async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_bel
         own = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
         victim.write_text(f"{own.pid}\n")
         found = await until(supervisor, "web", "down")
-        assert f"the pidfile names process {own.pid} (sleep): that is of the agent" in found.reason
+        assert f"the pidfile names process {own.pid} (sleep): it belongs to the agent" in found.reason
         await supervisor.stop(wait=True)
 
         assert own.is_alive
@@ -77,7 +77,7 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
         pid = (await until(supervisor, "web", "running")).pid
         victim.write_text(f"{pid}\n")
         found = await until(supervisor, "liar", "down")
-        assert f"the pidfile names process {pid} (sleep): that is of web" in found.reason
+        assert f"the pidfile names process {pid} (sleep): it belongs to web" in found.reason
         await supervisor.stop_one("liar")
         await until(supervisor, "liar", "stopped")
 

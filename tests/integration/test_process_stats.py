@@ -50,7 +50,7 @@ async def test_percent_of_memory_is_of_what_the_agent_says(world: World) -> None
 
 async def test_processor_share_is_that_since_the_last_question(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all processors together; what used none gets none."""
-    monkeypatch.setattr(process_stats, "MIN_SAMPLE", 0.05)
+    monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
         found = await until(supervisor, "busy", "running")
@@ -72,7 +72,7 @@ def _stat(pid: int) -> proc.Stat:
 
 async def test_questions_in_a_row_get_the_same_share(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two readings within a moment would say little of either."""
-    monkeypatch.setattr(process_stats, "MIN_SAMPLE", 600)
+    monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 600)
     async with world.supervising(world.job("web")) as supervisor:
         await until(supervisor, "web", "running")
         (first,) = supervisor.processes()

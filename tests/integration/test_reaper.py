@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from agent_shim.host import proc, process, reaper
-from agent_shim.supervisor.ctl_programs import SPAWNS_AT_ONCE
+from agent_shim.supervisor.ctl_programs import MAX_CONCURRENT_SPAWNS
 from tests.support.programs import is_alive, number_in
 
 
@@ -32,14 +32,14 @@ async def test_reaping_ends_with_its_block() -> None:
 
 async def test_more_is_reaped_in_one_turn_of_the_loop_than_is_started() -> None:
     """Or zombies add up where processes end as soon as they are started, on a machine that is busy."""
-    children = [process.spawn(["/bin/true"], env={}) for _ in range(SPAWNS_AT_ONCE * 4)]
+    children = [process.spawn(["/bin/true"], env={}) for _ in range(MAX_CONCURRENT_SPAWNS * 4)]
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
         time.sleep(0.01)  # noqa: ASYNC251 - the loop shall not turn
 
     assert reaper.reap_some()
 
     left = [child for child in children if proc.stat(child.pid)]
-    assert SPAWNS_AT_ONCE < len(children) - len(left) < len(children)
+    assert MAX_CONCURRENT_SPAWNS < len(children) - len(left) < len(children)
     reaper.reap_all()
 
 

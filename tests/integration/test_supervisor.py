@@ -97,7 +97,7 @@ async def test_failed_start_says_why(world: World) -> None:
     async with world.supervising(world.job("web", "echo no such table >&2; exit 3")) as supervisor:
         found = await until(supervisor, "web", "down")
 
-        assert found.reason == "cannot start: the start program ended: exit 3 (no such table)"
+        assert found.reason == "cannot start: the start program exited: exit 3 (no such table)"
         assert supervisor.job_state() == "failing"
         assert [(e.service, e.event, e.action) for e in world.events] == [("web", "Execution failed", "restart")]
         await eventually(lambda: info(supervisor, "web").restarts >= 2)
@@ -142,7 +142,9 @@ async def test_dead_process_in_a_new_pidfile_is_a_failed_start(world: World) -> 
     async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
         found = await until(supervisor, "web", "down")
 
-        assert found.reason == f"cannot start: process {number_in(world.pidfile('web'))} of the pidfile ended at once"
+        assert (
+            found.reason == f"cannot start: process {number_in(world.pidfile('web'))} of the pidfile exited immediately"
+        )
 
 
 async def test_stale_pidfile_is_not_believed(world: World) -> None:

@@ -231,7 +231,7 @@ async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: py
         assert supervisor.job_state() == "failing"
         assert not world.pidfile("web").exists()
 
-        supervisor.go_on()
+        supervisor.resume()
 
         await until(supervisor, "web", "running")
         await until(supervisor, "worker", "running")
@@ -249,7 +249,7 @@ async def test_what_is_held_can_be_stopped(world: World, monkeypatch: pytest.Mon
         supervisor.hold("the disk is not there")
         await supervisor.recover()
         await supervisor.stop(wait=True)
-        supervisor.go_on()
+        supervisor.resume()
         await asyncio.sleep(0.1)
 
         assert supervisor.job_state() == "stopped"

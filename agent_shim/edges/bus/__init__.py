@@ -1,4 +1,4 @@
-"""The two ways a Director or the bosh CLI reaches the agent: NATS, and HTTPS for create-env."""
+"""Transports of the agent protocol: NATS for a Director, HTTPS for create-env."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NoReturn, Protocol
 from agent_shim.core.settings import Mbus
 
 Handle = Callable[[bytes], Awaitable[tuple[str, bytes] | None]]
-"""Answers the bytes of a request with the subject and the bytes of the reply, or with None to drop it."""
+"""Handles a request; returns reply subject and reply, or None to drop it."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """What the bus has counted since it was made."""
+    """Counters of a bus since its creation."""
 
     attempts: int = 0
     connects: int = 0
@@ -23,20 +23,20 @@ class Stats:
     sent: int = 0
     sent_bytes: int = 0
     rejected: int = 0
-    """Messages that were no requests."""
+    """Invalid requests."""
     duplicates: int = 0
     flooded: int = 0
-    """Requests dropped because too many were being worked on."""
+    """Requests dropped because too many were in progress."""
     failed: int = 0
-    """Requests whose handling broke."""
+    """Requests whose handling failed."""
     unanswered: int = 0
     """Replies that could not be sent."""
     denied: int = 0
-    """Messages the server refused for lack of permission, callers that we refused."""
+    """Messages refused by the server for lack of permission, and callers refused by the agent."""
     connected_at: float | None = None
-    """Monotonic time of the present link; None without one."""
+    """Monotonic time of the current connection; None without one."""
     last_error: str = ""
-    """Why there is no link, or what was wrong last on it; "" when all is well."""
+    """Reason for a missing connection, or the last problem on it; "" without a problem."""
 
     @property
     def reconnects(self) -> int:
@@ -44,7 +44,7 @@ class Stats:
 
 
 class Bus(Protocol):
-    """What the daemon asks of either."""
+    """Interface of both transports."""
 
     stats: Stats
 
@@ -54,16 +54,16 @@ class Bus(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether a request sent now would arrive, as far as we know."""
+        """True if, as far as known, a request can arrive now."""
 
     async def run(self) -> NoReturn:
-        """Be there, for ever: somebody's root task."""
+        """Serve endlessly, as a root task."""
 
-    async def settle(self, patience: float) -> None:
-        """Until what is being answered is answered, for ``patience`` seconds at most."""
+    async def drain(self, patience: float) -> None:
+        """Wait until pending requests are answered, at most ``patience`` seconds."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Tell the Health Monitor something; raises ``BusError``."""
+        """Publish a message to the Health Monitor; raises ``BusError``."""
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Go over to other addresses or credentials; raises ``ActionError``, and then nothing has changed."""
+        """Switch to other addresses or credentials; raises ``ActionError`` and changes nothing if they are unusable."""

@@ -1,8 +1,8 @@
-"""The agent behind HTTPS, as ``bosh create-env`` talks to it: requests at ``/agent``, blobs below ``/blobs/``.
+"""HTTPS server for ``bosh create-env``: requests at ``/agent``, blobs below ``/blobs/``.
 
-Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only who
-knows the user and password of the address is listened to: the rest gets small answers, little time, and its place taken
-when others come. Nothing is ever sent from here unasked. All times are seconds.
+Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only
+callers with the user and password of the address are served; others get short answers and little time, and make way for
+new connections. The server never sends unsolicited messages. All times are seconds.
 
 This module imports aiohttp, which an agent on NATS never loads.
 """
@@ -33,7 +33,7 @@ from agent_shim.edges.bus import Handle, Stats, tls
 from agent_shim.host import files
 from agent_shim.host.worker_client import checked_blob_id, transfers
 
-with lean_imports.without_authorities():  # aiohttp makes contexts for a client at import
+with lean_imports.without_authorities():  # aiohttp creates client contexts on import
     from aiohttp import web
 
 logger = logging.getLogger(__name__)
@@ -43,30 +43,30 @@ TEXT: Final = {"Content-Type": "text/plain; charset=utf-8"}
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a caller may take; tests shrink it."""
+    """Limits for callers; tests shrink them."""
 
     request: int = 16 * 1024 * 1024
-    """Bytes of a request to ``/agent``."""
+    """Maximum size of a request to ``/agent``."""
     blob: int = 16 * 1024**3
-    """Bytes of a blob."""
+    """Maximum size of a blob."""
     connections: int = 128
-    """When one more comes, the oldest goes that has not shown the password; if all have, the new one."""
+    """Maximum number of connections. One more closes the oldest unauthenticated one, or itself if there is none."""
     handshake: float = 10.0
     idle: float = 30.0
-    """A connection without a whole request head is closed; the CLI polls every second."""
+    """Time before a connection without a complete request head is closed; the CLI polls every second."""
     stall: float = 30.0
-    """A body that brings nothing, or an answer of which nothing is taken, ends the connection."""
+    """Time without progress of a request or response body before the connection is closed."""
     retry: float = 2.0
-    """Between two attempts to get the port."""
+    """Interval between attempts to bind the port."""
     goodbye: float = 1.0
-    """How long the last answers may take to leave."""
+    """Time for the last answers to be sent."""
 
 
 class HttpsBus:
-    """A server at the address of the settings; ``run`` is the root task that keeps it.
+    """HTTPS server at the address of the settings; ``run`` is its root task.
 
     ``handle`` answers requests; ``blobs`` is the directory of the blobs; ``on_connected`` is called whenever the port
-    is ours.
+    is bound.
     """
 
     def __init__(
@@ -95,36 +95,36 @@ class HttpsBus:
         self._server: asyncio.Server | None = None
         self._changing = asyncio.Lock()
         self._callers: dict[web.RequestHandler, asyncio.Task[None]] = {}
-        """Connections in the order of their arrival, each with its TLS handshake."""
+        """Connections in order of arrival, each with its TLS handshake."""
         self._known: set[web.RequestHandler] = set()
-        """Connections that have shown the password."""
+        """Authenticated connections."""
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
 
     @property
     def mbus(self) -> Mbus:
-        """The address and certificate in use."""
+        """Address and certificate in use."""
         return self._mbus
 
     @property
     def is_connected(self) -> bool:
-        """Whether the port is ours."""
+        """True while the port is bound."""
         return self._server is not None
 
     @property
     def port(self) -> int:
-        """The port we listen on; 0 when we do not."""
+        """Port of the server; 0 while it does not listen."""
         return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
 
-    async def settle(self, patience: float) -> None:
-        """Until what is being answered is answered, for ``patience`` seconds at most."""
+    async def drain(self, patience: float) -> None:
+        """Wait until pending requests are answered, at most ``patience`` seconds."""
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=patience)
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Nothing: there is no Health Monitor here (``Send`` in mbus/https_handler.go)."""
+        """Do nothing: there is no Health Monitor here (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Listen, for ever; a port that is taken is tried again. When cancelled, the last answers may leave."""
+        """Serve endlessly; retries a port in use. Cancellation leaves the last answers a moment to be sent."""
         try:
             while True:
                 async with self._changing:
@@ -142,9 +142,9 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Listen with another certificate or elsewhere; raises ``ActionError``, and then all stays as it was.
+        """Switch to another certificate or address; raises ``ActionError`` and changes nothing if unusable.
 
-        Connections that are open go on.
+        Open connections continue.
         """
         async with self._changing:
             before, self._mbus = self._mbus, mbus
@@ -167,7 +167,7 @@ class HttpsBus:
             self.stats.last_error = str(exc)
 
     async def _listen(self) -> None:
-        """Listen where the settings say, and no longer elsewhere; raises ``BusError``."""
+        """Listen at the address of the settings only; raises ``BusError``."""
         self.stats.attempts += 1
         context = tls.server_context(self._mbus)
         host, port = _place(self._mbus)
@@ -182,7 +182,7 @@ class HttpsBus:
         self.stats.connected_at = time.monotonic()
         self.stats.last_error = ""
         if not _credentials(self._mbus):
-            self.stats.last_error = "nobody may talk to this agent: the address of the bus has no password"
+            self.stats.last_error = "cannot authenticate callers: the bus address in the settings has no password"
             logger.error("%s", self.stats.last_error)
         logger.info("listening at %s:%d", host or "*", self.port)
         self._on_connected()
@@ -194,7 +194,7 @@ class HttpsBus:
         self.stats.connected_at = None
 
     def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
-        """Begin TLS with a caller, for whom the oldest stranger may have to go: in its handshake or after it."""
+        """Start TLS with a caller; at the limit, closes the oldest unauthenticated connection."""
         connections = self._web.connections
         self._known.intersection_update(connections)
         self._callers = {
@@ -211,8 +211,8 @@ class HttpsBus:
             if oldest.transport is not None:
                 oldest.transport.abort()
         handler = self._web()
-        greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS with a caller")
-        # One that is cancelled before its first step closes nothing itself.
+        greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS handshake")
+        # A task cancelled before its first step closes nothing itself.
         greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
         self._callers[handler] = greeting
 
@@ -226,12 +226,12 @@ class HttpsBus:
                 ssl_shutdown_timeout=self._bounds.goodbye,
             )
         except OSError as exc:
-            logger.debug("a caller has not come through TLS: %s", exc)
+            logger.debug("TLS handshake failed: %s", exc)
 
     # --- requests ---
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request, all of the answer included: who does not take it in time loses the connection."""
+        """Answer one request completely; a client that does not read its answer in time loses the connection."""
         try:
             response = await self._answer(request)
             async with asyncio.timeout(self._bounds.stall):
@@ -241,7 +241,7 @@ class HttpsBus:
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("the client does not take its answer") from None
+            raise ConnectionResetError("the client does not read its answer") from None
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
@@ -262,7 +262,7 @@ class HttpsBus:
         return web.Response(status=404)
 
     def _is_known(self, request: web.BaseRequest) -> bool:
-        """Whether the caller has the password; how long the answer takes says nothing of it."""
+        """True if the caller has the password; takes constant time."""
         shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         expected = _credentials(self._mbus)
         if not expected or not hmac.compare_digest(shown, expected):
@@ -288,7 +288,7 @@ class HttpsBus:
         return web.Response(body=answer[1], headers=TEXT)
 
     async def _handled(self, body: bytes) -> tuple[str, bytes] | None:
-        """The answer to a request. What was begun is finished when the client goes, but for what only waits."""
+        """Answer a request. A started action continues after a disconnect; a mere poll is cancelled."""
         answering = asyncio.ensure_future(self._handle(body))
         self._answering.add(answering)
         answering.add_done_callback(self._answering.discard)
@@ -300,7 +300,7 @@ class HttpsBus:
             raise
 
     async def _take(self, request: web.BaseRequest, blob_id: str) -> web.Response:
-        """Keep a blob: whole under its name, or not at all."""
+        """Store a blob, completely or not at all."""
         size, outcome = 0, "failed"
         try:
             path = self._blobs / checked_blob_id(blob_id)
@@ -310,22 +310,22 @@ class HttpsBus:
             return web.Response(status=413)
         except (BlobError, OSError, web.RequestPayloadError, TimeoutError) as exc:
             why = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-            text = f"cannot keep the blob: {why or 'it did not come in time'}"
+            text = f"cannot store the blob: {why or 'timeout'}"
             logger.warning("%s", text)
             return web.Response(status=500, body=text.encode(errors="replace"), headers=TEXT)
         finally:
             transfers.add("upload", outcome, size)
-        logger.info("blob %s was stored", blob_id)
+        logger.info("stored blob %s", blob_id)
         return web.Response(status=201)
 
     async def _keep(self, path: Path, body: AsyncIterator[bytes]) -> int:
-        """Write all of ``body``; how many bytes that is."""
+        """Write all of ``body``; returns its size."""
         size = 0
         with ExitStack() as stack:
             file = stack.enter_context(files.replacing(path, mode=0o640))
             async for chunk in body:
                 size += await asyncio.to_thread(file.write, chunk)
-            await asyncio.to_thread(stack.pop_all().close)  # to the disk and to its name
+            await asyncio.to_thread(stack.pop_all().close)  # sync and rename
         return size
 
     async def _give(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:
@@ -334,7 +334,7 @@ class HttpsBus:
         except FileNotFoundError:
             return web.Response(status=404)
         except (BlobError, OSError) as exc:
-            logger.warning("cannot give a blob: %s", exc)
+            logger.warning("cannot send a blob: %s", exc)
             return web.Response(status=500)
         size, sent = os.fstat(file.fileno()).st_size, 0
         try:
@@ -343,7 +343,7 @@ class HttpsBus:
                 response.content_type = "application/octet-stream"
                 response.content_length = size
                 await response.prepare(request)
-                # Who has it all may be gone before the last write returns, or the end of the file is seen.
+                # A client with all bytes may disconnect before the last write returns or the end of the file is read.
                 while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK)):
                     sent += len(chunk)
                     async with asyncio.timeout(self._bounds.stall):
@@ -353,7 +353,7 @@ class HttpsBus:
         return response
 
     async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:
-        """The body as it comes; raises ``TimeoutError`` when it stalls, ``_TooLargeError`` beyond ``most`` bytes."""
+        """Yield the body; raises ``TimeoutError`` on a stall, ``_TooLargeError`` beyond ``most`` bytes."""
         if (request.content_length or 0) > most:
             raise _TooLargeError
         if request.headers.get("Expect", "").lower() == "100-continue":
@@ -371,9 +371,9 @@ class HttpsBus:
 
 
 class _Arrival(asyncio.Protocol):
-    """Gives a connection away before anything is read of it.
+    """Hands over a connection before any byte is read.
 
-    A server of asyncio with TLS tells of a connection only after its handshake: those before it could not be counted.
+    An asyncio server with TLS reports a connection only after its handshake: earlier ones could not be counted.
     """
 
     def __init__(self, give: Callable[[socket.socket], None]) -> None:
@@ -388,7 +388,7 @@ class _Arrival(asyncio.Protocol):
 
 
 def _only_waits(body: bytes) -> bool:
-    """Whether nothing is lost when a request is not worked on any more."""
+    """True if a request can be cancelled without loss."""
     try:
         return wire.decode_request(body).method == "get_task"
     except wire.RequestError:
@@ -396,21 +396,21 @@ def _only_waits(body: bytes) -> bool:
 
 
 class _TooLargeError(Exception):
-    """A body has more bytes than it may."""
+    """A body exceeds its maximum size."""
 
 
 def _place(mbus: Mbus) -> tuple[str | None, int]:
-    """Host (None: all) and port of the address; raises ``BusError``."""
+    """Return host (None: all) and port of the address; raises ``BusError``."""
     try:
         address = urlsplit(mbus.urls[0])
         return address.hostname, 443 if address.port is None else address.port
     except ValueError:
-        # Its text may hold a part of the password.
-        raise BusError("cannot listen for the bosh CLI: the address of the bus has no proper host or port") from None
+        # The error text may contain part of the password.
+        raise BusError("cannot listen for the bosh CLI: the bus address has no valid host or port") from None
 
 
 def _credentials(mbus: Mbus) -> bytes:
-    """The header that callers must send; empty when there is no password that they could know."""
+    """Return the header required of callers; empty without a password."""
     user, _, password = urlsplit(mbus.urls[0]).netloc.rpartition("@")[0].partition(":")
     if not password:
         return b""
@@ -418,9 +418,9 @@ def _credentials(mbus: Mbus) -> bytes:
 
 
 def _open(path: Path) -> BinaryIO:
-    """A blob of ours; links and whatever else is no file raise ``OSError``."""
+    """Open a blob; raises ``OSError`` for links and other non-regular files."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a regular file")
     return file

@@ -1,8 +1,8 @@
-"""The agent on NATS: one subscription, replies to where the request says, never deaf for long.
+"""NATS connection of the agent: one subscription, replies to the subject in the request, automatic recovery.
 
-Only this module knows nats-py. Of that client it uses what works, one connection from handshake to end: a connection
-that breaks in any of its parts is thrown away, and a new client takes its place. Reconnecting, liveness, back-off and
-the rotation of credentials are done here, because nats-py's own give up or go deaf in ways nobody notices.
+The only module that uses nats-py, and of that client only a single connection from handshake to close. A connection
+with any broken part is discarded, and a new client replaces it. Reconnection, liveness checks, back-off and credential
+rotation are implemented here, because those of nats-py can give up or stop receiving without an error.
 
 Subjects and permissions are those of nats-sync (``nats_sync/nats_auth_config.rb``), delays those of the Go agent
 (``mbus/nats_handler.go``) with jitter. All times are seconds.
@@ -32,7 +32,7 @@ from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.edges.bus import Handle, Stats, tls
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
-# aiohttp is there for websockets, importlib.metadata for a version number, nats.js for JetStream: 15 MB for nothing.
+# Used for websockets (aiohttp), a version number (importlib.metadata) and JetStream (nats.js) only: saves 15 MB.
 with lean_imports.without("aiohttp", "importlib.metadata", empty="nats.js"):
     from nats import errors as nats_errors
     from nats.aio.client import Client
@@ -42,62 +42,62 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
 MAX_SUBJECT_BYTES: Final = 1024
-"""nats-server ends a connection that sends a line of more than 4096 characters (max_control_line)."""
+"""nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Requests that are worked on at a time, in number and size; what comes beyond is dropped, as nats.go does."""
+"""Concurrent requests, in number and size; requests beyond that are dropped, as in nats.go."""
 
-MAX_BACKLOG: Final = 8 * 1024 * 1024
-"""Bytes that wait for a slow server; beyond it publishing fails, as in nats.go."""
+MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
+"""Bytes queued for a slow server; beyond that, publishing fails, as in nats.go."""
 
-HOPELESS: Final = 3
-"""Failures in a row after which other settings are asked for: the bus may have moved."""
+REREAD_AFTER_FAILURES: Final = 3
+"""Consecutive failures before the settings are read again: the bus may have moved."""
 
-SWEPT: Final = 1.0
-"""Seconds after the end of a link in which its last user lets go of it."""
+SWEEP_DELAY_S: Final = 1.0
+"""Seconds after the end of a connection before its garbage is collected."""
 
-NEVER: Final = 10 * 365 * 24 * 3600
-"""For the clocks of nats-py that we do not use."""
+DISABLED_TIMER_S: Final = 10 * 365 * 24 * 3600
+"""Interval that disables the timers of nats-py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long the bus waits for what; tests shrink it."""
+    """Timeouts and intervals of the bus; tests shrink them."""
 
     connect: float = 10.0
-    """One attempt at one address: name, TCP, TLS, subscription."""
+    """Timeout of one attempt at one address: look-up, TCP, TLS, subscription."""
     ping: float = 5.0
-    """Between two pings; after ``unanswered`` of them without an answer the link counts as dead: 10 to 15 s."""
+    """Interval between pings; after ``unanswered`` missed replies the connection counts as dead: 10 to 15 s."""
     unanswered: int = 2
     step: float = 2.0
     longest: float = 10.0
-    """The pause after the n-th failure in a row is n steps, at most ``longest``, less a part at random.
+    """The pause after the n-th consecutive failure is n steps, at most ``longest``, minus a random part.
 
-    That part is up to four fifths as long as the pause grows, so that agents which have lost their server in one moment
-    come in no waves; then up to half.
-    It must stay well below the 45 s that the Director waits for a reply.
+    The random part is up to four fifths while the pause grows, so that agents that lost their server at the same moment
+    do not return in waves; then up to half. The pause must stay well below the 45 s that the Director waits for a
+    reply.
     """
     early: float = 60.0
     early_step: float = 1.0
-    """In this first time, while the server does not know us yet, the pause is one ``early_step`` (more or less)."""
+    """Period after the start with a fixed pause of about ``early_step``: the server may not know the agent yet."""
     reply: float = 45.0
-    """How long a reply waits for a link; the Director has given up then."""
+    """Time a reply waits for a connection; the Director then gives up."""
     overlap: float = 2.0
-    """How long the old link stays beside the new one when credentials are rotated."""
+    """Time the old connection stays open beside the new one during a rotation."""
     refused: float = 20.0
     unreachable: float = 120.0
-    """How long new credentials are tried while the server refuses them, while only the old ones reach one."""
+    """Time new credentials are tried while the server refuses them, and while only the old ones reach a server."""
     goodbye: float = 1.0
-    """How long the last replies may take to leave."""
+    """Time for the last replies to be sent."""
     look: float = 20.0
     gone: int = 3
-    """Between two looks whether the server's name still leads to where we are; when so often it did not, we follow."""
+    """Interval between look-ups of the server's name; after ``gone`` of them without our peer, reconnect."""
 
     def pause(self, failures: int, slow: int = 0) -> float:
-        """The pause after so many failures in a row; 0 failures: a link that worked has just broken.
+        """Pause after consecutive failures; 0 failures means that a working connection broke.
 
-        After ``slow`` attempts that a server greeted and did not bring to an end in time it is up to three times as
-        long, and so is the next attempt's ``patience``: a server to which thousands come back at once would do nothing
-        but begin handshakes that are given up.
+        Each of up to two ``slow`` attempts, which a server greeted but did not complete in time, adds the pause once
+        more, and likewise the next attempt's timeout: a server to which thousands of agents return at once would
+        otherwise only start handshakes that time out.
         """
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
@@ -105,45 +105,45 @@ class Timing:
         return random.uniform(most / 5 if most < self.longest else most / 2, most) * _more(slow)  # noqa: S311
 
     def patience(self, slow: int) -> float:
-        """How long an attempt may take."""
+        """Timeout of an attempt."""
         return self.connect * _more(slow)
 
     def early_pause(self) -> float:
-        """The pause while nats-sync has not heard of us."""
+        """Pause while nats-sync does not know the agent yet."""
         return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
 
 
 class _Sweeper:
-    """Has the collector look at everything, once in a while for all who have asked for it."""
+    """Runs a full garbage collection, one for all requests of a period."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where a look is to come."""
+        """Loop with a scheduled collection."""
         self._asked = False
 
     def ask(self) -> None:
-        """Have a look ``SWEPT`` seconds from now, or up to twice as many."""
+        """Schedule a collection in ``SWEEP_DELAY_S`` seconds, or up to twice as many."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             self._asked = True
         else:
             self._loop = loop
-            loop.call_later(SWEPT, self._look)
+            loop.call_later(SWEEP_DELAY_S, self._look)
 
     def _look(self) -> None:
         loop, self._loop = self._loop, None
         gc.collect()
-        if self._asked and loop is not None:  # too soon for who asked last
+        if self._asked and loop is not None:  # too early for the last request
             self._asked = False
             self._loop = loop
-            loop.call_later(SWEPT, self._look)
+            loop.call_later(SWEEP_DELAY_S, self._look)
 
 
 _sweeper: Final = _Sweeper()
 
 
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
-    """The addresses of the host of a URL, in random order; raises ``OSError``."""
+    """Look up the addresses of a URL's host, in random order; raises ``OSError``."""
     host = url.hostname or ""
     with suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
@@ -160,7 +160,7 @@ def _more(slow: int) -> int:
 
 
 class _OverTls(asyncio.StreamReaderProtocol):
-    """Ends the connection with the server's half of it; anything else means nothing with TLS and gets logged."""
+    """Closes the connection when the server closes its half; TLS knows no half-closed state, and asyncio logs it."""
 
     def eof_received(self) -> bool:
         super().eof_received()
@@ -168,15 +168,15 @@ class _OverTls(asyncio.StreamReaderProtocol):
 
 
 class _Transport(TcpTransport):
-    """TCP and TLS of one connection; closes without a farewell, for which a dead peer makes one wait 30 s."""
+    """TCP and TLS of one connection; closes without a TLS shutdown, which waits 30 s for a dead peer."""
 
     is_secure = False
     has_greeted = False
     peer = ""
-    """The address at the other end."""
+    """Peer address."""
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
-        """As nats-py does, but a name server that is silent holds nobody up, not even our end."""
+        """Connect as nats-py does, but with a name look-up that blocks neither the loop nor the exit."""
         addresses = await look_up(uri)
         for number, address in enumerate(addresses, 1):
             try:
@@ -191,7 +191,7 @@ class _Transport(TcpTransport):
                 return
 
     async def connect_tls(self, uri: Any, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int) -> None:  # noqa: ARG002
-        """Goes on with a new reader: what came in the clear until now is not taken for the server's word."""
+        """Upgrade to TLS with a new reader, so that plaintext received earlier is not taken for the server's."""
         assert self._io_writer is not None
         reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
         protocol = _OverTls(reader)
@@ -203,7 +203,7 @@ class _Transport(TcpTransport):
         self.is_secure = True
 
     async def readline(self) -> bytes:
-        """The next line of the handshake; news of the server in the midst of it are passed over."""
+        """Read the next line of the handshake; skips INFO messages in its midst."""
         while True:
             line: bytes = await super().readline()  # type: ignore[no-untyped-call]
             self.has_greeted = True
@@ -216,15 +216,15 @@ class _Transport(TcpTransport):
                 writer.transport.abort()
 
     async def wait_closed(self) -> None:
-        """There is nothing to wait for."""
+        """Return immediately: ``close`` aborts."""
 
     def __bool__(self) -> bool:
-        """Also before it is connected: or nats-py makes one of its own."""
+        """True even before the connection, otherwise nats-py replaces the transport with its own."""
         return True
 
 
 class _Link(Client):
-    """One connection with its subscription, from the first byte to the last; it is never revived."""
+    """One connection with its subscription, from handshake to close; never reused."""
 
     def __init__(self, on_message: Callable[[_Link, bytes], None], on_denied: Callable[[str], None]) -> None:
         super().__init__()
@@ -240,37 +240,37 @@ class _Link(Client):
         self._ponged = asyncio.Event()
 
     async def open(self, url: str, context: ssl.SSLContext, agent_id: str, timing: Timing) -> None:
-        """Connect and subscribe; returns when the server has confirmed the subscription."""
+        """Connect and subscribe; returns once the server has confirmed the subscription."""
         self.url = bus_address(url)
         self.address = _place(url)
         if not self.url.hostname:
-            raise BusError("an address is nats://HOST:PORT, with a password percent-encoded")
+            raise BusError("the address must be nats://HOST:PORT, with a percent-encoded password")
         await self.connect(
             [url],
             error_cb=_ignore,
             name=agent_id,
             allow_reconnect=False,
-            connect_timeout=NEVER,
-            ping_interval=NEVER,
+            connect_timeout=DISABLED_TIMER_S,
+            ping_interval=DISABLED_TIMER_S,
             pending_size=-1,
             tls=context,
         )
         if self._reading_task is None or self._flusher_task is None or self._ping_interval_task is None:
-            raise BusError("nats-py has not begun to read")
+            raise BusError("nats-py did not start reading")
         self._own("reader", self._reading_task)
         self._own("writer", self._flusher_task)
         self._own("clock", self._ping_interval_task)
         if not self.is_connected:
-            raise BusError("the server does not answer as a NATS server does")
+            raise BusError("the server does not answer like a NATS server")
         await self._send_command(f"SUB agent.{agent_id} 1\r\n".encode())
-        await self.settle(NEVER)
+        await self.flushed(DISABLED_TIMER_S)
         if self.is_over:
             raise BusError(self._ended.result())
         self._own("liveness", asyncio.create_task(self._live(timing), name="bus liveness"))
 
     @property
     def has_greeted(self) -> bool:
-        """Whether a server has said a word, whatever became of the connection: it lives."""
+        """True if a server has sent anything: it is alive, whatever the outcome of the connection."""
         return self._wire.has_greeted
 
     @property
@@ -279,37 +279,37 @@ class _Link(Client):
 
     @property
     def peer(self) -> str:
-        """The address of the server."""
+        """Address of the server."""
         return self._wire.peer
 
     async def over(self) -> str:
-        """Until the connection is over; says why."""
+        """Wait for the end of the connection; returns the reason."""
         await asyncio.wait({self._ended})
         return self._ended.result()
 
     def end(self, why: str) -> None:
-        """The connection is over; the first reason counts."""
+        """Mark the connection as ended; the first reason counts."""
         if not self._ended.done():
             self._ended.set_result(why)
 
     async def send(self, subject: str, data: bytes) -> None:
-        """Hand a message over to be sent; raises ``BusError``."""
+        """Queue a message; raises ``BusError``."""
         if self.is_over:
             raise BusError(self._ended.result())
         size = len(subject.encode())
         if size > MAX_SUBJECT_BYTES:
             raise BusError(f"a subject of {size} bytes would end the link")
-        if self.pending_data_size > MAX_BACKLOG:
-            raise BusError("the server does not take what is sent")
+        if self.pending_data_size > MAX_BACKLOG_BYTES:
+            raise BusError("the server does not accept data")
         try:
             await self.publish(subject, data)
         except nats_errors.Error as exc:
             raise BusError(str(exc) or type(exc).__name__) from exc
 
-    async def settle(self, patience: float) -> bool:
-        """Until the server has dealt with all that was sent, or the link is over, or ``patience`` seconds are.
+    async def flushed(self, patience: float) -> bool:
+        """Wait until the server has processed all sent data, at most ``patience`` seconds.
 
-        True in the first case.
+        Returns False on a timeout or the end of the connection.
         """
         arrived: asyncio.Future[Any] = asyncio.create_task(self._round_trip(), name="bus round trip")
         try:
@@ -319,20 +319,21 @@ class _Link(Client):
             arrived.cancel()
 
     async def abandon(self) -> None:
-        """Let go of the connection at once."""
+        """Close the connection immediately."""
         self.end("closed")
         self._wire.close()
         await _ended(*self._parts)
-        # It is a ring of objects, of which the collector sees few and TLS holds half a megabyte: it would come late.
+        # The client is a reference cycle of few objects, but TLS holds half a megabyte: automatic collection comes
+        # late.
         _sweeper.ask()
 
     def _own(self, name: str, part: asyncio.Task[Any]) -> None:
-        """A link lives as long as each of its parts: nats-py calls itself connected whichever of them has died."""
+        """End the connection with any of its tasks: nats-py calls itself connected even after one has died."""
         self._parts.append(part)
         part.add_done_callback(lambda _: self.end(f"its {name} has stopped"))
 
     async def _ask(self) -> None:
-        """Send a ping behind all that waits to be sent; nats-py's own way sends it before."""
+        """Send a ping after all queued data; nats-py's own ping precedes it."""
         self._asked += 1
         await self._send_command(b"PING\r\n")
         await self._flush_pending()
@@ -353,7 +354,7 @@ class _Link(Client):
             silent = 0 if self._heard > before else silent + 1
         self.end(f"no answer to {silent} pings")
 
-    # What follows takes the place of methods of nats-py, which heal, queue and close by themselves.
+    # Overrides of nats-py methods that would reconnect, queue and close on their own.
 
     async def _select_next_server(self) -> None:
         self._current_server = self._server_pool[0]
@@ -385,8 +386,8 @@ class _Link(Client):
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks that wait inside nats-py until they are done.
 
-    Once is not enough: nats-py passes over a cancellation in places, and ``asyncio.wait_for`` of Python 3.11 does when
-    what it waited for came at the same moment.
+    Once is not enough: nats-py swallows cancellations in places, as does ``asyncio.wait_for`` of Python 3.11 if its
+    awaitable completes at the same moment.
     """
     left = {task for task in tasks if not task.done()}
     while left:
@@ -397,18 +398,17 @@ async def _ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _ignore(_: Exception) -> None:
-    """Errors that nats-py reports also end the connection or are raised."""
+    """Ignore errors reported by nats-py: they also end the connection or are raised."""
 
 
 # --- the bus --------------------------------------------------------------------------------------------------------
 
 
 class NatsBus:
-    """The agent's place on the bus; ``run`` is the root task that keeps it.
+    """Keeps the agent connected to the bus; ``run`` is its root task.
 
-    ``handle`` answers requests, each in an asyncio task of its own, begun in order of arrival. ``on_connected`` is
-    called whenever a link is up. ``reread`` is given the credentials that a server or TLS refused and says which to
-    try next.
+    ``handle`` answers requests, each in a task of its own, started in order of arrival. ``on_connected`` is called for
+    each new connection. ``reread`` receives refused credentials and returns those to try next.
     """
 
     def __init__(
@@ -432,39 +432,39 @@ class NatsBus:
         self._linked = asyncio.Event()
         self._attempted = asyncio.Event()
         self._greeted_at = 0
-        """The number of the last attempt that a server greeted, and refused."""
+        """Number of the last failed attempt that a server greeted."""
         self._noted: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
         self._slow = 0
-        """Attempts in a row that a server greeted and did not bring to an end in time."""
+        """Consecutive attempts that a server greeted but did not complete in time."""
         self._rotating = asyncio.Lock()
-        """There are two links at most: duplicates are told apart by that."""
+        """Limits rotation to two connections, which the detection of duplicates requires."""
         self._retiring: asyncio.Task[None] | None = None
         self._seen: Counter[int | tuple[_Link, int]] | None = None
 
     @property
     def mbus(self) -> Mbus:
-        """The addresses and credentials in use."""
+        """Addresses and credentials in use."""
         return self._mbus
 
     @property
     def is_connected(self) -> bool:
-        """Whether a message published now would go out and a request sent now would arrive, as far as we know."""
+        """True if, as far as known, a message can be published and a request can arrive now."""
         return self._link is not None and not self._link.is_over
 
-    async def settle(self, patience: float) -> None:
-        """Until what is being answered is answered and on its way, for ``patience`` seconds at most."""
+    async def drain(self, patience: float) -> None:
+        """Wait until pending requests are answered and sent, at most ``patience`` seconds."""
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=patience)
         if self._link is not None:
-            await self._link.settle(patience)
+            await self._link.flushed(patience)
 
     async def is_heard(self, patience: float) -> bool:
-        """Whether a server says anything to us within ``patience`` seconds from now: on the link, or at an attempt.
+        """Return True if a server sends anything within ``patience`` seconds, on the connection or during an attempt.
 
-        Nothing is opened for it: ``run`` makes the attempts. One that was under way already counts if it succeeds. A
-        link that does not answer in time is given up.
+        Opens no connection: ``run`` makes the attempts. An attempt already in progress counts if it succeeds. A
+        connection that does not answer in time is closed.
         """
         begun = self.stats.attempts
         try:
@@ -477,31 +477,33 @@ class NatsBus:
         except TimeoutError:
             return False
         link = self._link
-        is_answered = await link.settle(patience)
+        is_answered = await link.flushed(patience)
         if not is_answered:
             link.end(f"no answer to a ping within {patience:g} s")
         return is_answered
 
     async def wait_connected(self) -> None:
-        """Until there is a link."""
+        """Wait for a connection."""
         while not self.is_connected:
             self._linked.clear()
             await self._linked.wait()
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message now or raise ``BusError``: nothing is kept for later, when it would no longer be true."""
+        """Send a message immediately or raise ``BusError``; nothing is queued, since it would be outdated later."""
         if self._link is None:
-            raise BusError(f"cannot publish to {subject!r}: there is no link to the bus")
+            raise BusError(f"cannot publish to {subject!r}: not connected to the bus")
         try:
             async with asyncio.timeout(self._timing.connect):
                 await self._link.send(subject, data)
         except (BusError, TimeoutError) as exc:
-            raise BusError(f"cannot publish to {subject[:100]!r}: {str(exc) or 'the server does not take it'}") from exc
+            raise BusError(
+                f"cannot publish to {subject[:100]!r}: {str(exc) or 'the server does not accept it'}"
+            ) from exc
         self.stats.sent += 1
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep a link up, for ever. When cancelled, what was published gets a moment to leave."""
+        """Keep the agent connected, endlessly. Cancellation leaves published messages a moment to be sent."""
         early_until = time.monotonic() + self._timing.early
         failures = 0
         try:
@@ -514,7 +516,7 @@ class NatsBus:
                 except BusError as exc:
                     is_refused = isinstance(exc, CredentialsError)
                     self._note(str(exc))
-                    if is_refused or failures >= HOPELESS:
+                    if is_refused or failures >= REREAD_AFTER_FAILURES:
                         self._reconsider()
                     if is_refused and time.monotonic() < early_until:
                         pause = self._timing.early_pause()
@@ -527,10 +529,10 @@ class NatsBus:
             await self._leave()
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Go over to other credentials without a gap: the new link subscribes before the old one goes.
+        """Switch to other credentials without a gap: the new connection subscribes before the old one closes.
 
-        A request that reaches both is handled once. Raises ``ActionError`` when the new ones cannot be used, and then
-        nothing has changed.
+        A request received on both is handled once. Raises ``ActionError`` and changes nothing if the new credentials
+        are unusable.
         """
         async with self._rotating:
             if self._retiring is not None:
@@ -555,7 +557,7 @@ class NatsBus:
             await link.abandon()
 
     async def _insist(self, mbus: Mbus) -> _Link:
-        """A link with new credentials, however long the bus is away; raises ``ActionError`` when they are no good."""
+        """Connect with new credentials, waiting out an absent bus; raises ``ActionError`` if they are unusable."""
         began, failures = time.monotonic(), 0
         while True:
             try:
@@ -563,7 +565,7 @@ class NatsBus:
             except BusError as exc:
                 is_refused = isinstance(exc, CredentialsError)
                 if not is_refused and not self.is_connected:
-                    began = time.monotonic()  # the bus is away: that speaks against nothing
+                    began = time.monotonic()  # the bus is absent: no evidence against them
                 patience = self._timing.refused if is_refused else self._timing.unreachable
                 if time.monotonic() - began > patience:
                     raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
@@ -574,15 +576,15 @@ class NatsBus:
         try:
             self._mbus = self._reread(self._mbus)
         except (ShimError, OSError) as exc:
-            self._note(f"cannot read the credentials of the bus anew: {exc}")
+            self._note(f"cannot read the bus credentials again: {exc}")
 
     async def _connect(self, mbus: Mbus) -> _Link:
-        """One try of every address, in random order; raises ``BusError``, whatever went wrong."""
-        failure = BusError("cannot reach the bus: the settings name no address")
+        """Try every address once, in random order; raises ``BusError`` for any failure."""
+        failure = BusError("cannot connect to the bus: no address in the settings")
         for url in random.sample(mbus.urls, len(mbus.urls)):
             try:
                 return await self._open(url, mbus)
-            except Exception as exc:  # noqa: BLE001 - whatever nats-py or a server comes up with, we try again
+            except Exception as exc:  # noqa: BLE001 - any failure of nats-py or a server is retried
                 failure = _failure(url, exc)
         raise failure
 
@@ -621,7 +623,7 @@ class NatsBus:
         self._on_connected()
 
     async def _stay(self) -> bool:
-        """Until the present link is over; whether it was of use, that is, held for longer than a ping."""
+        """Wait for the end of the current connection; True if it lasted longer than a ping."""
         link, began = self._link, time.monotonic()
         assert link is not None
         watching = asyncio.create_task(self._follow(link), name="bus name")
@@ -637,18 +639,18 @@ class NatsBus:
         if self._link is link:
             self._link = None
             self.stats.connected_at = None
-            self._note(f"the link to the bus at {link.address} is lost: {why}")
+            self._note(f"lost the connection to the bus at {link.address}: {why}")
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: _Link) -> None:
-        """Go over to where the name of the server leads now, while the server that has lost it may still talk to us."""
+        """Reconnect when the server's name resolves elsewhere; the server that lost the name may still answer."""
         gone = 0
         while link is self._link:
             await asyncio.sleep(self._timing.look)
             with suppress(OSError):
                 gone = 0 if link.peer in await look_up(link.url) else gone + 1
             if gone >= self._timing.gone:
-                logger.info("%s is no longer %s: a new link is made", link.address, link.peer)
+                logger.info("%s no longer resolves to %s, reconnecting", link.address, link.peer)
                 gone = 0
                 try:
                     await self.rotate(self._mbus)
@@ -656,12 +658,12 @@ class NatsBus:
                     self._note(f"cannot follow {link.address}: {exc}")
 
     async def _retire(self, old: _Link | None, new: _Link) -> None:
-        """Let the old link hear what was sent before the new one listened, then end it."""
+        """Keep the old connection until requests sent before the new subscription have arrived, then close it."""
         if old is not None:
-            await old.settle(self._timing.overlap)
+            await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
-            await new.settle(self._timing.overlap)
+            await new.flushed(self._timing.overlap)
         self._seen = None
 
     async def _leave(self) -> None:
@@ -670,12 +672,12 @@ class NatsBus:
         for task in tasks:
             task.cancel()
         if link is not None:
-            await link.settle(self._timing.goodbye)
+            await link.flushed(self._timing.goodbye)
             await link.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _note(self, problem: str, kind: str = "") -> None:
-        """A trouble that lasts is logged once until there is a link again."""
+        """Log a persistent problem once per loss of connection."""
         if (kind or problem) not in self._noted:
             logger.warning("%s", problem)
         self._noted.add(kind or problem)
@@ -697,7 +699,7 @@ class NatsBus:
             self._answering_bytes += len(data)
 
     def _is_duplicate(self, link: _Link, data: bytes) -> bool:
-        """Whether the other link of a rotation has brought this very message: its ``reply_to`` makes it unique."""
+        """True if the other connection of a rotation delivered the same message; its ``reply_to`` makes it unique."""
         if self._seen is None:
             return False
         message = hash(data)
@@ -715,10 +717,10 @@ class NatsBus:
                 await self._reply(*answer)
         except (BusError, TimeoutError) as exc:
             self.stats.unanswered += 1
-            logger.warning("a reply is dropped: %s", str(exc) or "there was no link to the bus in time")
+            logger.warning("cannot send a reply, dropped: %s", str(exc) or "no connection to the bus in time")
 
     async def _reply(self, subject: str, reply: bytes) -> None:
-        """Send a reply on the present link or the next one; raises ``BusError`` when it is the reply that is wrong."""
+        """Send a reply on this connection or the next one; raises ``BusError`` if the reply itself is at fault."""
         while True:
             await self.wait_connected()
             link = self._link
@@ -733,22 +735,22 @@ class NatsBus:
         self._answering_bytes -= size
         if not task.cancelled() and (exc := task.exception()) is not None:
             self.stats.failed += 1
-            logger.error("a request was not answered", exc_info=exc)
+            logger.error("cannot answer a request", exc_info=exc)
 
     def _denied(self, text: str) -> None:
         self.stats.denied += 1
-        self._note(f"the bus refuses a message: {text}", kind="denied")
+        self._note(f"the bus refused a message: {text}", kind="denied")
 
 
 def _place(url: str) -> str:
-    """Host and port of an address, never a part of its password."""
-    return bus_address(url).netloc.rpartition("@")[2] or "an address that cannot be read"
+    """Return host and port of an address, without its password."""
+    return bus_address(url).netloc.rpartition("@")[2] or "an unreadable address"
 
 
 def _failure(url: str, exc: Exception) -> BusError:
-    """What went wrong at an address, in words; ``CredentialsError`` where other credentials might help."""
+    """Describe a failed attempt; ``CredentialsError`` if other credentials might help."""
     if isinstance(exc, CredentialsError):
-        return CredentialsError(f"cannot use the credentials of the bus: {exc}")
+        return CredentialsError(f"cannot use the bus credentials: {exc}")
     where = f"cannot connect to the bus at {_place(url)}"
     if isinstance(exc, ssl.SSLCertVerificationError):
         return CredentialsError(f"{where}: {getattr(exc, 'verify_message', exc)}")

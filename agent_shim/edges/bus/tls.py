@@ -1,7 +1,7 @@
-"""TLS contexts of the bus: from PEM texts in settings, never by way of a file that stays.
+"""TLS contexts of the bus, built from PEM texts in the settings without a lasting file.
 
-Rules of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, a client certificate always, the server
-verified by its chain, by its subject alternative names (not by its common name) and by a name of its own kind.
+Rules of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, always a client certificate, and a server
+verified by its chain, its subject alternative names (not its common name) and a name of its own kind.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from agent_shim.core.errors import CredentialsError
 from agent_shim.core.settings import Mbus
 
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
-"""What the common name of the server's certificate must be."""
+"""Pattern of the common name in a server's certificate."""
 
 
 def client_context(mbus: Mbus) -> ssl.SSLContext:
-    """The context of a client of this bus; raises ``CredentialsError`` saying which of the three PEM texts is wrong."""
+    """Build the client context; raises ``CredentialsError`` that names the faulty PEM text."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
-    # As in Go, whatever the settings call CA is trusted, also when another authority signed it.
+    # As in Go, the CA of the settings is trusted even if another authority signed it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if mbus.ca:
         _load_ca(context, mbus.ca)
@@ -34,10 +34,9 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
 
 
 def server_context(mbus: Mbus) -> ssl.SSLContext:
-    """The context of a server that the bosh CLI calls; raises ``CredentialsError``.
+    """Build the server context for the bosh CLI; raises ``CredentialsError``.
 
-    The two suites of TLS 1.2 are those of the Go agent (``mbus/https_dispatcher.go``); nobody is asked for a
-    certificate.
+    The two TLS 1.2 suites are those of the Go agent (``mbus/https_dispatcher.go``); no client certificate is requested.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -49,21 +48,21 @@ def server_context(mbus: Mbus) -> ssl.SSLContext:
 
 
 def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
-    """Give a context its own certificate (chain) and key; raises ``CredentialsError``.
+    """Load the certificate (chain) and key of a context; raises ``CredentialsError``.
 
-    OpenSSL reads them from files only: this one lives in memory and has no name.
+    OpenSSL reads files only, so the pair passes through an anonymous file in memory.
     """
     if "-----BEGIN CERTIFICATE-----" not in certificate:
         raise CredentialsError("the certificate is no PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
         raise CredentialsError("the private key is no PEM key")
-    if "ENCRYPTED" in certificate + private_key:  # how long one takes to decrypt, its own text says: hours, if it likes
-        raise CredentialsError("the private key is encrypted: there is no password for it")
+    if "ENCRYPTED" in certificate + private_key:  # its text sets the cost of decryption: up to hours
+        raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     file = os.memfd_create("bus")
     try:
         with open(file, "w", closefd=False) as out:
             out.write(f"{certificate}\n{private_key}\n")
-        # A password that is wrong keeps OpenSSL from asking for one on the terminal.
+        # A wrong password keeps OpenSSL from prompting on the terminal.
         context.load_cert_chain(f"/proc/self/fd/{file}", password="")
     except ssl.SSLError as exc:
         if exc.reason == "KEY_VALUES_MISMATCH":
@@ -74,7 +73,7 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
 
 
 def check_server_name(server: ssl.SSLObject) -> None:
-    """Refuse a server whose certificate is good but not that of a bus; raises ``ssl.SSLCertVerificationError``."""
+    """Refuse a server with a valid certificate that is not of a bus; raises ``ssl.SSLCertVerificationError``."""
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
@@ -91,5 +90,5 @@ def _load_ca(context: ssl.SSLContext, ca: str) -> None:
 
 
 def _reason(exc: ssl.SSLError) -> str:
-    """OpenSSL's words without the place in its source."""
+    """Return OpenSSL's reason without its source location."""
     return (exc.reason or re.sub(r"\[.*?]|\(.*?\)", "", str(exc))).replace("_", " ").strip().lower()

@@ -1,1 +1,1 @@
-"""bpm: reading bpm.yml and running its processes without runc."""
+"""bpm support: reads bpm.yml and runs its processes without runc."""

@@ -1,4 +1,4 @@
-"""What the command ``bpm`` asks of the running agent, and what it is told. Errors are bpm's (``src/bpm/commands``)."""
+"""Serves the ``bpm`` command from the running agent. Errors are bpm's (``src/bpm/commands``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def answer(runner: Bpm, request: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"value": …}`` or ``{"error": …}``; ``request`` has a verb, and a job and a process unless it is ``list``."""
+    """Return ``{"value": …}`` or ``{"error": …}``; ``request`` has a verb and, except ``list``, job and process."""
     verb = str(request.get("verb"))
     if verb == "list":
         rows, complaints = await asyncio.to_thread(runner.rows)
@@ -76,12 +76,12 @@ def _failing(verb: str) -> Iterator[None]:
 def _texts(request: Mapping[str, Any], name: str) -> list[str]:
     texts = request.get(name, [])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"cannot read the request: {name} is no list of texts")
+        raise ConfigError(f"cannot read the request: {name} must be a list of strings")
     return texts
 
 
 def _volume(text: str) -> config.Volume:
-    """``PATH[:OPTION,…]``; raises ``ConfigError``."""
+    """Parse ``PATH[:OPTION,…]``; raises ``ConfigError``."""
     from agent_shim.supervisor.bpm import config
 
     path, colon, options = text.partition(":")

@@ -1,9 +1,9 @@
-"""bpm.yml: which processes a job has, and what each may do. Pure.
+"""Parser of bpm.yml: the processes of a job and their permissions. Pure.
 
-Schema and rules are those of bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``); scalars mean what they
-mean to Go's yaml.v3, which bpm reads them with. Text is always what stands there: ``- 1.10``, ``- 0x1f``, ``- yes`` and
-``- true`` are arguments as they are written. Unknown keys are ignored, a key that stands twice is an error. Only flags
-and numbers are taken in quotes too, where bpm refuses them: templates that quote everything mean no harm.
+Schema and rules are those of bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``); scalars have the
+meaning of Go's yaml.v3, bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
+true`` are arguments as written. Unknown keys are ignored, duplicate keys are errors. Unlike bpm, quoted flags and
+numbers are accepted, since some templates quote everything.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ROOT: Final = PurePosixPath("/var/vcap")
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A directory or file that the process sees besides the usual ones.
+    """An extra directory or file visible to the process.
 
-    Unless it is ``mount_only`` or unrestricted it is made, as a directory of vcap's, if it is missing. ``shared``: what
-    is mounted below it is seen on both sides.
+    A missing one is created as a directory owned by vcap, unless it is ``mount_only`` or unrestricted. With ``shared``,
+    mounts below it propagate both ways.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``memory`` and ``core_file_size`` are in bytes, ``processes`` includes threads; None is no limit."""
+    """Resource limits; ``memory`` and ``core_file_size`` in bytes, ``processes`` includes threads; None: no limit."""
 
     memory: int | None = None
     open_files: int | None = None
@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Unsafe:
-    """What leaves the sandbox: root with all capabilities, volumes anywhere (paths may be globs), the host's pids."""
+    """Exceptions from the sandbox: root with all capabilities, volumes anywhere (also globs), the host's pids."""
 
     privileged: bool = False
     unrestricted_volumes: tuple[Volume, ...] = ()
@@ -60,11 +60,11 @@ class Unsafe:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process. ``env`` adds to the defaults and wins over them; an empty ``workdir`` is the job's directory.
+    """One process. ``env`` overrides the defaults; an empty ``workdir`` is the job's directory.
 
-    ``pre_start`` runs before it, as root and outside the sandbox; "" is none. ``capabilities`` come without ``CAP_``.
-    ``ephemeral_disk`` and ``persistent_disk`` give it ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` is the first
-    one at a stop.
+    ``pre_start`` runs before it, as root and outside the sandbox; "" is none. ``capabilities`` have no ``CAP_`` prefix.
+    ``ephemeral_disk`` and ``persistent_disk`` grant ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` is the first
+    signal of a stop.
     """
 
     name: str
@@ -85,19 +85,19 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class BpmFile:
-    """The processes of a job; none is a file that runs nothing."""
+    """Processes of a job; an empty file runs nothing."""
 
     processes: tuple[Process, ...] = ()
 
     def process(self, name: str) -> Process | None:
-        """The first with this name: that of ``-p``, or of the job."""
+        """Return the first process with this name: that of ``-p``, or of the job."""
         return next((process for process in self.processes if process.name == name), None)
 
 
 def parse(text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT) -> BpmFile:
-    """Read a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y``.
+    """Parse a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y``.
 
-    Additional volumes have to be below ``root`` and cannot be the disks of ``job``.
+    Additional volumes must be below ``root`` and cannot be the disks of ``job``.
     """
     node = _composed(text, origin)
     if node is None:
@@ -143,7 +143,7 @@ def _limits(entry: _Map) -> Limits:
 
 
 def _bytes(entry: _Map, key: str) -> int | None:
-    """A number and a unit, all of them powers of 1024, as Cloud Foundry's bytefmt reads it."""
+    """Parse a number with a unit, a power of 1024, like Cloud Foundry's bytefmt."""
     text = entry.text(key)
     if not entry.has(key):
         return None
@@ -184,7 +184,7 @@ def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
 
 
 def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
-    """Raise ``ConfigError``, in the words of bpm, for a path that an additional volume cannot have."""
+    """Raise ``ConfigError`` in bpm's words for an invalid path of an additional volume."""
     if path != (clean := _clean(path)):
         raise ConfigError(f"volume path must be canonical, expected {clean} but got {path}")
     if path in (str(root / disk / job) for disk in ("data", "store")):
@@ -194,26 +194,26 @@ def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
 
 
 def _clean(path: str) -> str:
-    """The shortest path of the same meaning; unlike Go's, Python's keeps two slashes at the beginning."""
+    """Return the shortest equivalent path; unlike Go, Python keeps two leading slashes."""
     return re.sub("^//", "/", posixpath.normpath(path))
 
 
 # --- YAML as Go's yaml.v3 decodes it --------------------------------------------------------------------------------
 
-DEEPEST: Final = 100
-"""Levels of a file; the schema has six."""
+MAX_DEPTH: Final = 100
+"""Maximum nesting of a file; the schema has six levels."""
 
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
-_LONGEST: Final = 80
-"""Characters of a number: enough for 64 bits in base 2."""
+_MAX_DIGITS: Final = 80
+"""Maximum digits of a number: enough for 64 bits in base 2."""
 
-_SHOWN: Final = 40
-"""Characters of a wrong value that an error shows."""
+_MAX_SHOWN_CHARS: Final = 40
+"""Length of a wrong value in an error."""
 
 _TAG: Final = "tag:yaml.org,2002:"
 _NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
-"""Keys that set nothing themselves."""
+"""Keys without a value of their own."""
 
 _FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
@@ -224,11 +224,11 @@ _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?
 _QUANTITY: Final = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(B|[KMGTPE](?:I?B)?)")
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml where PyYAML was built with it."""
+"""libyaml if PyYAML was built with it."""
 
 
 class _Map:
-    """A mapping of the file; ``path`` is how it was reached. Every key may be absent or null: then it has no value."""
+    """A mapping at ``path`` in the file. Any key may be absent or null, which both mean no value."""
 
     def __init__(self, origin: str, path: str, node: yaml.Node) -> None:
         self.origin = origin
@@ -241,7 +241,7 @@ class _Map:
         return _line_of(self.node)
 
     def error(self, key: str, expected: str) -> ConfigError:
-        """Says what stands at ``key`` and what should."""
+        """Build an error with the found and the expected value of ``key``."""
         return self._error(self._at(key), self.entries.get(key), expected)
 
     def has(self, key: str) -> bool:
@@ -257,21 +257,21 @@ class _Map:
         return found
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts, without those that are null."""
+        """Return a list of texts without null items."""
         return tuple(self._text(path, node) for path, node in self._items(key) if not _is_null(node))
 
     def text_map(self, key: str) -> dict[str, str]:
-        """Texts by name; one that is null is empty."""
+        """Return texts by name; null is an empty text."""
         found = self.map(key)
         return {name: found.text(name) for name in found.entries}
 
     def map(self, key: str) -> _Map:
-        """The mapping at ``key``, an empty one if there is none."""
+        """Return the mapping at ``key``, an empty one if absent."""
         node = self.entries.get(key, _NOTHING)
         return _Map(self.origin, self._at(key), node)
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
-        """A list of mappings, without those that are null, if it may have such holes."""
+        """Return a list of mappings; skips null items if ``has_holes`` allows them."""
         found = []
         for path, node in self._items(key):
             if not _is_null(node):
@@ -281,7 +281,7 @@ class _Map:
         return found
 
     def flag(self, key: str) -> bool:
-        """True or false, in quotes also a number that is not or is 0; false if there is none."""
+        """Return a flag, false if absent; a quoted number is true unless 0."""
         if not self.has(key):
             return False
         node = self.entries[key]
@@ -293,7 +293,7 @@ class _Map:
         return number != 0
 
     def number(self, key: str, least: int, most: int) -> int | None:
-        """A whole number; None if there is none."""
+        """Return an integer, or None if absent."""
         if not self.has(key):
             return None
         number = _number(self.entries[key])
@@ -309,7 +309,7 @@ class _Map:
         return ConfigError(f"cannot read {self.origin}: {place}found {found or _found(node)}, expected {expected}")
 
     def _text(self, path: str, node: yaml.Node) -> str:
-        """What is written, whatever its type would be."""
+        """Return the literal text of any scalar type."""
         if not isinstance(node, yaml.ScalarNode):
             raise self._error(path, node, "a text")
         text = _decoded(node)
@@ -329,13 +329,13 @@ class _Map:
             yield f"{self._at(key)}[{number}]", item
 
     def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
-        """Keys and values of a mapping with those merged into it (``<<``): its own win, then the first merged.
+        """Return the entries of a mapping with those merged by ``<<``: own keys first, then the first merged mapping.
 
-        ``known`` are mappings that were met before: what is merged over and over is read once.
+        ``known`` caches mappings, so repeated merges are read once.
         """
         if id(node) in known:
             return known[id(node)]
-        if not isinstance(node, yaml.MappingNode) or len(known) > DEEPEST:
+        if not isinstance(node, yaml.MappingNode) or len(known) > MAX_DEPTH:
             raise self._error(self.path, node, "a mapping")
         known[id(node)] = found = dict[str, yaml.Node]()
         own: dict[str, yaml.Node] = {}
@@ -353,7 +353,7 @@ class _Map:
 
 
 def _line_of(node: yaml.Node | yaml.Event) -> int:
-    """PyYAML has a mark for whatever it read."""
+    """Return the line of a node or event; PyYAML marks all of them."""
     mark = node.start_mark
     assert mark is not None
     return mark.line + 1
@@ -365,7 +365,7 @@ def _is_null(node: yaml.Node) -> bool:
 
 def _found(node: yaml.Node | None) -> str:
     if isinstance(node, yaml.ScalarNode):
-        text = node.value if len(node.value) <= _SHOWN else f"{node.value[:_SHOWN]}..."
+        text = node.value if len(node.value) <= _MAX_SHOWN_CHARS else f"{node.value[:_MAX_SHOWN_CHARS]}..."
         return "null" if _is_null(node) else f"'{text}'"
     if isinstance(node, yaml.SequenceNode):
         return "a list"
@@ -373,7 +373,7 @@ def _found(node: yaml.Node | None) -> str:
 
 
 def _decoded(node: yaml.ScalarNode) -> str | None:
-    """The text of a scalar; None if it should be base64 and is not."""
+    """Return the text of a scalar; None for invalid base64."""
     if node.tag != f"{_TAG}binary":
         return cast("str", node.value)
     try:
@@ -390,7 +390,7 @@ def _number(node: yaml.Node) -> int | None:
     if match := _INTEGER.fullmatch(digits):
         sign, number = match.groups()
         base = 8 if re.fullmatch("0[0-7]+", number) else 0
-        return int(sign + number, base) if len(digits) <= _LONGEST else None
+        return int(sign + number, base) if len(digits) <= _MAX_DIGITS else None
     if _FLOAT.fullmatch(digits) and math.isfinite(figure := float(digits)):
         return int(figure)
     return None
@@ -400,7 +400,7 @@ _NOTHING: Final = yaml.ScalarNode(f"{_TAG}null", "")
 
 
 def _composed(text: str, origin: str) -> yaml.Node | None:
-    """The first document; what follows it is not looked at."""
+    """Compose the first document; later ones are ignored."""
     try:
         _measure(text, origin)
         loader = _LOADER(text)
@@ -423,7 +423,7 @@ def _line(text: str, at: int) -> int:
 
 
 def _measure(text: str, origin: str) -> None:
-    """Refuse what is too deep before it is composed: that goes down as deep in C and would take the process along."""
+    """Refuse deep nesting before composition, whose C recursion would crash the process."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -432,6 +432,6 @@ def _measure(text: str, origin: str) -> None:
             depth -= 1
         elif isinstance(event, yaml.DocumentEndEvent):
             return
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             place = f"line {_line_of(event)}"
-            raise ConfigError(f"cannot read {origin}: {place}: found more than {DEEPEST} levels, expected a bpm.yml")
+            raise ConfigError(f"cannot read {origin}: {place}: found more than {MAX_DEPTH} levels, expected a bpm.yml")

@@ -1,12 +1,12 @@
-"""Processes of bpm.yml, run without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
+"""Runs processes of bpm.yml without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
 
-Directories, log files, environment, pid file and the way to stop are bpm's. Isolation is what the container allows:
+Directories, log files, environment, pidfile and stop sequence match bpm. Isolation depends on the container:
 
-- level 1: namespaces of its own and a root that holds the view that bpm gives and nothing else;
-- level 2: Landlock rules over the same view;
-- level 3: neither. In all: no capabilities, no new privileges, resource limits.
+- level 1: own namespaces and a root with nothing but bpm's view;
+- level 2: Landlock rules for the same view;
+- level 3: neither. All levels: no capabilities, no new privileges, resource limits.
 
-A process is known by its job and name, whoever asked for its start: a monit file or a script that calls ``bpm start``.
+A process is identified by job and name, whether a monit file or a script that calls ``bpm start`` started it.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from agent_shim.supervisor.plan import BpmCall, bpm_label
 from agent_shim.supervisor.process_record import MARK, Identity, ProcessRecord
 
 if TYPE_CHECKING:
-    # Loaded where they are used: an agent whose jobs have no bpm.yml does without YAML and ctypes.
+    # Imported on use: an agent without bpm jobs needs neither YAML nor ctypes.
     from agent_shim.host import sandbox, sandbox_exec
     from agent_shim.supervisor.bpm import config as bpm
 
 logger = logging.getLogger(__name__)
 
-ASK_PATIENCE: Final = 15.0
+SIGNAL_TIMEOUT_S: Final = 15.0
 """Seconds between the first signal and QUIT (``src/bpm/commands/stop.go``)."""
-QUIT_PATIENCE: Final = 2.0
-OPEN_FILES: Final = 524288
-"""What bpm's wrapper asks for where bpm.yml names no limit (``jobs/bpm/templates/bpm``)."""
-SETTLED: Final = 5.0
-"""Seconds within which the pid file follows the start of its process."""
+QUIT_TIMEOUT_S: Final = 2.0
+DEFAULT_OPEN_FILES: Final = 524288
+"""Limit requested by bpm's wrapper if bpm.yml sets none (``jobs/bpm/templates/bpm``)."""
+MAX_PIDFILE_DELAY_S: Final = 5.0
+"""Maximum seconds between the start of a process and the write of its pidfile."""
 
-TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - without a mount namespace these are everybody's
+TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - shared without a mount namespace
 SCRATCH: Final = ("/dev", "/proc", *TEMPORARY)
 PATH: Final = "{jobs}/{job}/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:."
 
@@ -85,11 +85,11 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "unsafe.host_pid_namespace": ("yes", "yes: may signal; all see all", "always so"),
     "shutdown_signal": ("yes", "yes", "yes"),
 }
-"""What of a process is honoured in levels 1, 2 and 3; ``docs/bpm.md`` shows it."""
+"""Support for each key in levels 1, 2 and 3; shown in ``docs/bpm.md``."""
 
 
 def key_table() -> str:
-    """``HONOURED`` as a table in Markdown."""
+    """Render ``HONOURED`` as a Markdown table."""
     rows = [f"| `{key}` | {' | '.join(levels)} |" for key, levels in HONOURED.items()]
     return "\n".join(["| Key | Level 1 | Level 2 | Level 3 |", "|---|---|---|---|", *rows])
 
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKill:
-    """A process that was killed because its tree used more memory than it may; bytes."""
+    """A process killed because its tree exceeded its memory limit; sizes in bytes."""
 
     job: str
     process: str
@@ -118,16 +118,16 @@ class MemoryKill:
 
 
 class Bpm:
-    """Starts, finds and stops processes of bpm.yml, one thing at a time for each.
+    """Starts, finds and stops processes of bpm.yml; one operation at a time per process.
 
-    ``user`` is who they run as when we are root; None leaves them ours, as below another base than /var/vcap.
-    With ``is_strict`` what cannot be honoured is an error, else a warning.
+    ``user`` owns the processes if the agent is root; None keeps the agent's user, as below another base than /var/vcap.
+    With ``is_strict`` an unsupported request is an error, else a warning.
     """
 
     def __init__(
         self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False, level: int = 0
     ) -> None:
-        """``level`` is the strongest isolation to be used, by default what the container allows."""
+        """``level`` is the strongest isolation to use; default: the strongest the container allows."""
         self._paths = paths
         self._programs = programs
         self._user = user
@@ -141,12 +141,12 @@ class Bpm:
         self._counting = threading.Lock()
         self._ooms: dict[str, int] = {}
         self._hogs: list[MemoryKill] = []
-        """Found at their end or when their cgroup was taken away, not told yet."""
+        """Kills found at an exit or a cgroup removal, not reported yet."""
         self._victims: set[str] = set()
-        """Killed for their memory, by label, until their end is explained by that."""
+        """Labels of processes killed for their memory whose exit is not explained yet."""
 
     async def isolation(self) -> sandbox.Isolation:
-        """What processes that are started now can have; the container is tried once."""
+        """Return the isolation available to new processes; probes the container once."""
         from agent_shim.host import sandbox
 
         async with self._trying:
@@ -155,10 +155,10 @@ class Bpm:
         found = self._isolation
         return found._replace(level=max(self._level, found.level))
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     def definition(self, job: str, name: str) -> bpm.Process:
-        """The process as its bpm.yml says; raises ``ConfigError`` or ``HostError``."""
+        """Look up the process in its bpm.yml; raises ``ConfigError`` or ``HostError``."""
         found = self._file(job).process(name)
         if found is None:
             config = self._paths.jobs / job / "config/bpm.yml"
@@ -166,14 +166,14 @@ class Bpm:
         return found
 
     def check_volumes(self, job: str, volumes: Sequence[bpm.Volume]) -> None:
-        """Raise ``ConfigError`` for volumes of a command line that bpm.yml could not have either."""
+        """Raise ``ConfigError`` for command-line volumes that bpm.yml could not have."""
         from agent_shim.supervisor.bpm import config as bpm
 
         for volume in volumes:
             bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
-        """The living process, started by this agent or an earlier one."""
+        """Find the living process, started by this agent or an earlier one."""
         pidfile = process_record.read(self._pidfile(job, name))
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
@@ -181,16 +181,16 @@ class Bpm:
         label = bpm_label(job, name)
         if (caged := self._programs.ownership.label_of(found.pid)) is not None:
             return found.identity if caged == label else None
-        # The pid file is ours alone and was written when it started.
+        # Only the agent writes the pidfile, right after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
-        if -0.1 < age < SETTLED:
+        if -0.1 < age < MAX_PIDFILE_DELAY_S:
             return found.identity
-        # The wall clock may have been set since. The process decides how long it takes to read this.
+        # The wall clock may have been changed since. The process controls how long this read takes.
         is_ours = proc.variable(found.pid, MARK) == process_record.mark(label, self._paths.base)
         return found.identity if is_ours else None
 
     def rows(self) -> tuple[list[Row], list[str]]:
-        """All processes of all jobs as ``bpm list`` shows them, and what is wrong with configurations."""
+        """List all processes of all jobs as ``bpm list`` does, and errors of configurations."""
         rows, complaints = [], []
         for directory in sorted(self._paths.jobs.glob("*")):
             if not (directory / "config/bpm.yml").exists():
@@ -209,7 +209,7 @@ class Bpm:
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:
-        """The last line of its error log, where the process may have put anything else."""
+        """Return the last line of the process's error log; the process may have replaced the file."""
         return await last_line(
             bpm_label(call.job, call.process), self._log(call.job, call.process, "stderr"), self._paths.sys / "log"
         )
@@ -217,7 +217,7 @@ class Bpm:
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
-        """Have it run; one that runs is left alone. Raises ``HostError`` or ``ConfigError``; returns once it runs."""
+        """Start the process unless it runs; returns once it runs. Raises ``HostError`` or ``ConfigError``."""
         async with self._only(call), self._noted(call, "start"):
             if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
                 return running
@@ -225,7 +225,7 @@ class Bpm:
             return await self._launch(call, wanted)
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
-        """Signal, QUIT, KILL, then whatever is left of it, then the pid file; by monotonic time ``by``."""
+        """Send the shutdown signal, QUIT and KILL by monotonic time ``by``, end the rest, remove the pidfile."""
         async with self._only(call), self._noted(call, "stop"):
             signal_name = "TERM"
             with contextlib.suppress(ConfigError, OSError):
@@ -243,7 +243,7 @@ class Bpm:
             await asyncio.to_thread(self._pidfile(call.job, call.process).unlink, missing_ok=True)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
-        """Run it to its end, as for an errand, without a pid file; its exit code. 0 at once if it runs already."""
+        """Run the process as an errand, without a pidfile, to its exit code; 0 immediately if it already runs."""
         async with self._only(call), self._noted(call, "run"):
             if self.find(call.job, call.process):
                 return 0
@@ -255,7 +255,7 @@ class Bpm:
             try:
                 status = await running.wait()
             except asyncio.CancelledError:
-                await running.terminate(QUIT_PATIENCE)
+                await running.terminate(QUIT_TIMEOUT_S)
                 raise
             finally:
                 del self._runs[call.job, call.process]
@@ -264,9 +264,9 @@ class Bpm:
             return 1 if status is None else status
 
     async def end_run(self, call: BpmCall) -> None:
-        """End what ``run`` waits for, if it does."""
+        """End the process that ``run`` waits for, if any."""
         if running := self._runs.get((call.job, call.process)):
-            await running.terminate(ASK_PATIENCE)
+            await running.terminate(SIGNAL_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def _only(self, call: BpmCall) -> AsyncIterator[None]:
@@ -275,7 +275,7 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _noted(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Have the log of bpm say that it begins and ends, and why it fails."""
+        """Log the start, the end and any failure of an operation in bpm's log."""
         await asyncio.to_thread(self._note, call, f"{verb}.starting")
         try:
             yield
@@ -286,7 +286,7 @@ class Bpm:
             await asyncio.to_thread(self._note, call, f"{verb}.complete")
 
     def _note(self, call: BpmCall, message: str, error: str = "") -> None:
-        """A line of ``sys/log/JOB/bpm.log``, as bpm's library for logs writes it (lager's ``PrettySink``)."""
+        """Append a line to ``sys/log/JOB/bpm.log`` in the format of bpm's log library (lager's ``PrettySink``)."""
         now = clock.wall_time()
         data = {"job": call.job, "process": call.process} | ({"error": error} if error else {})
         line = {
@@ -310,7 +310,7 @@ class Bpm:
         except FileNotFoundError:
             return  # no job of this name
         except OSError as exc:
-            logger.warning("cannot write the log of bpm for %s: %s", call.job, exc)
+            logger.warning("cannot write the bpm log of %s: %s", call.job, exc)
 
     async def _launch(self, call: BpmCall, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
         from agent_shim.host import sandbox
@@ -336,7 +336,7 @@ class Bpm:
         return running
 
     async def _run_hook(self, job: str, wanted: bpm.Process) -> None:
-        """As root and outside of everything, before the process; raises ``HostError`` when it fails."""
+        """Run the pre_start hook as root without isolation; raises ``HostError`` if it fails."""
         hook = process.spawn(
             [wanted.pre_start],
             env={**self._env(job, wanted), MARK: process_record.mark(bpm_label(job, wanted.name), self._paths.base)},
@@ -347,15 +347,15 @@ class Bpm:
         try:
             status = await hook.wait()
         except asyncio.CancelledError:
-            await hook.terminate(QUIT_PATIENCE)
+            await hook.terminate(QUIT_TIMEOUT_S)
             raise
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")
 
-    # --- what is made -----------------------------------------------------------------------------------------------
+    # --- execution --------------------------------------------------------------------------------------------------
 
     def order(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
-        """What the process becomes; its cgroups are made. Raises ``HostError``."""
+        """Build the exec spec of a process and make its cgroups. Raises ``HostError``."""
         from agent_shim.host import sandbox
 
         is_root = os.geteuid() == 0
@@ -363,7 +363,7 @@ class Bpm:
         if is_root and self._user is not None and not wanted.unsafe.privileged:
             ids = files.owner_ids(self._user)
         held = capabilities.privileges().effective if is_root else frozenset[str]()
-        limits = {"RLIMIT_NOFILE": wanted.limits.open_files or _most(resource.RLIMIT_NOFILE, OPEN_FILES, held)}
+        limits = {"RLIMIT_NOFILE": wanted.limits.open_files or _most(resource.RLIMIT_NOFILE, DEFAULT_OPEN_FILES, held)}
         if wanted.limits.core_file_size is not None:
             limits["RLIMIT_CORE"] = wanted.limits.core_file_size
         wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
@@ -387,7 +387,7 @@ class Bpm:
         )
 
     async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.ExecSpec:
-        """What a shell beside the running process becomes; raises ``HostError`` when none runs."""
+        """Build the exec spec of a shell beside the running process; raises ``HostError`` if none runs."""
         isolation = await self.isolation()
         found = self.find(job, wanted.name)
         if found is None:
@@ -408,7 +408,7 @@ class Bpm:
         }
 
     def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """What the process may open, the first of each path: a volume cannot open what bpm has closed."""
+        """List accessible paths, the first entry of each path: a volume cannot open a path that bpm closed."""
         from agent_shim.host import sandbox
 
         paths, place = self._paths, sandbox.place
@@ -417,7 +417,7 @@ class Bpm:
         found.append(place("/sys"))
         if not is_apart:
             found += [place(each, write=True) for each in SCRATCH]
-            # Names of other jobs show there: bosh-dns reads this of each, and ends where it may not.
+            # Reveals the names of other jobs: bosh-dns reads each of these files and exits if it cannot.
             found += [place(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
             found += [place(each, source=temporary, write=True) for each in TEMPORARY]
@@ -430,7 +430,7 @@ class Bpm:
         found += [place(each, write=True) for each in writable]
         given = [*writable, *(str(each) for each in (paths.packages, paths.data_packages, paths.jobs / job))]
         unrestricted = _matching(wanted.unsafe.unrestricted_volumes)
-        # What bpm gives at or above a volume of this kind it gives as it is.
+        # A path that bpm provides at or above such a volume stays as it is.
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{place}/") for place in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
@@ -440,7 +440,7 @@ class Bpm:
         return job_cgroups.JobCgroup(process_record.mark(label, self._paths.base))
 
     def _make_cage(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> list[str]:
-        """Cgroups with the limits of a process, as far as there can be any; the directories to join."""
+        """Make cgroups with the available limits of a process; returns the directories to join."""
         memory = wanted.limits.memory if isolation.memory else None
         processes = wanted.limits.processes if isolation.processes else None
         try:
@@ -449,18 +449,18 @@ class Bpm:
             raise files.failed(f"limit {bpm_label(job, wanted.name)}", exc) from exc
 
     def _open_cage(self, job: str, name: str) -> None:
-        """Take away the cgroups of a process that has ended, but not what they know of its end."""
+        """Remove the cgroups of an exited process, and keep the record of its OOM kill."""
         label = bpm_label(job, name)
         if hog := self._killed_by_kernel(job, name):
             self._hogs.append(hog)
         cage = self._cage(label)
         cage.remove()
-        # One that could not go counts on: the next process has no part in what is counted there.
+        # A cgroup that could not be removed keeps counting: its total so far does not concern the next process.
         with self._counting:
             self._ooms[label] = (cage.memory() or (0, 0))[0]
 
     def _killed_by_kernel(self, job: str, name: str) -> MemoryKill | None:
-        """Who had no memory left in its cgroup since this was asked last."""
+        """Return a kill for memory in the cgroup since the last call."""
         label = bpm_label(job, name)
         with self._counting:
             kills, peak = self._cage(label).memory() or (0, 0)
@@ -468,11 +468,11 @@ class Bpm:
         return MemoryKill(job, name, peak, self._memory_limit(job, name)) if kills > before else None
 
     def _make_directories(self, job: str, wanted: bpm.Process) -> None:
-        """Directories and log files with bpm's modes; raises ``HostError``."""
+        """Make directories and log files with bpm's modes; raises ``HostError``."""
         paths = self._paths
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
         directory = self._pidfile(job, wanted.name).parent
-        files.make_dir(directory.parent, 0o755, own)  # everybody may write above it
+        files.make_dir(directory.parent, 0o755, own)  # its parent is writable by all users
         files.make_dir(directory, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
@@ -480,7 +480,7 @@ class Bpm:
                 raise HostError("requested persistent disk does not exist")
             private.append(paths.store / job)
         made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
-        # bpm changes the mode of what is there for volumes alone.
+        # bpm changes the mode of existing directories for volumes only.
         _make_kept(paths.sys / "log" / job, 0o750, theirs)
         for path in private:
             _make_kept(path, 0o700, theirs)
@@ -491,7 +491,7 @@ class Bpm:
             _make_log(self._log(job, wanted.name, stream), theirs)
 
     def _complain(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
-        """Say what it will not have, or raise ``HostError`` where that matters."""
+        """Warn of unavailable requests, or raise ``HostError`` in strict mode."""
         lacking = []
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking += [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
@@ -530,13 +530,13 @@ class Bpm:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process of bpm.yml was ever started here."""
+        """True if a process of bpm.yml was ever started here."""
         return (self._paths.sys / "run/bpm").is_dir()
 
     def kill_hogs(self) -> list[MemoryKill]:
-        """Every process that used more memory than bpm.yml allows, killed with its tree; blocks for some milliseconds.
+        """Kill the trees of processes above their memory limit, and return them; blocks for some milliseconds.
 
-        Where the kernel keeps the limit it has begun to do so.
+        Where the kernel enforces the limit, it has already killed one process of the tree.
         """
         hogs, self._hogs = self._hogs, []
         limited = []
@@ -544,7 +544,7 @@ class Bpm:
             job, name = path.parent.name, path.stem
             limit = self._memory_limit(job, name)
             cage = self._cage(bpm_label(job, name))
-            members = cage.members()  # before it is asked: who comes later is a new start
+            members = cage.members()  # listed first: later members belong to a new start
             if cage.memory() is not None:
                 if hog := self._killed_by_kernel(job, name):
                     hogs.append(hog)
@@ -559,19 +559,19 @@ class Bpm:
         below = proc.children(processes)
         for job, name, limit, found in limited:
             tree = proc.descent(below, [found[0]]) & processes.keys()
-            # Resident memory counts what is shared once for each; only when that seems too much it is counted exactly.
+            # Resident memory counts shared pages once per process; count exactly only if the sum exceeds the limit.
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
                     self._victims.add(bpm_label(job, name))
-                    # The process first: else it may end by itself for want of its children.
+                    # The main process first: without its children it might exit by itself.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
                     hogs.append(MemoryKill(job, name, used, limit))
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
-        """Whether that explains that it was killed just now, once."""
+        """True once if a kill for memory explains the last exit."""
         label = bpm_label(call.job, call.process)
         if hog := self._killed_by_kernel(call.job, call.process):
             self._hogs.append(hog)
@@ -582,7 +582,7 @@ class Bpm:
         return True
 
     def _memory_limit(self, job: str, name: str) -> int:
-        """Bytes, 0 without a limit; read again when the file has changed."""
+        """Return the limit in bytes, 0 without one; reads the file again when it changed."""
         try:
             modified = (self._paths.jobs / job / "config/bpm.yml").stat().st_mtime_ns
             known = self._limits.get((job, name))
@@ -595,14 +595,14 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """The ladder of bpm: only the process itself is signalled, as its init passes signals on to it alone.
+    """Signal the process in bpm's sequence; its init passes signals to it alone.
 
-    True when it had to be killed.
+    Returns True if it had to be killed.
     """
     try:
         for sig, patience in (
-            (first, ASK_PATIENCE),
-            (signal.SIGQUIT, QUIT_PATIENCE),
+            (first, SIGNAL_TIMEOUT_S),
+            (signal.SIGQUIT, QUIT_TIMEOUT_S),
             (signal.SIGKILL, process.KILL_TIMEOUT_S),
         ):
             running.send(sig)
@@ -617,18 +617,18 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
 
 
 def _most(which: int, wanted: int, held: Container[str]) -> int:
-    """As much of a limit as is wanted, or what may be had of it."""
+    """Clamp a limit to the available maximum."""
     hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
-    """Each volume for everything that its pattern finds now; nothing is no error."""
+    """Expand the glob of each volume; no match is no error."""
     return [replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:
-    """Make a directory; one that is there keeps its mode."""
+    """Make a directory; an existing one keeps its mode."""
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 

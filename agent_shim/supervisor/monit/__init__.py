@@ -1,1 +1,1 @@
-"""The monit control language: text to values and back, and the answers of the ``monit`` command."""
+"""The monit control language: parser, renderer, and requests of the ``monit`` command."""

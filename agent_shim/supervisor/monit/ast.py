@@ -1,7 +1,7 @@
-"""What a monit control file says, as values. Pure.
+"""Values of a monit control file. Pure.
 
-A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Where something stood (``line``)
-is no part of what it says: two files that say the same are equal.
+A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Positions (``line``) do not count
+in comparisons: files with the same content are equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FORWARD: Final = 70
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run, without a shell; ``uid`` and ``gid`` are names or numbers, "" is root; ``timeout`` is in seconds."""
+    """A command without a shell; ``uid`` and ``gid`` are names or numbers, "" is root; ``timeout`` is in seconds."""
 
     argv: tuple[str, ...]
     uid: str = ""
@@ -33,7 +33,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do; ``program`` belongs to ``exec``. ``ignore`` does nothing and cannot be written."""
+    """An action; ``program`` belongs to ``exec``. ``ignore`` has no effect and no syntax."""
 
     kind: ActionKind
     program: Program | None = None
@@ -45,7 +45,7 @@ IGNORE: Final = Action("ignore")
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``count`` of the last ``cycles`` checks, 64 at most."""
+    """``count`` of the last ``cycles`` checks, at most 64."""
 
     count: int = 1
     cycles: int = 1
@@ -56,7 +56,7 @@ ONCE: Final = Rate()
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """It does not exist; for a process: it does not run. Takes the place of the built-in restart."""
+    """The subject does not exist; a process does not run. Replaces the built-in restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A figure compared with a limit, which is in percent, bytes, seconds (``timestamp``: the age) or a plain number.
+    """Comparison with a limit in percent, bytes, seconds (``timestamp``: the age) or a plain number.
 
-    Metrics: of a process ``cpu totalcpu memory totalmemory children``; of any ``loadavg1 loadavg5 loadavg15``; of the
-    system ``memory swap`` and ``cpu user``, ``cpu system``, ``cpu wait``; of a file system ``space inode``; of a file
-    ``size timestamp``; of an Apache the names that end in ``limit``.
+    Metrics: of a process ``cpu totalcpu memory totalmemory children``; of any check ``loadavg1 loadavg5 loadavg15``; of
+    the system ``memory swap`` and ``cpu user``, ``cpu system``, ``cpu wait``; of a file system ``space inode``; of a
+    file ``size timestamp``; of an Apache the names ending in ``limit``.
     """
 
     metric: str
@@ -92,11 +92,11 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How to talk to what listens: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
+    """Protocol of a connection: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
     ``request``, ``checksum`` (md5 or sha1 in hexadecimal) and ``hostheader`` belong to http; ``content`` is a regular
     expression that the page must match (``=``) or must not (``!=``); ``target`` and ``maxforward`` belong to sip,
-    ``secret`` to radius, ``limits`` to apache-status. A ``send`` text may hold ``\\0xHH`` for bytes, also zero.
+    ``secret`` to radius, ``limits`` to apache-status. A ``send`` text may contain ``\\0xHH`` for bytes, including zero.
     """
 
     name: str = "default"
@@ -114,7 +114,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Nobody answers at ``host`` and ``port``, or at ``unixsocket``, within ``timeout`` seconds."""
+    """No answer at ``host`` and ``port``, or at ``unixsocket``, within ``timeout`` seconds."""
 
     host: str = ""
     port: int = 0
@@ -135,7 +135,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Differs from ``expected`` (lower-case hexadecimal), or from the sum at the start where none is given."""
+    """Differs from ``expected`` (lower-case hexadecimal), or without it from the sum at the start."""
 
     algorithm: str = ""
     expected: str = ""
@@ -158,9 +158,9 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A new line of the file matches ``pattern`` (or one that stands in the file ``path``), or does not (``negated``).
+    """A new line of the file matches ``pattern`` (or one in the file ``path``), or does not (``negated``).
 
-    Together with the action ``ignore`` such lines are skipped.
+    The action ``ignore`` skips such lines.
     """
 
     pattern: str = ""
@@ -173,7 +173,7 @@ Test: TypeAlias = Missing | Changed | Restarts | Limit | Connection | Ping | Che
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A test and what follows from it."""
+    """A test and its actions."""
 
     test: Test
     action: Action
@@ -185,11 +185,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One ``check`` statement: what monit calls a service.
+    """One ``check`` statement, a service in monit's terms.
 
-    A process has a ``pidfile`` or ``matching``, a regular expression for its command line; a host has an ``address``;
-    a system has nothing; the others have a ``path``. Names, groups and dependencies are compared without case.
-    ``every`` says at which cycle it is looked at: 1 is each.
+    A process has a ``pidfile`` or ``matching``, a regular expression for its command line; a host has an ``address``; a
+    system has nothing; the others have a ``path``. Names, groups and dependencies are case-insensitive. It is checked
+    every ``every`` cycles.
     """
 
     kind: Kind
@@ -210,7 +210,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A statement that is read and not acted on: ``set``, ``include``, and ``alert`` in the check named ``service``."""
+    """A statement without effect: ``set``, ``include``, and ``alert`` in the check named ``service``."""
 
     statement: str
     service: str = ""
@@ -219,7 +219,7 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class MonitFile:
-    """A control file; ``ignored`` has the statements outside checks first."""
+    """A control file; ``ignored`` lists the statements outside checks first."""
 
     services: tuple[Check, ...] = ()
     ignored: tuple[Ignored, ...] = ()

@@ -1,7 +1,7 @@
-"""Statements of a monit control file that are read and not acted on: ``set`` and ``alert``. Pure.
+"""Statements of a monit control file without effect: ``set`` and ``alert``. Pure.
 
-They speak of the monit daemon as a whole and of its mails, which the agent replaces. They are still read to the letter,
-because monit refuses a file for any mistake in them.
+They concern the monit daemon and its mails, which the agent replaces. They are still parsed strictly, because monit
+refuses a file with any error in them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVENTS: Final = (
     "timestamp",
     "uid",
 )
-"""What a mail can be sent about."""
+"""Events of mail alerts."""
 
 FACILITIES: Final = frozenset({"log_daemon", *(f"log_local{number}" for number in range(8))})
 
@@ -41,7 +41,7 @@ UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1
 
 
 def read_set(reader: Reader) -> None:
-    """``set`` and all that belongs to it."""
+    """Parse a ``set`` statement."""
     reader.skip()
     subject = reader.next
     if subject.kind not in _SETTINGS:
@@ -52,7 +52,7 @@ def read_set(reader: Reader) -> None:
 
 
 def read_alert(reader: Reader) -> None:
-    """``alert ADDRESS [[not] { EVENT... }] [mail-format {...}] [reminder N cycles]``, or ``noalert ADDRESS``."""
+    """Parse ``alert ADDRESS [[not] { EVENT... }] [mail-format {...}] [reminder N cycles]``, or ``noalert ADDRESS``."""
     is_silent = reader.skip().kind == "noalert"
     reader.need("a mail address", "MAIL")
     if is_silent:
@@ -73,14 +73,14 @@ def _mail_format(reader: Reader) -> None:
 
 
 def _until_brace(reader: Reader, expected: str, *kinds: str) -> None:
-    """At least one word of these kinds, then the closing brace."""
+    """Parse one or more words of these kinds, then the closing brace."""
     reader.need(expected, *kinds)
     while not reader.take("}"):
         reader.need(f"{expected} or '}}'", *kinds)
 
 
 def _nothing(reader: Reader) -> None:
-    """The word alone says it."""
+    """Parse nothing: the word alone is the statement."""
 
 
 def _daemon(reader: Reader) -> None:
@@ -168,7 +168,7 @@ def _httpd(reader: Reader) -> None:
 
 
 def _switch(reader: Reader) -> None:
-    """``ssl`` can only be switched off: monit on a BOSH machine is built without it."""
+    """Parse a switch; ``ssl`` can only be disabled, since monit on a BOSH machine lacks it."""
     subject = reader.take("ssl", "signature")
     switch = reader.need("'enable' or 'disable'", "enable", "disable")
     subject = subject or reader.need("'ssl' or 'signature'", "ssl", "signature")
@@ -182,7 +182,7 @@ def _switch(reader: Reader) -> None:
 
 
 def _allow(reader: Reader) -> None:
-    """``USER:PASSWORD``, ``@GROUP``, a network or host, or the users of a password file."""
+    """Parse ``USER:PASSWORD``, ``@GROUP``, a network or host, or the users of a password file."""
     if reader.take("@"):
         reader.string("a group")
         reader.take("readonly")

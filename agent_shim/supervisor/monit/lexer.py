@@ -1,8 +1,8 @@
-"""Words of a monit control file. Pure.
+"""Lexer of monit control files. Pure.
 
-The rules are those of monit 5.2.5, the version on every BOSH machine, and were tried against it. The longest match
-wins, the first of equals. Some keywords change what may follow: after ``check`` comes a name, after ``start "`` come
-the arguments of a program. The parser has no say in it, so a whole text is cut at once.
+The rules are those of monit 5.2.5, the version on every BOSH machine, and were tested against it. The longest match
+wins, the first of equals. Some keywords change the rules for the next token: ``check`` is followed by a name, ``start
+"`` by the arguments of a program. The parser has no influence on that, so a whole text is tokenised at once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 
 class Token(NamedTuple):
-    """One word; ``start`` and ``end`` are offsets into the text.
+    """One token; ``start`` and ``end`` are offsets into the text.
 
-    ``kind`` is a keyword in its canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM
-    REPLY-TO SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of
-    a value without quotes and escapes; of a ``BAD`` one, what is wrong with it.
+    ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM REPLY-TO
+    SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of a value
+    without quotes and escapes, or the defect of a ``BAD`` one.
     """
 
     kind: str
@@ -34,7 +34,7 @@ NOISE: Final = _words(
     "is as are for on only with within without program programs and has using use the sum than usage was times but of"
     " does"
 )
-"""Words that mean nothing, wherever they stand."""
+"""Words without meaning in any position."""
 
 KEYWORDS: Final = _words(
     "if or then else not failed changed recovered passed succeeded set enable disable ignore default daemon delay"
@@ -87,10 +87,10 @@ SYNONYMS: Final[Mapping[str, str]] = {
 }
 
 _KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word for word in KEYWORDS}, **SYNONYMS}
-"""Every word that is no value, in lower case, with its kind."""
+"""Kinds of all non-value words, by lower-case word."""
 
 WORD: Final = r"""[^\x00-\x21@:{}"';(),%]+"""
-"""Blanks, control characters, ``!`` and these signs end a word; ``#`` does not."""
+"""A word ends at blanks, control characters, ``!`` and these signs, but not at ``#``."""
 
 _TOKEN: Final = re.compile(
     rf"""
@@ -122,7 +122,7 @@ URL: Final = re.compile(
     """,
     re.VERBOSE,
 )
-"""A URL as monit cuts it: only what stands before a blank or a line break counts."""
+"""A URL as tokenised by monit: ends at a blank or a line break."""
 
 _Mode: TypeAlias = tuple[tuple[str, re.Pattern[str]], ...]
 
@@ -132,16 +132,16 @@ def _mode(**patterns: str) -> _Mode:
 
 
 _NAME: Final = _mode(skip=r"[ \r\t\n]+", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
-"""After ``check``: a name, in quotes still one word."""
+"""After ``check``: a name, a single word even in quotes."""
 
 _GROUP: Final = _mode(skip=r"\n", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
-"""After ``group``: the same, but no blanks on the next line."""
+"""After ``group``: the same, but without blanks on the next line."""
 
 _DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*", bare=WORD, over=r"[ \r\n\t]+[^,]")
-"""After ``depends on``: names with commas between; what follows a blank or a line break without one is not in it."""
+"""After ``depends on``: names separated by commas; ends at a blank or a line break without one."""
 
 _ARGUMENTS: Final = _mode(skip=r"[ \r\t]+", line=r"\n", over=r"\"", quoted=r"'[^']*'", quote=r"'", bare=r"[^ \t\n\"]+")
-"""Inside the quotes of a program: no shell, and ``'`` counts only where an argument begins."""
+"""Inside the quotes of a program: no shell; ``'`` is special only at the start of an argument."""
 
 _PATTERN: Final = _mode(skip=r"[ \t\r\n]+", quoted=r"\"[^\"\r\n]+\"|'[^'\r\n]+'", bare=r"[^ \t\r\n]+")
 """After ``include``: a pattern of file names."""
@@ -155,7 +155,7 @@ NO_NAME: Final = "a quote that no single word follows"
 
 
 def lex(text: str) -> list[Token]:
-    """Every word of ``text`` but noise; the last is ``END``. What no rule allows becomes ``BAD``, nothing is raised."""
+    """Tokenise ``text`` without noise words, with a final ``END``. Invalid text becomes ``BAD``; nothing is raised."""
     tokens: list[Token] = []
     at = 0
     while match := _TOKEN.match(text, at):
@@ -166,10 +166,10 @@ def lex(text: str) -> list[Token]:
 
 
 def unescape(text: str) -> str:
-    r"""The text of a quoted string: ``\n \t \r \\ "\ " \0xHH`` are decoded, any other backslash stays.
+    r"""Unescape a quoted string: decodes ``\n \t \r \\ "\ " \0xHH``, and keeps any other backslash.
 
-    ``\0x00`` stays too: monit makes a NUL of it only when it sends the text. A byte above 127 becomes what
-    ``os.fsencode`` turns back into it.
+    ``\0x00`` is kept too: monit makes a NUL of it only when it sends the text. A byte above 127 becomes the character
+    that ``os.fsencode`` converts back.
     """
     return _ESCAPE.sub(_unescaped, text) if "\\" in text else text
 
@@ -208,7 +208,7 @@ def _quoted(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _program(match: re.Match[str], tokens: list[Token]) -> int:
-    """``start "``, ``stop "`` and ``exec "``; the end of the text closes the quote as well."""
+    """Tokenise ``start "``, ``stop "`` and ``exec "``; the end of the text also closes the quote."""
     text, at = match.string, match.end()
     tokens.append(Token(match.lastgroup or "", "", match.start(), at - 1))
     while at < len(text):
@@ -236,7 +236,7 @@ def _group(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _one(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the one value that follows ``match``; without one, whatever stands there goes on as usual."""
+    """Append the single value after ``match``; any other text is tokenised as usual."""
     text, at = match.string, match.end()
     kind = "skip"
     while kind == "skip":
@@ -263,7 +263,7 @@ def _depends(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
-    """The kind and end of the longest match at ``at``, the first of equals; "" when there is none."""
+    """Return kind and end of the longest match at ``at``, the first of equals; "" without one."""
     best = "", at
     for kind, pattern in mode:
         match = pattern.match(text, at)
@@ -283,7 +283,7 @@ def _url(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _mail(match: re.Match[str], tokens: list[Token]) -> int:
-    """A line of a mail format, a value up to the end of the word, the line or the braces."""
+    """Tokenise a mail format line, a value up to the end of the word, the line or the braces."""
     kind, _, value = match[0].partition(":")
     tokens.append(Token(kind.upper(), value.strip(" \t\r\n"), *match.span()))
     return match.end()
@@ -320,4 +320,4 @@ _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     "word": _word,
     "sign": _sign,
 }
-"""What to do with each alternative of ``_TOKEN``: append its tokens, return where the next word may begin."""
+"""Handlers of the alternatives of ``_TOKEN``: append tokens, return the start of the next word."""

@@ -1,4 +1,4 @@
-"""What the command ``monit``, and operators by ``agent-shim``, ask of services, and what they are told."""
+"""Serves the ``monit`` command and service requests of ``agent-shim``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from agent_shim.core.errors import ActionError
 from agent_shim.supervisor.process_stats import ServiceInfo
 from agent_shim.supervisor.supervisor import Supervisor
 
-BEGINNING: Final = frozenset({"start", "restart", "monitor"})
-"""What may start a process: not done while the agent ends, or has not begun."""
+STARTING_ACTIONS: Final = frozenset({"start", "restart", "monitor"})
+"""Actions that may start a process: refused before the agent is ready and during its shutdown."""
 
 
 async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle: str) -> dict[str, Any]:
-    """``{"services": …}``, all of them for ``show`` and else those meant, or the envelope of an exception.
+    """Answer a request with ``{"services": …}``, all of them for ``show``, or with an exception envelope.
 
-    ``request`` has an ``action`` (one of the commands, ``show`` or ``quit``), ``names`` (``all`` is each of them), a
-    ``group`` (of which they must be, if it is given) and ``wait`` (until nothing of it is underway). A wrong name
-    leaves all as they were. ``obstacle`` says why nothing may be started.
+    ``request`` has an ``action`` (a command, ``show`` or ``quit``), ``names`` (``all`` for every service), an optional
+    ``group`` that restricts them, and ``wait`` (until no start or stop is in progress). A wrong name leaves all
+    services unchanged. ``obstacle`` is the reason why nothing may start.
     """
     action = str(request.get("action"))
     services = supervisor.services()
@@ -31,7 +31,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
             for service in services:
                 await supervisor.unmonitor_one(service.process.name)
             return {"services": []}
-        if obstacle and action in BEGINNING:
+        if obstacle and action in STARTING_ACTIONS:
             raise ActionError(f"cannot {action} anything: {obstacle}")
         names = _meant(services, request)
         await _do(supervisor, action, names)
@@ -43,18 +43,18 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
 
 
 def describe(service: ServiceInfo) -> dict[str, Any]:
-    """A service in one level: ``state`` is the Director's word, ``phase`` ours."""
+    """Flatten a service: ``state`` is the Director's state, ``phase`` the agent's."""
     members: dict[str, Any] = msgspec.to_builtins(service)
     process: dict[str, Any] = members.pop("process")
     return process | members | {"state": service.process.state, "phase": service.state}
 
 
 def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
-    """The names as they are written in the files; raises ``ActionError``, in monit's words, for one that is not."""
+    """Select the names in the spelling of the files; raises ``ActionError`` in monit's words for an unknown one."""
     known = {service.process.name.lower(): service for service in services}
     named = request.get("names", [])
     if not isinstance(named, list):
-        raise ActionError("cannot read the request: the names of services are a list")
+        raise ActionError("cannot read the request: names must be a list")
     wanted = [str(name) for name in named]
     for name in wanted:
         if name.lower() not in known and name != "all":
@@ -73,6 +73,6 @@ async def _do(supervisor: Supervisor, action: str, names: list[str]) -> None:
         "unmonitor": supervisor.unmonitor_one,
     }
     if action not in actions:
-        raise ActionError(f"cannot {action}: there is no such action")
+        raise ActionError(f"cannot {action}: unknown action")
     for name in names:
         await actions[action](name)

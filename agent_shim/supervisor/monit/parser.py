@@ -1,8 +1,7 @@
-"""The monit control language of version 5.2.5: text to values and back. Pure.
+"""Parser of the monit 5.2.5 control language. Pure.
 
-The oracle is that version itself. Text is refused where monit refuses it, except for what only a machine can say:
-whether users, groups and files exist and whether names resolve. What the files of several jobs say together is the
-business of ``problems``.
+Tested against that version: refuses the same texts, except for facts that only a machine knows, such as the existence
+of users, groups and files, and name resolution. ``problems`` checks the files of several jobs against each other.
 """
 
 from __future__ import annotations
@@ -75,11 +74,11 @@ __all__ = [
 ]
 
 LATER: Final = ("program", "network")
-"""Checks that only newer versions of monit know."""
+"""Check types of newer monit versions."""
 
 
 def parse(text: str, *, origin: str) -> MonitFile:
-    """Read a control file; raises ``ConfigError``: ``cannot read ORIGIN: line L column C: found X, expected Y``."""
+    """Parse a control file; raises ``ConfigError``: ``cannot read ORIGIN: line L column C: found X, expected Y``."""
     reader = Reader(text, origin)
     outside = [
         (token.start, Ignored(f"include {text[token.start : token.end]}", line=reader.line(token)))
@@ -108,14 +107,14 @@ def parse(text: str, *, origin: str) -> MonitFile:
 
 
 def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
-    """What is checked; ``services`` are those before it, by name in lower case."""
+    """Parse the head of a check; ``services`` are the preceding ones, by lower-case name."""
     head = reader.skip()
     token = reader.need("a name of one word", "NAME")
     name = token.value
     if name.startswith("/"):
         raise reader.error("a name that does not begin with '/'", token)
     if other := services.get(name.lower()):
-        raise reader.error(f"another name: '{other.name}' stands in line {other.line} already", token)
+        raise reader.error(f"another name: '{other.name}' is already defined in line {other.line}", token)
     check = Check(cast("Kind", head.kind.removeprefix("check ")), name, line=reader.line(head))
     if check.kind == "system":
         return check
@@ -133,7 +132,7 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
 
 
 def _options(reader: Reader, check: Check, alerts: list[Ignored]) -> Check:
-    """What follows the head in any order, as often as it likes; ``alerts`` get those of this check."""
+    """Parse the options of a check, in any order and number; appends its alerts to ``alerts``."""
     while (option := _OPTIONS.get(reader.kind)) and check.kind in option.kinds:
         first, token = reader.at, reader.next
         check = option.read(reader, check)
@@ -195,7 +194,7 @@ def _ignore(reader: Reader, check: Check) -> Check:
 
 
 class _Option(NamedTuple):
-    """How an option is read into a check, and which checks have it."""
+    """Reader of an option, and the check types that have it."""
 
     read: Callable[[Reader, Check], Check]
     kinds: frozenset[str] = ALL
@@ -220,10 +219,10 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with several files together; ``service`` stands at ``origin`` and ``line``.
+    """A conflict between files; ``service`` is at ``origin`` and ``line``.
 
-    A ``duplicate`` is the later definition; a ``missing`` dependency is on a service that no file defines; a ``cycle``
-    is reported at one of its services.
+    A ``duplicate`` is the later definition; a ``missing`` dependency names an undefined service; a ``cycle`` is
+    reported at one of its services.
     """
 
     kind: Literal["duplicate", "missing", "cycle"]
@@ -237,7 +236,7 @@ class Problem:
 
 
 def problems(files: Iterable[MonitFile]) -> list[Problem]:
-    """What monit would refuse to load these files together for: duplicates, missing and circular dependencies."""
+    """Find the reasons for monit to refuse these files together: duplicates, missing and circular dependencies."""
     found: list[Problem] = []
     places: dict[str, tuple[Check, str]] = {}
     for file in files:
@@ -260,7 +259,7 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
 
 
 def _circles(depends: Mapping[str, list[str]]) -> list[list[str]]:
-    """Names that depend on each other in a circle, in order; no two circles share a name."""
+    """Return circular dependencies, each in order; no two of them share a name."""
     found: list[list[str]] = []
     done: set[str] = set()
     for start in depends:

@@ -1,4 +1,4 @@
-"""Reading the words of a monit control file one after the other, and saying where one is wrong. Pure."""
+"""Reads the tokens of a monit control file and locates errors. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit.lexer import KEYWORDS, URL, Token, lex
 
-DIGITS: Final = 36
-"""Most digits of a whole number. monit counts in 32 bits; this only keeps sizes in bytes exact."""
+MAX_DIGITS: Final = 36
+"""Maximum digits of an integer. monit counts in 32 bits; this only keeps sizes in bytes exact."""
 
-LARGEST: Final = 1e18
-"""Most of a number with a point."""
+MAX_REAL: Final = 1e18
+"""Maximum of a number with a decimal point."""
 
-SHOWN: Final = 40
-"""Characters of a wrong word that an error shows."""
+MAX_SHOWN_CHARS: Final = 40
+"""Length of a wrong word in an error."""
 
 
 class Reader:
-    """The words of one text. ``kind`` is that of the word that comes next; ``include`` statements are put aside."""
+    """Token reader of one text. ``kind`` is that of the next token; ``include`` statements are set aside."""
 
     def __init__(self, text: str, origin: str) -> None:
         self.text = text
@@ -39,11 +39,11 @@ class Reader:
 
     @property
     def second(self) -> Token:
-        """The word after the next one."""
+        """Token after the next one."""
         return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
 
     def skip(self) -> Token:
-        """Take the next word, whatever it is."""
+        """Consume the next token of any kind."""
         token = self.tokens[self.at]
         if token.kind != "END":
             self.at += 1
@@ -51,11 +51,11 @@ class Reader:
         return token
 
     def take(self, *kinds: str) -> Token | None:
-        """Take the next word if it is of one of these kinds."""
+        """Consume the next token if it is of one of these kinds."""
         return self.skip() if self.kind in kinds else None
 
     def need(self, expected: str, *kinds: str) -> Token:
-        """Take the next word, which has to be of one of these kinds."""
+        """Consume the next token, which must be of one of these kinds."""
         if self.kind not in kinds:
             raise self.error(expected)
         return self.skip()
@@ -69,22 +69,22 @@ class Reader:
 
     def number(self, expected: str) -> int:
         token = self.need(expected, "NUMBER")
-        if len(token.value) > DIGITS:
-            raise self.error(f"{expected} of {DIGITS} digits at most", token)
+        if len(token.value) > MAX_DIGITS:
+            raise self.error(f"{expected} of {MAX_DIGITS} digits at most", token)
         return int(token.value)
 
     def figure(self, expected: str) -> float:
-        """A number, with a point or without."""
+        """Read a number with or without a decimal point."""
         if self.kind != "REAL":
             return self.number(expected)
         token = self.skip()
         value = float(token.value)
-        if value > LARGEST:
-            raise self.error(f"{expected} below {LARGEST:.0e}", token)
+        if value > MAX_REAL:
+            raise self.error(f"{expected} below {MAX_REAL:.0e}", token)
         return value
 
     def url(self) -> re.Match[str]:
-        """A URL that monit can ask; its parts are the groups of ``monit_lexer.URL``."""
+        """Read a URL supported by monit; its parts are the groups of ``lexer.URL``."""
         token = self.need("a URL", "URL")
         match = URL.fullmatch(token.value)
         if match is None or match["scheme"].lower() != "http":
@@ -92,7 +92,7 @@ class Reader:
         return match
 
     def timeout(self, default: int) -> int:
-        """``timeout N seconds``, no other unit; ``default`` where it is not written."""
+        """Read ``timeout N seconds``, no other unit; ``default`` if absent."""
         if not self.take("timeout"):
             return default
         seconds = self.number("a number of seconds")
@@ -100,7 +100,7 @@ class Reader:
         return seconds
 
     def error(self, expected: str, token: Token | None = None) -> ConfigError:
-        """Says what stands at ``token`` (the next word unless given) and what should."""
+        """Build an error with the found text at ``token`` (default: the next one) and the expected one."""
         token = token or self.next
         column = token.start - self.text.rfind("\n", 0, token.start)
         place = f"line {self.line(token)} column {column}"
@@ -110,10 +110,10 @@ class Reader:
         return self.text.count("\n", 0, token.start) + 1
 
     def written(self, first: int) -> str:
-        """The words from the one numbered ``first`` up to here as they stand, one blank apart."""
+        """Return the source text from token number ``first`` up to here, separated by single blanks."""
         found = ""
         for token in self.tokens[first : self.at]:
-            # A subject goes on to the end of its line.
+            # A subject extends to the end of its line.
             found += self.text[token.start : token.end].strip() + ("\n" if token.kind == "SUBJECT" else " ")
         return found.rstrip()
 
@@ -125,5 +125,5 @@ class Reader:
         text = self.text[token.start : token.end].strip()
         if text.startswith("#"):
             return "a comment without a line end"
-        shown = text.partition("\n")[0][:SHOWN]
+        shown = text.partition("\n")[0][:MAX_SHOWN_CHARS]
         return f"'{shown}'" if shown == text else f"'{shown}...'"

@@ -1,4 +1,4 @@
-"""Values of a monit control file as text that reads back to the same values. Pure."""
+"""Renders a monit control file as text that parses to the same values. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SURROGATE: Final = 0xDC00
 
 
 def render(file: values.MonitFile) -> str:
-    """A control file that says what ``file`` says, in one spelling."""
+    """Render ``file`` in canonical spelling."""
     lines = [ignored.statement for ignored in file.ignored if not ignored.service]
     for check in file.services:
         alerts = [f"  {ignored.statement}" for ignored in file.ignored if ignored.service == check.name]
@@ -136,7 +136,7 @@ def _limit(limit: values.Limit) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
-    """In the largest unit that leaves a whole number: so it has no more digits than when it was read."""
+    """Format in the largest unit with a whole number: never more digits than parsed."""
     unit = max((unit for unit in units if value % units[unit] == 0), key=units.__getitem__, default=next(iter(units)))
     whole = int(value) // units[unit]
     return f"{whole if value == int(value) else _number(value)} {unit}"
@@ -187,7 +187,7 @@ def _timeout(seconds: int) -> str:
 
 
 def _name(name: str) -> str:
-    """A bare word, or in quotes with what a word cannot hold as escapes."""
+    """Format a name as a bare word, or in quotes with escapes."""
     if re.fullmatch(WORD, name):
         return name
     escaped = "".join(
@@ -201,7 +201,7 @@ def _path(path: str) -> str:
 
 
 def _string(text: str) -> str:
-    """In quotes; one that begins with ``/`` would be a path."""
+    """Quote a string; a leading ``/`` is escaped, as it would make a path."""
     escaped = _escaped(text)
     return f'"{_hex("/")}{escaped[1:]}"' if escaped.startswith("/") else f'"{escaped}"'
 
@@ -211,7 +211,7 @@ def _identity(owner: str) -> str:
 
 
 def _argument(word: str) -> str:
-    """A bare word as it is, or in single quotes with escapes."""
+    """Format an argument as a bare word, or in single quotes with escapes."""
     return word if _BARE_ARGUMENT.fullmatch(word) else f"'{_escaped(word)}'"
 
 
@@ -220,6 +220,6 @@ def _escaped(text: str) -> str:
 
 
 def _hex(char: str) -> str:
-    """A character below 128, or a byte that was no text."""
+    """Escape a character below 128, or an undecodable byte."""
     code = ord(char)
     return f"\\0x{code - _SURROGATE if code >= _SURROGATE else code:02x}"

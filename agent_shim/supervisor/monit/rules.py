@@ -1,7 +1,7 @@
-"""Rules and programs of a monit control file. Pure.
+"""Parser of rules and programs in a monit control file. Pure.
 
-``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``, all in a fixed order: user and group stand before
-the timeout, a timeout before the rate.
+``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``, all in a fixed order: user and group precede the
+timeout, and a timeout precedes the rate.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit.ignored_statements import UNITS
 from agent_shim.supervisor.monit.reader import Reader
 
-CYCLES: Final = 64
-"""Checks that monit remembers of a test."""
+MAX_CYCLES: Final = 64
+"""Checks of a test remembered by monit."""
 
-WORDS: Final = 63
-"""Words of a program at most, its path among them."""
+MAX_WORDS: Final = 63
+"""Maximum words of a program, including its path."""
 
 MODE_BITS: Final = 0o7777
 SECONDS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
 SUMS: Final[Mapping[str, int]] = {"md5": 32, "sha1": 40}
-"""How many hexadecimal digits a checksum has."""
+"""Hexadecimal digits of a checksum."""
 
 PLAIN_PROTOCOLS: Final = (
     "clamav",
@@ -51,7 +51,7 @@ PLAIN_PROTOCOLS: Final = (
     "ssh",
     "tns",
 )
-"""Those that take no options."""
+"""Protocols without options."""
 
 PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "radius", "sip")))
 
@@ -69,19 +69,19 @@ APACHE_LIMITS: Final = (
 )
 
 MAX_HOPS: Final = 255
-"""More is taken for none given."""
+"""A larger value counts as absent."""
 
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
 
 def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
-    """The words after ``start``, ``stop`` or ``exec``, then user and group, then, if ``timed``, the timeout."""
+    """Parse the words after ``start``, ``stop`` or ``exec``, then user and group and, if ``timed``, the timeout."""
     reader.skip()
     argv = [reader.need("a program and its arguments", "STRING", "PATH").value]
     while token := reader.take("STRING", "PATH"):
         argv.append(token.value)
-        if len(argv) > WORDS:
-            raise reader.error(f"a program of {WORDS} words at most", token)
+        if len(argv) > MAX_WORDS:
+            raise reader.error(f"a program of {MAX_WORDS} words at most", token)
     uid = gid = ""
     while token := reader.take("uid", "gid"):
         if token.kind == "uid":
@@ -97,14 +97,14 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
 
 
 def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule:
-    """A rule of a check of this kind; ``address`` is that of a host.
+    """Parse a rule of a check of this kind; ``address`` is that of a host.
 
-    A rule without a rate has none. (monit 5.2.5 gives it that of the rule before, if that one asked whether something
-    exists or whether a pid changed: a slip of ``seteventaction`` in ``p.y``.)
+    A rule without a rate has none. (monit 5.2.5 applies the rate of the preceding rule if that one tests existence or a
+    pid change: a bug of ``seteventaction`` in ``p.y``.)
     """
     line = reader.line(reader.skip())
     test = TESTS[_wanted(reader, kind)].read(reader)
-    # Resources may stand in a row; monit keeps the last.
+    # Resource tests may follow each other; monit keeps the last.
     while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _resource(reader)
     if isinstance(test, values.Connection) and not (test.host or test.unixsocket):
@@ -119,7 +119,7 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule:
 
 
 def read_ignore(reader: Reader) -> values.Rule:
-    """``ignore [not] match PATTERN``: lines of a file that other rules do not see."""
+    """Parse ``ignore [not] match PATTERN``: lines hidden from other rules."""
     line = reader.line(reader.skip())
     if reader.kind not in ("not", "match"):
         raise reader.error("'match' or 'not match' after 'ignore'")
@@ -127,7 +127,7 @@ def read_ignore(reader: Reader) -> values.Rule:
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:
-    """Which of ``TESTS`` comes next."""
+    """Return the next test as a key of ``TESTS``."""
     first, second = reader.next, reader.second
     is_pair = first.kind in ("not", "changed", "failed")
     wanted = f"{first.kind} {second.kind}" if is_pair else first.kind
@@ -144,12 +144,12 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _owner(reader: Reader, expected: str) -> str:
-    """A name or a number."""
+    """Parse a name or a number."""
     return reader.string(expected) if reader.kind == "STRING" else str(reader.number(expected))
 
 
 def _rate(reader: Reader) -> values.Rate:
-    """``N cycles`` or ``N times within M cycles``; once if nothing is written."""
+    """Parse ``N cycles`` or ``N times within M cycles``; once if absent."""
     if reader.kind != "NUMBER":
         return values.ONCE
     token = reader.next
@@ -157,8 +157,8 @@ def _rate(reader: Reader) -> values.Rate:
     if reader.kind == "NUMBER":
         cycles = reader.number("a number of cycles")
     reader.need("'cycles'", "cycle")
-    if not 1 <= cycles <= CYCLES:
-        raise reader.error(f"a number of cycles from 1 to {CYCLES}", token)
+    if not 1 <= cycles <= MAX_CYCLES:
+        raise reader.error(f"a number of cycles from 1 to {MAX_CYCLES}", token)
     if not 1 <= count <= cycles:
         raise reader.error(f"a number of times from 1 to {cycles}", token)
     return values.Rate(count, cycles)
@@ -248,7 +248,7 @@ AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
 
 
 def _amount(reader: Reader, metric: str, operator: values.Operator) -> values.Limit:
-    """Bytes in some unit, or a whole number of percent."""
+    """Parse bytes in some unit, or an integer percentage."""
     is_whole = reader.kind == "NUMBER"
     value = reader.figure(AMOUNT)
     if is_whole and reader.take("%"):
@@ -271,7 +271,7 @@ def _checksum(reader: Reader) -> values.Checksum:
 
 
 def _sum(reader: Reader, algorithm: str = "") -> tuple[str, str]:
-    """Algorithm and digits of a checksum; the algorithm is known by their number."""
+    """Parse a checksum; the number of digits determines the algorithm."""
     token = reader.need("a checksum", "STRING")
     digits = "".join(re.findall("[0-9a-f]", token.value.lower()))
     for name, length in SUMS.items():
@@ -306,7 +306,7 @@ def _match(reader: Reader) -> values.Match:
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
-    """A regular expression, given by a word of one of these kinds."""
+    """Parse a regular expression given by a token of one of these kinds."""
     token = reader.need("a regular expression", *kinds)
     try:
         posix_regex.compiled(token.value)
@@ -328,7 +328,7 @@ def _ping(reader: Reader) -> values.Ping:
 
 
 def _connection(reader: Reader) -> values.Connection:
-    """``[host H] port P`` or ``unixsocket PATH``; without a host ``host`` is left empty."""
+    """Parse ``[host H] port P`` or ``unixsocket PATH``; ``host`` is empty if absent."""
     reader.need("'failed'", "failed")
     host, port, path = "", 0, ""
     if reader.take("unixsocket"):
@@ -348,7 +348,7 @@ def _connection(reader: Reader) -> values.Connection:
 
 
 def _url(reader: Reader) -> values.Connection:
-    """``url URL [content = REGEX]``: stands for a host, a port and a request over http."""
+    """Parse ``url URL [content = REGEX]``, short for a host, a port and an http request."""
     reader.need("'failed'", "failed")
     reader.need("'url'", "url")
     url = reader.url()
@@ -393,7 +393,7 @@ def _dialogue(reader: Reader) -> values.Protocol:
 
 
 def _http(reader: Reader) -> values.Protocol:
-    """``[request PATH [checksum SUM] [hostheader NAME]]``."""
+    """Parse ``[request PATH [checksum SUM] [hostheader NAME]]``."""
     if not reader.take("request"):
         return values.Protocol("http")
     request = reader.path("a path")
@@ -419,7 +419,7 @@ def _sip(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """How a test is read, and which checks have it."""
+    """Reader of a test, and the check types that have it."""
 
     read: Callable[[Reader], values.Test]
     kinds: frozenset[str]
@@ -480,4 +480,4 @@ TESTS: Final[Mapping[str, Reading]] = {
     "failed uid": Reading(_owner_test, PATHS),
     "failed gid": Reading(_owner_test, PATHS),
 }
-"""By the words after ``if``: two for ``not``, ``changed`` and ``failed``, else one."""
+"""Readers by the words after ``if``: two for ``not``, ``changed`` and ``failed``, else one."""

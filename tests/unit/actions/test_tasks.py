@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.actions.tasks import LARGE, Bounds, Tasks
+from agent_shim.actions.tasks import MAX_MEMORY_OUTCOME_BYTES, Bounds, Tasks
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, TaskNotFoundError
 
@@ -159,19 +159,19 @@ async def test_arguments_of_a_task_are_not_remembered(tasks: Tasks) -> None:
 
 async def test_large_outcome_lies_on_disk_where_only_root_reads_it(tasks: Tasks, tmp_path: Path) -> None:
     """It can be asked for as often as any other, a failure too."""
-    value = {"stdout": "x" * LARGE, "exit_code": 0}
+    value = {"stdout": "x" * MAX_MEMORY_OUTCOME_BYTES, "exit_code": 0}
 
     async def work() -> Any:
         return value
 
     async def broken() -> None:
-        raise ActionError("y" * LARGE)
+        raise ActionError("y" * MAX_MEMORY_OUTCOME_BYTES)
 
     large, failed = tasks.submit("run_errand", work), tasks.submit("compile_package", broken)
     await ended(tasks, failed.id)
 
     assert [await tasks.outcome(large) for _ in range(2)] == [value, value]
-    assert await tasks.outcome(failed) == f"compile_package: {'y' * LARGE}"
+    assert await tasks.outcome(failed) == f"compile_package: {'y' * MAX_MEMORY_OUTCOME_BYTES}"
     kept = sorted((tmp_path / "outcomes").iterdir())
     assert kept == sorted(tmp_path / "outcomes" / task.id for task in (large, failed))
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
@@ -182,7 +182,7 @@ async def test_large_outcome_goes_with_its_task_and_with_the_agent(tmp_path: Pat
     outcomes = tmp_path / "outcomes"
 
     async def work() -> str:
-        return "x" * LARGE
+        return "x" * MAX_MEMORY_OUTCOME_BYTES
 
     lane = Tasks(tmp_path / "t", outcomes, bounds=Bounds(number=1))
     running = asyncio.ensure_future(lane.run(failure))
@@ -203,12 +203,12 @@ async def test_outcome_stays_in_memory_when_the_disk_does_not_take_it(tmp_path: 
     (tmp_path / "outcomes").write_text("in the way")
 
     async def work() -> str:
-        return "x" * LARGE
+        return "x" * MAX_MEMORY_OUTCOME_BYTES
 
     lane = Tasks(tmp_path / "t", tmp_path / "outcomes")
     running = asyncio.ensure_future(lane.run(failure))
     first = await ended(lane, lane.submit("m", work).id)
-    assert await lane.outcome(first) == "x" * LARGE
+    assert await lane.outcome(first) == "x" * MAX_MEMORY_OUTCOME_BYTES
 
     (tmp_path / "outcomes").unlink()
     second = await ended(lane, lane.submit("m", work).id)

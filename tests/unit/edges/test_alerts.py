@@ -174,7 +174,7 @@ async def test_waits_for_the_bus() -> None:
 
 async def test_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long time without a bus costs memory for so many and no more."""
-    monkeypatch.setattr(alerts, "LIMIT", 3)
+    monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
     bus = Bus()
     bus.is_up = False
     async with sending(bus) as queue:
@@ -189,7 +189,7 @@ async def test_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_giving_way_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is being sent when it gives way takes no other with it."""
-    monkeypatch.setattr(alerts, "LIMIT", 2)
+    monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = Bus()
     async with sending(bus) as queue:
         fail(queue, "p0")

@@ -242,5 +242,5 @@ def test_addresses(text: str, where: tuple[str, int] | None) -> None:
 @pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
 def test_wrong_address_is_named(text: str) -> None:
     """A wrong address says itself and what would be right."""
-    with pytest.raises(ConfigError, match=r"cannot listen on .*: an address is ADDR:PORT or off"):
+    with pytest.raises(ConfigError, match=r"cannot listen on .*: the address must be ADDR:PORT or off"):
         http_server.parse_address(text)

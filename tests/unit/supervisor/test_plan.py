@@ -111,8 +111,8 @@ check directory two with path /tmp
 """
     one, two = plan([JobFile("j", "", text)])
 
-    assert one.unheeded == ("set httpd", "alert someone@example.com")
-    assert two.unheeded == ("rules of check directory",)
+    assert one.unsupported == ("set httpd", "alert someone@example.com")
+    assert two.unsupported == ("rules of check directory",)
 
 
 BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')

@@ -58,7 +58,7 @@ def made(name: str) -> Service:
         bpm=cast("Any", None),
         restarts=TokenBucket(1, 1),
         timing=Timing(),
-        tell=lambda _: None,
+        notify=lambda _: None,
         changed=lambda: None,
         was_oom=lambda: False,
         may_start=asyncio.Event(),

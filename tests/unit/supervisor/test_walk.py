@@ -206,13 +206,13 @@ class PlayedPresence:
             await self.program.terminate(0)
             raise LateError("no process after 30 seconds") from None
         if not self._take_up():
-            raise HostError("the start program ended: exit 1")
+            raise HostError("the start program exited: exit 1")
 
     def resume(self, *_: Any) -> None:
         self.program = self.machine.starter if self.machine.is_starting else None
         self._take_up()
 
-    def let_program_go(self) -> None:
+    def release_program(self) -> None:
         self.program = None
 
     def release(self) -> None:
@@ -354,7 +354,7 @@ class Walk:
             bpm=cast("Any", None),
             restarts=TokenBucket(1e9, 1e9),
             timing=TIMING,
-            tell=self.events.append,
+            notify=self.events.append,
             changed=lambda: None,
             was_oom=lambda: False,
             may_start=may_start,

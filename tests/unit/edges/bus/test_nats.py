@@ -68,4 +68,4 @@ async def test_a_reply_that_a_living_link_refuses_is_dropped_and_counted(caplog:
         await made._answer(b"request")
 
     assert made.stats.unanswered == 1
-    assert "a reply is dropped" in caplog.text
+    assert "cannot send a reply" in caplog.text

@@ -172,7 +172,7 @@ def test_what_speaks_of_the_daemon_is_listed() -> None:
         ),
         (
             "check a pidfile /p\ncheck A pidfile /q",
-            "line 2 column 7: found 'A', expected another name: 'a' stands in line 1 already",
+            "line 2 column 7: found 'A', expected another name: 'a' is already defined in line 1",
         ),
         (
             "check a matching '(x'",
