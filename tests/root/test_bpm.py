@@ -546,6 +546,34 @@ def test_volume_may_be_everything(inside: Inside, level: int, is_writable: bool)
     assert said == sorted([*wanted, *(f"writes {path}" for path in writes)])
 
 
+PACKAGE_IN_PLACE = """
+from agent_shim.supervisor.plan import BpmCall
+there = paths.base / "release/packages/far"
+shutil.rmtree(there, ignore_errors=True)
+(there / "bin").mkdir(parents=True)
+shutil.copy("/bin/true", there / "bin/far")
+(there.parent / "beside").write_text("beside")
+(paths.data_packages / "far").mkdir()
+(paths.data_packages / "far/1").symlink_to(there)
+(paths.packages / "far").symlink_to(paths.data_packages / "far/1")
+(paths.jobs / "web/config/bpm.yml").write_text('''
+processes:
+- name: far
+  executable: /var/vcap/packages/far/bin/far
+- name: beside
+  executable: /bin/cat
+  args: [/var/vcap/release/packages/beside]
+''')
+return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name in ("far", "beside")]
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_package_that_is_used_in_place_can_be_run(inside: Inside, level: int) -> None:
+    """As those of a directory that is deployed without a Director; what lies beside it stays closed."""
+    assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
+
+
 SHARED = """
 (paths.jobs / "web/config/bpm.yml").write_text(f'''
 processes:

@@ -422,6 +422,7 @@ class Bpm:
         elif paths.is_system:
             found += [place(each, source=temporary, write=True) for each in TEMPORARY]
         found += [place(str(each), run=True) for each in (paths.packages, paths.data_packages, paths.jobs / job)]
+        found += [place(each, run=True) for each in self._packages_elsewhere()]
         writable = [temporary, str(paths.sys / "log" / job), str(paths.sys / "run" / job)]
         if wanted.ephemeral_disk:
             writable.append(str(paths.data / job))
@@ -435,6 +436,12 @@ class Bpm:
         for volume in (*wanted.additional_volumes, *free):
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
         return list({each["path"]: each for each in reversed(found)}.values())
+
+    def _packages_elsewhere(self) -> list[str]:
+        """Where packages lie that a link leads to: those of a deployment without a Director are used in place."""
+        ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
+        own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
+        return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
 
     def _cage(self, label: str) -> job_cgroups.JobCgroup:
         return job_cgroups.JobCgroup(process_record.mark(label, self._paths.base))
