@@ -182,7 +182,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "host.sandbox": Raw(KERNEL, frozenset({"_program"})),
     "host.loop_guard": Raw(NAMED, frozenset({"_report", "_waited_for_processor"})),
-    "host.host_stats": Raw(KERNEL, frozenset({"cpu_times", "load", "memory"})),
+    "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
     "host.network": Raw(KERNEL, frozenset({"_read", "is_of_machine"})),
@@ -191,7 +191,10 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_Root.open_entry", "_listed", "pack"}),
     ),
     "host.proc": Raw(
-        KERNEL, frozenset({"_read", "boot_id", "incarnation", "last_number", "open_files", "table", "uses.of_one"})
+        KERNEL,
+        frozenset(
+            {"_read", "boot_id", "incarnation", "last_number", "open_files", "table", "table_of_few", "uses.of_one"}
+        ),
     ),
     "host.process": Raw(
         "the files of cgroups, and whether a program that could not be run is there",

@@ -20,7 +20,7 @@ from agent_shim.services import vitals
 from agent_shim.services.vitals import Vitals
 
 STAT = "cpu 300 0 100 500 100 0 0 0 0 0\n"
-MEMINFO = "MemTotal: 2048000 kB\nMemAvailable: 1024000 kB\nSwapTotal: 1000 kB\nSwapFree: 750 kB\n"
+MEMINFO = "MemTotal: 2048000 kB\nMemFree: 512000 kB\nMemAvailable: 1024000 kB\nSwapTotal: 1000 kB\nSwapFree: 750 kB\n"
 LOAD = "0.39 0.51 0.48 1/2 3\n"
 
 
