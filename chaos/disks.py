@@ -373,7 +373,7 @@ async def rotation(stand: Stand) -> str:
     expect(size <= total, f"{size >> 20} MiB of archives")
     kept = len(list(many.glob("*.log.1.gz")))
     expect(kept == 101, f"{kept} of 101 have an archive")
-    said = f"many/big.log was too large to keep: its first {big - total // 2} bytes are gone"
+    said = f"many/big.log was too large to keep: its first {big - total // 2} bytes are lost"
     expect(said in (stand.world.scratch / "agent.log").read_text(), "it is not told what is gone")
     lost, window = _lost(moving)
     expect(window < 1, f"lines of {window:.1f} s are lost")

@@ -146,7 +146,7 @@ class Daemon:
                 self._systemd.ready()
                 await self._until_stopped()
         if self._live is None or not any(service.pid for service in self._live.agent.supervisor.services()):
-            await asyncio.to_thread(self._fence.let_all_go)
+            await asyncio.to_thread(self._fence.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:
         """Wait until no other agent uses our volumes; nothing is touched, and nobody answered, until then."""

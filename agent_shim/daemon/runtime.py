@@ -407,7 +407,7 @@ def assemble(
     environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
     persistent = Disks(
-        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, let_go=fence.let_go
+        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, release=fence.release
     )
     return Agent(
         paths=paths,

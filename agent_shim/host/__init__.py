@@ -1,1 +1,1 @@
-"""The only code that forks, mounts, sends signals and reads ``/proc``."""
+"""Access to the operating system: only this floor forks, mounts, sends signals and reads ``/proc``."""

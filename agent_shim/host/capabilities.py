@@ -1,4 +1,4 @@
-"""What this process may do, as the kernel tells it. What seccomp and AppArmor think of it is found out by trying."""
+"""Privileges of this process, as the kernel reports them. Effects of seccomp and AppArmor are only found by trial."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 PROC: Final = Path("/proc")
 
-# include/uapi/linux/capability.h: the place in the list is the number of the bit.
+# include/uapi/linux/capability.h: the position in the list is the number of the bit.
 _IN_ORDER: Final = (
     "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
     "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
@@ -23,7 +23,7 @@ _WHOLE_RANGE: Final = ["0", "0", "4294967295"]
 
 @dataclass(frozen=True, slots=True)
 class Privileges:
-    """Capabilities without their prefix (``SYS_ADMIN``); one that has no name yet is its number (``41``)."""
+    """Capabilities without their prefix (``SYS_ADMIN``); one without a known name is its number (``41``)."""
 
     effective: frozenset[str] = frozenset()
     bounding: frozenset[str] = frozenset()
@@ -32,12 +32,12 @@ class Privileges:
 
 
 def privileges(proc: Path = PROC) -> Privileges:
-    """Those of this process."""
+    """Read the privileges of this process."""
     return parse_status((proc / "self/status").read_text())
 
 
 def parse_status(text: str) -> Privileges:
-    """Read ``/proc/PID/status``; what an old kernel leaves out is empty or off."""
+    """Parse ``/proc/PID/status``; fields that an old kernel lacks are empty or off."""
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     return Privileges(
         effective=names(fields.get("CapEff", "0")),
@@ -48,7 +48,7 @@ def parse_status(text: str) -> Privileges:
 
 
 def names(mask: str) -> frozenset[str]:
-    """The set bits of a hexadecimal mask; ``ValueError`` if it is none."""
+    """Return the capabilities of a hexadecimal mask; raises ``ValueError`` for any other text."""
     bits = int(mask, 16)
     return frozenset(
         NAMES[bit] if bit < len(NAMES) else str(bit) for bit in range(bits.bit_length()) if bits & (1 << bit)
@@ -56,17 +56,17 @@ def names(mask: str) -> frozenset[str]:
 
 
 def is_first_process() -> bool:
-    """True as PID 1, whose end is the end of the container and who has to reap strangers."""
+    """Return True as PID 1, which reaps orphans and whose end is the end of the container."""
     return os.getpid() == 1
 
 
 def is_user_namespace(proc: Path = PROC) -> bool:
-    """True where root is not the machine's root: not every user number is mapped to itself."""
+    """Return True where root is not the machine's root: not every uid is mapped to itself."""
     return (proc / "self/uid_map").read_text().split() != _WHOLE_RANGE
 
 
 def namespaces(pid: int | str = "self", proc: Path = PROC) -> dict[str, int]:
-    """Kind (``mnt``, ``pid`` …) to the number that tells one namespace from another; hidden ones are left out."""
+    """Map the kind (``mnt``, ``pid`` …) to the number that identifies the namespace; hidden ones are left out."""
     found = {}
     for link in (proc / str(pid) / "ns").iterdir():
         try:

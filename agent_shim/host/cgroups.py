@@ -1,8 +1,8 @@
-"""What the container may use and has used, as cgroup v1, v2 or a mixture of both tells it. Bytes, seconds.
+"""Limits and usage of the container, from cgroup v1, v2 or both. Bytes, seconds.
 
-The figures wanted are those of the container, and nothing says which cgroup that is: the agent may sit in a leaf below
-it, and with the host's cgroup namespace the hierarchy goes on above it. So the limits decide: the level with the
-tightest one is the container, and without a limit the machine itself is what jobs have.
+Nothing tells which cgroup is the container: the agent may be in a leaf below it, and with the host's cgroup namespace
+the hierarchy continues above it. So the limits decide: the level with the tightest one counts as the container; without
+any limit the jobs can use the whole machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INACTIVE: Final = {1: "total_inactive_file", 2: "inactive_file"}
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """One controller: the version that has it and the directories from our own cgroup up to the top of the mount."""
+    """One controller: its cgroup version and the directories from our own cgroup up to the top of the mount."""
 
     version: int
     levels: tuple[Path, ...]
@@ -34,7 +34,7 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """Where this process is accounted; None for a controller that cannot be seen. Version 1 counts in ``cpuacct``."""
+    """Cgroups of this process; None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
 
     memory: Hierarchy | None = None
     cpu: Hierarchy | None = None
@@ -43,7 +43,7 @@ class Cgroup:
 
 
 def find(proc: Path = host_stats.PROC) -> Cgroup:
-    """The cgroup of this process; empty where ``/proc`` or the hierarchies are hidden."""
+    """Find the cgroups of this process; empty where ``/proc`` or the hierarchies are hidden."""
     try:
         return parse_membership((proc / "self/cgroup").read_text(), parse((proc / "self/mountinfo").read_bytes()))
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A hierarchy in which processes can be told apart; ``controller`` is ``""`` in version 2.
+    """A hierarchy that can track processes; ``controller`` is ``""`` in version 2.
 
     ``path`` is our own cgroup as ``/proc/PID/cgroup`` shows it.
     """
@@ -76,12 +76,13 @@ class Tree:
 
 
 TRACKING: Final = ("", "freezer", "pids", "name=systemd", "perf_event", "net_cls,net_prio", "devices", "memory")
-"""Hierarchies for telling processes apart, best first: version 2 kills all of a cgroup, ``freezer`` holds it still,
-``pids`` lets it make no new processes; the others only know its members."""
+"""Hierarchies for tracking processes, best first: version 2 kills a whole cgroup, ``freezer`` freezes it, ``pids``
+prevents new processes; the others only list the members.
+"""
 
 
 def trees(root: Path = host_stats.PROC) -> list[Tree]:
-    """The mounted hierarchies of ``TRACKING`` that this process is in, in that order."""
+    """Return the mounted hierarchies of ``TRACKING`` that contain this process, in that order."""
     try:
         paths = processes.parse_groups((root / "self/cgroup").read_text())
         table = parse((root / "self/mountinfo").read_bytes())
@@ -98,7 +99,9 @@ def trees(root: Path = host_stats.PROC) -> list[Tree]:
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:
-    """A path outside the part that is mounted (Docker with version 1) is unknown: the mount itself stands for it."""
+    """Find the directories of a path. A path outside the mounted part (Docker with version 1) is unknown: use the mount
+    itself.
+    """
     if not ours or not path:
         return None
     for mount in ours:
@@ -110,9 +113,9 @@ def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | No
 
 
 def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
-    """Memory and swap of the container; None when no limit is tighter than the machine, which is then what counts.
+    """Return memory and swap of the container; None if no limit is below the machine, which then counts.
 
-    Page cache that nobody used lately is not in use: the kernel gives it back before it kills.
+    Page cache that was not used recently is free: the kernel reclaims it before it kills.
     """
     hierarchy = cgroup.memory
     level = _tightest(hierarchy, host.total)
@@ -133,24 +136,24 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
 
 
 def memory_total(cgroup: Cgroup, host: int) -> int:
-    """Bytes the container may use: its tightest limit, or the ``host``'s memory where none is tighter."""
+    """Return the bytes the container may use: its tightest limit, or the ``host``'s memory if none is lower."""
     level = _tightest(cgroup.memory, host)
     limit = memory_limit(cgroup.memory.version, level) if cgroup.memory and level else None
     return host if limit is None else limit
 
 
 def memory_limit(version: int, level: Path) -> int | None:
-    """Bytes; None without a limit (version 1 writes a number near 2**63)."""
+    """Return the limit in bytes; None without one (version 1 reports a number near 2**63)."""
     return _number(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
 
 
 def memory_current(version: int, level: Path) -> int | None:
-    """Bytes charged, page cache included."""
+    """Return the charged bytes, page cache included."""
     return _number(level / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
 
 
 def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
-    """Limit and use; version 1 knows them together with memory only."""
+    """Return limit and usage of swap; version 1 reports them only together with memory."""
     if version == 2:
         return _number(level / "memory.swap.max"), _number(level / "memory.swap.current")
     limit, used = _number(level / "memory.memsw.limit_in_bytes"), _number(level / "memory.memsw.usage_in_bytes")
@@ -161,30 +164,30 @@ def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
 
 
 def oom_kills(cgroup: Cgroup, host: host_stats.Memory) -> int | None:
-    """Processes the kernel has killed in the container for want of memory; None where it does not say."""
+    """Return the number of OOM kills in the container; None where the kernel does not report it."""
     level = oom_level(cgroup, host)
     return oom_kills_of(*level) if level else None
 
 
 def oom_level(cgroup: Cgroup, host: host_stats.Memory) -> tuple[int, Path] | None:
-    """What ``oom_kills_of`` takes for the container; None where it does not say."""
+    """Return the level that counts as the container for ``oom_kills_of``; None where no kills are reported."""
     if cgroup.memory is None:
         return None
     return cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.own
 
 
 def oom_kills_of(version: int, level: Path) -> int | None:
-    """Processes the kernel has killed there; None where it does not say."""
+    """Return the number of OOM kills of a cgroup; None where the kernel does not report it."""
     return _member(level / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
 
 
 def memory_peak(version: int, level: Path) -> int | None:
-    """The most bytes that were ever charged; None where the kernel does not say."""
+    """Return the maximum of charged bytes; None where the kernel does not report it."""
     return _number(level / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))
 
 
 def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
-    """The level with the smallest memory limit below ``most``; the one nearest to us when several have it."""
+    """Return the level with the smallest memory limit below ``most``, the nearest one if several have it."""
     if hierarchy is None:
         return None
     limits = {level: memory_limit(hierarchy.version, level) for level in hierarchy.levels}
@@ -193,9 +196,9 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Seconds used by the container, of the ``total`` its quota gave in ``age`` seconds; None without a quota.
+    """Return the CPU seconds used, with the ``total`` of the quota in ``age`` seconds; None without a quota.
 
-    A cgroup does not know how long it waited for disks.
+    Cgroups do not report the time spent waiting for disks.
     """
     hierarchy = cgroup.cpu
     if hierarchy is None:
@@ -212,7 +215,9 @@ def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
 
 
 def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
-    """Seconds in user and in system mode of the container: of the level with the tightest quota, else of our own."""
+    """Return the container's CPU seconds in user and system mode: of the level with the tightest quota, else of our
+    own.
+    """
     if cgroup.cpu is None:
         return None
     quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels]
@@ -222,13 +227,13 @@ def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
 
 
 def processors(cgroup: Cgroup) -> float | None:
-    """How many processors the container may use on average; None without a quota."""
+    """Return the CPUs that the container may use on average; None without a quota."""
     quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels] if cgroup.cpu else []
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def cpu_quota(version: int, level: Path) -> float | None:
-    """Processors that may be used on average, 1.5 say; None without a quota."""
+    """Return the CPUs of a quota, for example 1.5; None without one."""
     if version == 2:
         fields = _text(level / "cpu.max").split()
         quota, period = (_natural(fields[0]), _natural(fields[1])) if len(fields) == 2 else (None, None)
@@ -238,7 +243,7 @@ def cpu_quota(version: int, level: Path) -> float | None:
 
 
 def _cpu_used(cgroup: Cgroup, level: Path, index: int) -> tuple[float, float] | None:
-    """Seconds in user and in system mode; version 1 counts in a hierarchy of its own, at the same height."""
+    """Return CPU seconds in user and system mode; in version 1 from its own hierarchy, at the same height."""
     if cgroup.cpu is None or cgroup.cpu.version == 2:
         user, system = _member(level / "cpu.stat", "user_usec"), _member(level / "cpu.stat", "system_usec")
         scale = 1e6
@@ -251,7 +256,7 @@ def _cpu_used(cgroup: Cgroup, level: Path, index: int) -> tuple[float, float] | 
 
 
 def _text(path: Path) -> str:
-    """The file, or nothing where it is missing or may not be read."""
+    """Read a file; "" if it is missing or not readable."""
     try:
         return path.read_text()
     except (OSError, ValueError):
@@ -263,7 +268,7 @@ def _number(path: Path) -> int | None:
 
 
 def _member(path: Path, name: str) -> int | None:
-    """A value of a file of ``name value`` lines."""
+    """Return a value of a file with ``name value`` lines."""
     for line in _text(path).splitlines():
         if line.startswith(f"{name} "):
             return _natural(line.removeprefix(f"{name} ").strip())
@@ -271,5 +276,5 @@ def _member(path: Path, name: str) -> int | None:
 
 
 def _natural(text: str) -> int | None:
-    """``max`` and -1, which mean no limit, are None, and so is what cannot be read."""
+    """Parse a natural number; None for ``max`` and -1, which mean no limit, and for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None

@@ -1,4 +1,4 @@
-"""Short commands of the system, run to their end; what they read is in no list of processes."""
+"""Short system commands, run to completion. Their stdin never appears in argv."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.host import process
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 MOST_READ: Final = 64 * 1024
-"""Bytes of what a command prints that count, the first ones."""
+"""Limit of the output that is read, from its start."""
 
 
 async def run(
@@ -24,23 +24,23 @@ async def run(
     user: str | None = None,
     group: str | None = None,
     env: Mapping[str, str] = ENVIRONMENT,
-    patience: float = 60.0,
+    timeout: float = 60.0,
     grace: float = 1.0,
 ) -> str:
-    """What the program prints when it reads ``given``; ``HostError`` with that when it fails.
+    """Run the program with ``given`` as stdin and return its output; on failure raises ``HostError`` with that output.
 
-    After ``patience`` seconds, or when this is cancelled, its process group gets TERM and ``grace`` seconds later KILL.
+    After ``timeout`` seconds, or on cancellation, its process group gets TERM and ``grace`` seconds later KILL.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
         running = process.spawn(
             [program, *arguments], env=env, stdin=stdin, stdout=output, stderr=output, user=user, group=group
         )
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 status = await running.wait()
         except TimeoutError:
             await running.terminate(grace)
-            raise HostError(f"cannot run {program}: it takes longer than {patience:.0f} seconds") from None
+            raise HostError(f"cannot run {program}: no result within {timeout:.0f} seconds") from None
         except asyncio.CancelledError:
             await running.terminate(grace)
             raise
@@ -51,9 +51,9 @@ async def run(
 
 
 def in_terminal(argv: list[str]) -> int:
-    """Run a program that has our terminal, whose interrupts are for it alone; its exit code, -N when signal N ended it.
+    """Run a program in our terminal, which alone gets its interrupts; return its exit code, -N after signal N.
 
-    For commands, which wait for nothing else. Raises ``OSError``.
+    Blocks: for commands only. Raises ``OSError``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
@@ -62,7 +62,7 @@ def in_terminal(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _in_memory(content: bytes = b"") -> Iterator[int]:
-    """A file that is on no disk."""
+    """Return a file in memory."""
     descriptor = os.memfd_create("agent_shim")
     try:
         os.pwrite(descriptor, content, 0)

@@ -1,8 +1,8 @@
-"""One directory made to hold exactly what another holds, compared before it is called done, restartable at any point.
+"""Mirror one directory to another, verify the copy, and resume after an interruption at any point.
 
-Kept are owner, mode, times, extended attributes and ACLs of files and directories, hard links, holes, links and
-special files. An entry whose modification time is right is whole, because that is set last: so a copy that was killed
-goes on where it was. No link is followed on either side. Everything here blocks for as long as the data takes.
+Preserves owner, mode, times, extended attributes and ACLs of files and directories, hard links, holes, links and
+special files. An entry with the right modification time is complete, because that is set last: so a killed copy resumes
+where it was. No link is followed on either side. Everything here blocks for as long as the data takes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from agent_shim.host import files, guarded
 
 CHUNK: Final = 1 << 20
 REPORT: Final = 0.5
-"""Seconds between two reports."""
+"""Interval of progress reports."""
 ROUNDS: Final = 3
-"""Comparisons, each after a copy of what differed, before a source that never rests is given up."""
+"""Attempts to copy and compare before a source that keeps changing is given up."""
 COARSE: Final = 2_000_000_000
-"""Nanoseconds by which a file system may round times."""
+"""Rounding of timestamps by file systems, in nanoseconds."""
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_DIR: Final = _READ | os.O_DIRECTORY
 _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
-"""Attributes that are data; labels that a mount gives (SELinux, NFS) are not."""
+"""Extended attributes that are data; labels given by a mount (SELinux, NFS) are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a copy is; ``phase`` is counting, copying or comparing, sizes are bytes of data without holes."""
+    """Progress of a copy; ``phase`` is counting, copying or comparing, sizes are bytes of data without holes."""
 
     phase: str
     files: int = 0
@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """How much of the present phase is done, as a share of one; 0 as long as nobody knows how much there is."""
+        """Return the completed part of the present phase, 0 to 1; 0 while the total is unknown."""
         return self.size / self.size_total if self.size_total else 0.0
 
     def __str__(self) -> str:
@@ -63,10 +63,10 @@ Report = Callable[[Progress], None]
 def mirror(
     source: Path, target: Path, *, spared: Collection[str] = (), report: Report = lambda _progress: None
 ) -> None:
-    """Make ``target`` hold what ``source`` holds; what it holds beyond that is removed.
+    """Make ``target`` equal to ``source``; all else in it is removed.
 
-    Names in ``spared`` are passed over at the top of both. Raises ``HostError`` naming the entry that cannot be copied
-    as it is, or those that still change while they are copied.
+    Names in ``spared`` are skipped at the top of both. Raises ``HostError`` with the entry that cannot be copied
+    exactly, or the entries that keep changing.
     """
     what = f"copy {source} to {target}"
     try:
@@ -82,17 +82,17 @@ def mirror(
         raise
     except OSError as exc:
         raise files.failed(what, exc) from exc
-    raise HostError(f"cannot {what}: copied and compared {ROUNDS} times, these differ: {', '.join(differing[:5])}")
+    raise HostError(f"cannot {what}: after {ROUNDS} attempts these differ: {', '.join(differing[:5])}")
 
 
 def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
-    """True if a directory holds nothing but names in ``spared``."""
+    """Return True if a directory is empty, apart from names in ``spared``."""
     with os.scandir(directory) as entries:
         return all(entry.name in spared for entry in entries)
 
 
 class _Mirror:
-    """The state of one copy: descriptors of both directories, and which files are names of one."""
+    """State of one copy: descriptors of both directories, and the hard links seen so far."""
 
     def __init__(self, source: int, target: int, spared: frozenset[str], report: Report) -> None:
         self._source = source
@@ -103,14 +103,14 @@ class _Mirror:
         self._progress = Progress("counting")
 
     def count(self) -> None:
-        """Find out how much there is."""
+        """Count files and bytes of the source."""
         for here, below in self._walk(self._source):
             for name in below:
                 self._advance(_status(here, name))
         self._progress = Progress("", files_total=self._progress.files, size_total=self._progress.size)
 
     def copy(self) -> None:
-        """One pass over the source: what the target lacks or has otherwise is copied."""
+        """Walk the source once and copy entries that are missing or differ in the target."""
         self._begin("copying")
         first: dict[tuple[int, int], str] = {}
         entered = []
@@ -129,12 +129,14 @@ class _Mirror:
                     else:
                         self._link(other, target, name)
                     self._advance(status)
-        for path in reversed(entered):  # last, and from below: what is made in a directory changes its time
+        for path in reversed(entered):  # children first: an entry made in a directory changes its time
             with self._both(path) as (source, target), _telling("copy", path, "."):
                 _copy_attributes(source, target, os.fstat(source))
 
     def compare(self) -> list[str]:
-        """One pass over both: the entries that differ, taken from the target so that the next pass makes them anew."""
+        """Walk both once; return the differing entries after removing them from the target, so that the next copy makes
+        them.
+        """
         self._begin("comparing")
         found = []
         made: dict[tuple[int, int], tuple[int, int]] = {}
@@ -148,7 +150,7 @@ class _Mirror:
                     if wanted and there and _same_entry(source, target, name, wanted, there):
                         one, other = _inode(wanted), _inode(there)
                         alone = not (_is_shared(wanted) or _is_shared(there))
-                        # Names of one file there are names of one file here, and no others are.
+                        # The hard links must be the same on both sides.
                         if alone or (made.setdefault(one, other), owner.setdefault(other, one)) == (other, one):
                             self._advance(wanted)
                             continue
@@ -158,7 +160,7 @@ class _Mirror:
         return found
 
     def _link(self, other: str, target: int, name: str) -> None:
-        """Make ``name`` one more name of the file that was copied as ``other``."""
+        """Make ``name`` a hard link to the copy of ``other``."""
         above, _, last = other.rpartition("/")
         with _opened_below(self._target, above) as there:
             wanted = _status(there, last)
@@ -169,12 +171,14 @@ class _Mirror:
             os.link(last, name, src_dir_fd=there, dst_dir_fd=target, follow_symlinks=False)
 
     def _pairs(self, *, make: bool = True) -> Iterator[tuple[str, int, int, list[str]]]:
-        """Each directory of the source, top first: its path with a slash at its end, both descriptors, its names."""
+        """Yield each directory of the source, parents first: its path with a trailing slash, both descriptors, its
+        names.
+        """
         ahead = [""]
         while ahead:
             path = ahead.pop()
             with self._both(path) as (source, target):
-                if make:  # an earlier pass may have given it a mode that forbids to write
+                if make:  # an earlier pass may have set a mode without write permission
                     os.fchmod(target, stat.S_IMODE(os.fstat(target).st_mode) | 0o700)
                 names = sorted(_names(source) - self._spare(path))
                 yield path, source, target, names
@@ -184,7 +188,7 @@ class _Mirror:
                         ahead.append(f"{path}{name}/")
 
     def _walk(self, top: int) -> Iterator[tuple[int, list[str]]]:
-        """Each directory below ``top`` with its names."""
+        """Yield each directory below ``top`` with its names."""
         ahead = [""]
         while ahead:
             path = ahead.pop()
@@ -217,7 +221,7 @@ class _Mirror:
 
 
 def _copy_entry(source: int, target: int, name: str, status: os.stat_result) -> None:
-    """Make ``name`` in the directory ``target`` what it is in ``source``; of a directory the bare place."""
+    """Copy ``name`` from the directory ``source`` to ``target``; a directory without its content."""
     found = _status_or_none(target, name)
     if found is not None:
         if stat.S_ISDIR(status.st_mode) and stat.S_ISDIR(found.st_mode):
@@ -259,9 +263,9 @@ def _copy_file(source: int, target: int, name: str, status: os.stat_result) -> N
 
 
 def _copy_range(old: int, new: int, begin: int, end: int) -> None:
-    """Copy these bytes; the kernel does it (and shares blocks) where it can."""
+    """Copy a range of bytes; in the kernel (with shared blocks) if it can."""
     at = begin
-    with suppress(OSError):  # another file system, an old kernel: by hand, from where it stopped
+    with suppress(OSError):  # another file system or an old kernel: continue with reads and writes
         while at < end and (count := os.copy_file_range(old, new, end - at, at, at)):
             at += count
     while at < end and (data := os.pread(old, min(CHUNK, end - at), at)):
@@ -269,7 +273,7 @@ def _copy_range(old: int, new: int, begin: int, end: int) -> None:
 
 
 def _copy_attributes(old: int, new: int, status: os.stat_result) -> None:
-    """Owner, mode, extended attributes, times, in this order: each but the last may change one before it or after."""
+    """Copy owner, mode, extended attributes and times, in this order: each may be changed by setting one before it."""
     now = os.fstat(new)
     if (now.st_uid, now.st_gid) != (status.st_uid, status.st_gid):
         os.fchown(new, status.st_uid, status.st_gid)
@@ -293,7 +297,7 @@ def _attributes(fd: int) -> dict[str, bytes]:
 
 
 def _looks_same(one: os.stat_result, other: os.stat_result) -> bool:
-    """Alike in all that a look tells without reading."""
+    """Compare all attributes that are visible without reading."""
     return (
         one.st_mode == other.st_mode
         and (one.st_uid, one.st_gid) == (other.st_uid, other.st_gid)
@@ -304,7 +308,7 @@ def _looks_same(one: os.stat_result, other: os.stat_result) -> bool:
 
 
 def _same_entry(source: int, target: int, name: str, wanted: os.stat_result, there: os.stat_result) -> bool:
-    """Alike in all that is copied, content included."""
+    """Compare everything that is copied, including the content."""
     if not _looks_same(wanted, there):
         return False
     if stat.S_ISLNK(wanted.st_mode):
@@ -318,7 +322,7 @@ def _same_entry(source: int, target: int, name: str, wanted: os.stat_result, the
 
 
 def _same_data(old: int, new: int, size: int) -> bool:
-    with suppress(OSError):  # compare what is on the disk, not what memory still holds of the writing
+    with suppress(OSError):  # compare with the disk, not with the page cache
         os.posix_fadvise(new, 0, 0, os.POSIX_FADV_DONTNEED)
     at = 0
     for begin, end in heapq.merge(_data(old, size), _data(new, size)):
@@ -332,16 +336,16 @@ def _same_data(old: int, new: int, size: int) -> bool:
 
 
 def _data(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file that are no holes, as beginnings and ends."""
+    """Yield start and end of each part of a file that is not a hole."""
     at = 0
     while at < size:
         try:
             begin = os.lseek(fd, at, os.SEEK_DATA)
             end = os.lseek(fd, begin, os.SEEK_HOLE)
         except OSError as exc:
-            if exc.errno == errno.EINVAL:  # nobody here knows of holes
+            if exc.errno == errno.EINVAL:  # the file system does not support holes
                 yield at, size
-            elif exc.errno != errno.ENXIO:  # that is: no data any more
+            elif exc.errno != errno.ENXIO:  # ENXIO: no more data
                 raise
             return
         if begin < size:
@@ -406,7 +410,7 @@ def _opened_below(top: int, path: str) -> Iterator[int]:
 
 @contextmanager
 def _opened_file(directory: int, name: str) -> Iterator[int]:
-    """Open to read, without a trace in the time of access where that is allowed; a pipe put there does not block."""
+    """Open a file for reading, without an update of its access time if allowed; a pipe in its place does not block."""
     held = guarded.open_beneath(directory, name, os.O_PATH)
     try:
         fd = _reopened(held)
@@ -429,7 +433,7 @@ def _reopened(held: int) -> int:
 
 @contextmanager
 def _telling(what: str, path: str, name: str) -> Iterator[None]:
-    """Errors inside name the entry."""
+    """Add the entry to errors of the block."""
     try:
         yield
     except HostError:

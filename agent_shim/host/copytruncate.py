@@ -1,7 +1,7 @@
-"""Rotation of a file that its writers keep open: its content goes to ``FILE.1.gz``, and it is cut to nothing.
+"""Rotation of a file that its writers keep open: its content moves to ``FILE.1.gz``, and it is truncated.
 
-What logrotate calls copytruncate. The directories belong to jobs, which may put anything there at any time: no link is
-followed, a file that has a second name is left alone, and every step works within a directory that is held open.
+This is copytruncate of logrotate. Jobs own the directories and may put anything there at any time: no link is followed,
+a file with a second hard link is refused, and every step works within an open directory.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from agent_shim.host import files, guarded
 
 LEVEL: Final = 2
 MAX_SURPLUS: Final = 1000
-"""Archives of one log beyond those that are kept, which are removed in one go."""
+"""Limit of surplus archives of one log that one rotation removes."""
 GZIP: Final = 31
-"""For zlib: a gzip head, and the largest window."""
+"""For zlib: a gzip header and the largest window."""
 
 
 class Moved(NamedTuple):
-    """Bytes of a log that are in its archive now, and of those before them that are nowhere any more."""
+    """Bytes of a log now in its archive, and bytes before them that are lost."""
 
     size: int = 0
     left_out: int = 0
 
 
 def rotate(root: int, path: str, keep: int, most: int) -> Moved:
-    """Rotate ``path`` below the directory with descriptor ``root``, keeping ``keep`` archives of it.
+    """Rotate ``path`` below the directory with descriptor ``root`` and keep ``keep`` archives of it.
 
-    Of a log with more than ``most`` bytes the end is kept, so many; a line at the beginning of its archive says so.
-    Nothing is moved of what is no plain file any more, or empty. Raises ``HostError``; the file is as it was then. What
-    is written while the last bytes are copied is copied too, up to half of ``most``: who writes faster than that is
-    packed loses the rest. What comes in the moment before the cut is lost.
+    Of a log with more than ``most`` bytes only that much of the end is kept; the first line of its archive says so.
+    Empty files and those that are no longer regular are skipped. Raises ``HostError``, and the file is unchanged then.
+    Bytes written during the copy are copied too, up to half of ``most``: a faster writer loses the rest. Bytes written
+    between the last read and the truncation are lost.
     """
     parent, _, name = path.rpartition("/")
     try:
@@ -70,7 +70,7 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
         fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
     )
     try:
-        with suppress(PermissionError):  # root that may not give files away
+        with suppress(PermissionError):  # root without the right to chown
             os.fchown(target, status.st_uid, status.st_gid)
         os.fchmod(target, stat.S_IMODE(status.st_mode) & 0o777)
         moved = _pack(source, target, status.st_size, most)
@@ -83,7 +83,9 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
 
 
 def _shift(directory: int, name: str, keep: int) -> None:
-    """Make room for a first archive: ``.1.gz`` becomes ``.2.gz`` and so on, up to the first gap; the oldest go."""
+    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to the first gap; remove the
+    oldest.
+    """
     last = 0
     while last < keep + MAX_SURPLUS and _is_there(directory, f"{name}.{last + 1}.gz"):
         last += 1
@@ -104,9 +106,9 @@ def _is_there(directory: int, name: str) -> bool:
 
 
 def _pack(source: int, target: int, size: int, most: int) -> Moved:
-    """Copy what ends at ``size`` and what came meanwhile, then cut the source, with little in between."""
+    """Copy everything up to ``size`` and all bytes added meanwhile, then truncate the source without delay."""
     packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
-    # A writer that does not append goes on where it was, and leaves a hole before that: no content.
+    # A writer that does not append continues at its offset after a truncation, and leaves a hole before it.
     runs = list(guarded.segments(source, 0, size))
     left_out = excess = max(0, sum(end - begin for begin, end in runs) - most)
     if left_out:
@@ -119,11 +121,11 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
             moved += len(chunk)
             _write(target, packer.compress(chunk))
     os.lseek(source, size, os.SEEK_SET)
-    # On disk before it is gone from there.
+    # Sync the archive before the truncation.
     _write(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
     rest = 0
-    # The sync may have taken seconds. Cut is when a look finds nothing more, not after so many bytes.
+    # The sync may have taken seconds. Truncate only when a read finds no more data, not after a fixed size.
     while rest < most // 2 and (chunk := os.read(source, files.CHUNK)):
         rest += len(chunk)
         _write(target, packer.compress(chunk))

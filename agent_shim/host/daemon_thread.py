@@ -1,7 +1,7 @@
-"""Work that may hang for ever (a dead file server, a name server that is silent), in a thread of its own.
+"""Daemon threads for work that may hang for ever (a dead file server, a silent name server).
 
-The threads of ``asyncio.to_thread`` are few and are waited for at the end: one that hangs would take another's place,
-and keep the process alive.
+The threads of ``asyncio.to_thread`` are few, and the process waits for them at its end: a hanging one would block
+others and keep the process alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """What ``work`` returns or raises; nothing waits for it when we end. ``OSError`` where no thread can be made."""
+    """Run ``work`` in a daemon thread and return a future; ``OSError`` if no thread can be started."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -27,11 +27,11 @@ def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         settle: Callable[[], None]
         try:
             found = work()
-        except Exception as exc:  # noqa: BLE001 - raised where it is waited for
+        except Exception as exc:  # noqa: BLE001 - raised where the future is awaited
             settle = partial(answer.set_exception, exc)
         else:
             settle = partial(answer.set_result, found)
-        with contextlib.suppress(RuntimeError):  # the loop is gone
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if answer.done() else settle())
 
     try:
@@ -42,12 +42,12 @@ def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def pool(threads: int) -> ThreadPoolExecutor:
-    """Threads for ``asyncio.to_thread``, all of them there at once: later on the machine may grant no more."""
+    """Return a pool for ``asyncio.to_thread`` with all threads started: the machine may refuse new ones later."""
     made = ThreadPoolExecutor(threads, thread_name_prefix="blocking")
     together = threading.Barrier(threads)
     try:
         for _ in range(threads):
             made.submit(together.wait)
     except RuntimeError:
-        together.abort()  # those that there are must do
+        together.abort()  # the started ones have to suffice
     return made

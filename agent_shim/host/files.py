@@ -1,9 +1,9 @@
-"""Files that are whole or old, and directories with the modes they should have.
+"""Atomic files, and directories with defined modes.
 
-All functions here block on the disk; the event loop calls them through ``asyncio.to_thread`` (:func:`save` does).
-Failures are :class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group`` and
-are left alone unless we are root, so that a scratch world of an ordinary user works; root of a container that may not
-give files away (no CAP_CHOWN) keeps them, which is said once.
+All functions block on the disk; the event loop calls them through ``asyncio.to_thread`` (:func:`save` does). Failures
+are :class:`HostError` with ``errno`` and a text that names the path. Owners are ``user:group``. They are ignored unless
+we are root, so that an ordinary user can use a scratch tree; root of a container without CAP_CHOWN keeps the files,
+which is logged once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from agent_shim.host.mounts import is_mount_point
 logger = logging.getLogger(__name__)
 
 CHUNK: Final = 64 * 1024
-"""Bytes moved at a time. From 128 KiB on the allocator asks the kernel for each buffer anew: three times slower."""
+"""Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
 
 _MOST_LINKS: Final = 40
-"""On the way to a directory, as for the kernel."""
+"""Links in one path, as in the kernel."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
 def failed(what: str, exc: OSError) -> HostError:
-    """``exc`` told as ``cannot WHAT: why``, with its ``errno``."""
+    """Convert ``exc`` to ``HostError`` "cannot WHAT: why" with its ``errno``."""
     error = HostError(f"cannot {what}: {exc.strerror or exc}")
     error.errno = exc.errno
     return error
@@ -48,9 +48,9 @@ def failed(what: str, exc: OSError) -> HostError:
 
 
 def owner_ids(owner: str | None) -> tuple[int, int]:
-    """The numbers of ``user:group``, without a group those of the user alone.
+    """Return uid and gid of ``user:group``, without a group those of the user.
 
-    (-1, -1), which chown takes as "as it is", for None and unless we are root that may give files away.
+    (-1, -1), which chown ignores, for None and unless we are root with CAP_CHOWN.
     """
     if owner is None or os.geteuid() != 0 or not _may_give():
         return -1, -1
@@ -66,7 +66,7 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
 
 
 def chown(path: Path | str, owner: str) -> None:
-    """Give ``path``, itself if it is a link, to ``user:group`` or to ``user`` with their own group."""
+    """Change the owner of ``path``, of a link itself, to ``user:group`` or to ``user`` with its own group."""
     try:
         os.chown(path, *owner_ids(owner), follow_symlinks=False)
     except OSError as exc:
@@ -74,7 +74,7 @@ def chown(path: Path | str, owner: str) -> None:
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set owner, then mode (a change of owner clears bits); what is right already is not touched."""
+    """Set owner, then mode (chown clears bits); right values are not set again."""
     uid, gid = owner_ids(owner)
     now = os.fstat(fd)
     if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
@@ -84,16 +84,18 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
-            # A volume came with it. A new file is ours and has its mode from the start: no secret is shown by that.
-            logger.warning("the mode of what somebody else owns stays %o: %s", stat.S_IMODE(now.st_mode), exc.strerror)
+            # It came with a volume. New files are ours and have their mode from the start: no secret is exposed.
+            logger.warning(
+                "cannot change the mode %o of a file of another user: %s", stat.S_IMODE(now.st_mode), exc.strerror
+            )
 
 
 @functools.cache
 def _may_give() -> bool:
-    """Whether root may change owners; said once where a container does not let it."""
+    """Return True if root may chown; logs once if it may not."""
     if "CHOWN" in capabilities.privileges().effective:
         return True
-    logger.warning("files stay with the user who makes them: this container lacks CAP_CHOWN")
+    logger.warning("cannot change owners of files: this container lacks CAP_CHOWN")
     return False
 
 
@@ -101,17 +103,17 @@ def _may_give() -> bool:
 
 
 def sibling(path: Path) -> Path:
-    """A new name beside ``path`` for something half made; :func:`is_leftover` knows it when it is found later."""
+    """Return a unique temporary name beside ``path``; :func:`is_leftover` recognizes it."""
     return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def is_leftover(name: str) -> bool:
-    """True for a name that :func:`sibling` has made."""
+    """Return True for a name made by :func:`sibling`."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def sweep(places: Iterable[Path]) -> None:
-    """Remove what :func:`sibling` has named in these directories; only where nobody is at work."""
+    """Remove files named by :func:`sibling` in these directories; no other process may be writing there."""
     for place in places:
         with suppress(FileNotFoundError, NotADirectoryError):
             for path in place.iterdir():
@@ -120,7 +122,7 @@ def sweep(places: Iterable[Path]) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what :func:`sibling` has named after ``path`` and nobody works at any more."""
+    """Remove files that :func:`sibling` named after ``path`` and that are no longer in use."""
     with suppress(FileNotFoundError):
         for found in path.parent.iterdir():
             if is_leftover(found.name) and found.name.startswith(f".{path.name}.tmp-"):
@@ -129,9 +131,9 @@ def remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``path`` when the block ends well, and is gone when it does not.
+    """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
-    It is on disk before it has the name; a crash leaves the old file or the new one. A link at ``path`` is replaced.
+    It is synced before the rename: a crash leaves the old file or the new one. A link at ``path`` is replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -150,12 +152,12 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None) -> Ite
 
 
 def behind(path: Path) -> Path:
-    """What to write instead of ``path``, where that is a link which the agent has left: to a file in memory."""
+    """Return the file to write for ``path``: the target if it is a link made by the agent to a file in memory."""
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
-    """Make ``data`` the content of ``path``, whole or not at all.
+    """Replace the content of ``path`` atomically.
 
     A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced: it is written in place and keeps
     its mode and owner.
@@ -171,14 +173,14 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, owner: str | Non
 
 
 async def save(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
-    """:func:`write_atomic` for the event loop."""
+    """Call :func:`write_atomic` in a thread, for the event loop."""
     await asyncio.to_thread(write_atomic, path, data, mode=mode, owner=owner)
 
 
 def version(path: Path) -> tuple[int, int, int] | None:
-    """Something that is another one after each change of a file; None while there is none.
+    """Return a value that changes with every change of a file; None without a file.
 
-    The time is that of the inode: a copy may bring the time of its original.
+    Uses the time of the inode: a copy may preserve the modification time.
     """
     try:
         status = path.stat()
@@ -188,7 +190,7 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    # Cut after writing: a reader in between sees the new bytes with an old tail, never an empty file.
+    # Truncate after writing: a concurrent reader sees the new bytes with an old tail, never an empty file.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as file:
         file.write(data)
         file.truncate()
@@ -197,7 +199,7 @@ def _write_in_place(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to disk."""
+    """Sync a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -209,9 +211,9 @@ def sync_directory(path: Path) -> None:
 
 
 def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
-    """Make a directory, with parents (0755) if need be, and see that its mode and owner are these.
+    """Create a directory, and its parents (0755) if missing, and set its mode and owner.
 
-    A link at ``path`` itself is refused, and above it one that neither root nor this user has made: where vcap may
+    A link at ``path`` itself is refused, and above it one that neither root nor this user has made: where vcap can
     write, it could lead anywhere.
     """
     try:
@@ -225,7 +227,7 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def _make_way(path: Path, mode: int) -> int:
-    """Open a directory step by step, making what is not there."""
+    """Open a directory step by step, creating missing ones."""
     top, rest = guarded.start(path)
     links = 0
     here = os.open(top, (os.O_PATH if rest else os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -250,7 +252,7 @@ def _make_way(path: Path, mode: int) -> int:
 
 
 def _enter(here: int, name: str, mode: int | None) -> int:
-    """Open the directory ``name``, made if need be; the last one has a ``mode``, and its attributes can be set."""
+    """Open or create the directory ``name``; the last one has a ``mode`` and is opened for changes."""
     with suppress(FileExistsError):
         try:
             os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -261,7 +263,7 @@ def _enter(here: int, name: str, mode: int | None) -> int:
 
 
 def _link_to_follow(here: int, name: str) -> Path | None:
-    """Where a link leads that may be followed; None for what is none."""
+    """Return the target of a link that may be followed; None if ``name`` is not a link."""
     status = os.stat(name, dir_fd=here, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         return None
@@ -270,7 +272,7 @@ def _link_to_follow(here: int, name: str) -> Path | None:
 
 
 def swap_link(target: Path, link: Path) -> None:
-    """Make ``link`` point to ``target``; it is never absent in between, unless a real directory must go first."""
+    """Point ``link`` to ``target`` atomically, unless it replaces a real directory, which is removed first."""
     temp = sibling(link)
     try:
         with suppress(FileExistsError):
@@ -289,7 +291,7 @@ def swap_link(target: Path, link: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a whole directory; no link is followed, and nothing there is nothing to do."""
+    """Remove a file, a link or a whole directory without following links; a missing path is no error."""
     try:
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
@@ -319,8 +321,8 @@ def _let_owner_write(tree: Path) -> None:
 
 
 def copy_data(source: int, target: int) -> None:
-    """Copy from the position of ``source`` to its end; the kernel does it (and shares blocks) where it can."""
-    with suppress(OSError):  # other filesystems, old kernels: by hand, from where it stopped
+    """Copy from the position of ``source`` to its end; in the kernel (with shared blocks) if it can."""
+    with suppress(OSError):  # another file system or an old kernel: continue with reads and writes
         while os.copy_file_range(source, target, 1 << 30):
             pass
     buffer = memoryview(bytearray(CHUNK))
@@ -331,8 +333,8 @@ def copy_data(source: int, target: int) -> None:
 
 
 def sync_filesystem(path: Path) -> None:
-    """Bring everything written to the filesystem of ``path`` to disk: one call where thousands of fsyncs would be."""
-    import ctypes  # late: half a megabyte that most processes never need
+    """Sync the file system of ``path``: one call instead of thousands of fsyncs."""
+    import ctypes  # late import: half a megabyte that most processes never need
 
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

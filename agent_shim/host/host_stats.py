@@ -17,7 +17,7 @@ PROC: Final = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Processor time since some beginning; ``total`` is all there was, used or not."""
+    """Cumulative CPU time; ``total`` is the available time, used or not."""
 
     user: float
     system: float
@@ -27,7 +27,7 @@ class CpuTimes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes there are and bytes in use, of memory and of swap."""
+    """Total and used bytes, of memory and of swap."""
 
     total: int
     used: int

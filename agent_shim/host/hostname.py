@@ -1,4 +1,4 @@
-"""The host name of the container: whether it is the agent's to set, and setting it."""
+"""Host name of the container: decides whether the agent may set it, and sets it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from agent_shim.host import files, mounts
 
 HOST_NAME: Final = Path("/etc/hostname")
 INITIAL_UTS_NAMESPACE: Final = 0xEFFFFFFE
-"""Inode of the namespace that the kernel starts with (include/linux/proc_ns.h)."""
+"""Inode of the initial UTS namespace of the kernel (include/linux/proc_ns.h)."""
 
 _VALID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?")
-"""What sethostname(2) takes, 64 bytes at most, and resolvers find."""
+"""Names that sethostname(2) accepts, up to 64 bytes, and that resolvers find."""
 
 
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
-    """Who sets the host name instead of the agent; "" where it is the agent's to set.
+    """Return the reason why the agent must not set the host name, or "".
 
-    A runtime that gives a container a name mounts ``/etc/hostname``; without a UTS namespace the name is that of the
-    machine below, and of everything else on it.
+    A runtime that names a container mounts ``/etc/hostname``; without a UTS namespace the name is that of the machine
+    and of everything else on it.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"
@@ -33,11 +33,11 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
 
 
 def set_host_name(name: str) -> str:
-    """Name the container as SetupHostname does (platform/linux_platform.go); why not, or "". Blocks on the disk."""
+    """Set the host name as SetupHostname does (platform/linux_platform.go); return why not, or "". Blocks."""
     if socket.gethostname() == name:
         return ""
     if _VALID.fullmatch(name) is None:
-        return f"{name} is no host name"
+        return f"{name} is not a valid host name"
     if kept := owner():
         return kept
     try:

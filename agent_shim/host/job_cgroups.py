@@ -1,13 +1,13 @@
-"""Cgroups of our own, below or beside the one we are in: one for each process of a job, by which its processes are
-known, counted, held still and killed, and which limits their memory and number.
+"""Cgroups for jobs, below or beside our own: one for each process, which identifies, counts, freezes and kills all of
+its processes, and limits their memory and number.
 
 Membership is inherited, and a process without privileges cannot change it: it is evidence that a job cannot forge. One
-hierarchy is enough for that (``tracker``); a directory that can be removed is the kernel's word that nothing is left.
+hierarchy suffices for that (``tracker``); if its directory can be removed, no process is left.
 
-Both versions; a controller is used only where that needs no more than making a directory: in version 2 the kernel
-hands a controller down only while no process sits in our own cgroup, and moving all of a container away from there
-would take ``docker exec`` from its users. Where whoever started us has put us into a subgroup of what is ours (systemd
-with ``DelegateSubgroup=``), they are made beside it.
+Supports both versions, and uses a controller only if that takes no more than creating a directory: in version 2 the
+kernel delegates a controller only while our own cgroup contains no process, and moving all processes of a container out
+of it would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
+``DelegateSubgroup=``), they are created beside it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Final
 from agent_shim.host import cgroups, proc, process
 
 HOLD_TIMEOUT_S: Final = 1.0
-"""For a cgroup to hold still; a process that hangs in the kernel may keep it from that."""
+"""For a cgroup to freeze; a process stuck in the kernel may prevent it."""
 MAX_DEPTH: Final = 16
-"""Of cgroups that a job makes below its own."""
+"""Levels of cgroups that a job creates below its own."""
 _DIRECTORY: Final = "agent_shim"
 _NO_LIMIT: Final = 1 << 62
-"""Bytes; version 1 writes more where there is none."""
+"""Bytes; version 1 reports a larger number without a limit."""
 
 _LIMITS: Final = {
     ("memory", 1): "memory.limit_in_bytes",
@@ -40,11 +40,11 @@ _LIMITS: Final = {
 
 
 _DELEGATED: Final = ("user.delegate", "trusted.delegate")
-"""How systemd marks a cgroup that is ours to divide (its CGROUP_DELEGATION)."""
+"""Attributes by which systemd marks a delegated cgroup (its CGROUP_DELEGATION)."""
 
 
 def offered() -> frozenset[str]:
-    """The controllers (``memory``, ``pids``) for which a cgroup can be made and limited; found out by making one."""
+    """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created; found by trial."""
     found = set()
     for controller, hierarchy in _hierarchies():
         top = place(hierarchy)
@@ -63,7 +63,7 @@ def offered() -> frozenset[str]:
 
 @functools.cache
 def tracker() -> cgroups.Tree | None:
-    """The best hierarchy in which we can make cgroups; found out by making one. None where there is no such."""
+    """Return the best hierarchy in which cgroups can be created, found by trial; None without one."""
     for tree in cgroups.trees():
         probe = place(tree.hierarchy) / f"probe-{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def tracker() -> cgroups.Tree | None:
 
 
 def name_of(pid: int) -> str | None:
-    """The name of the cage of ours that a process is in, or in a cgroup below it; None where it is in none."""
+    """Return the name of the job cgroup that contains a process, directly or below; None without one."""
     tree = tracker()
     if tree is None:
         return None
@@ -85,7 +85,7 @@ def name_of(pid: int) -> str | None:
 
 
 def members() -> dict[int, str]:
-    """The name of the cage of ours that a process is in, of all that are in one."""
+    """Map the pid of each process in a job cgroup to the name of that cgroup."""
     tree = tracker()
     found: dict[int, str] = {}
     top = place(tree.hierarchy) / _DIRECTORY if tree is not None else Path("/nonexistent")
@@ -108,7 +108,7 @@ def _plain(name: str) -> str:
 
 
 def place(hierarchy: cgroups.Hierarchy) -> Path:
-    """Where cgroups of ours can be made: in version 2 beside our own, if the one above is marked as ours."""
+    """Return the parent directory for job cgroups: in version 2 beside our own if the one above is delegated."""
     if hierarchy.version == 2 and len(hierarchy.levels) > 1:
         above = hierarchy.levels[1]
         for name in _DELEGATED:
@@ -119,15 +119,15 @@ def place(hierarchy: cgroups.Hierarchy) -> Path:
 
 
 class JobCgroup:
-    """The cgroups of one process of a job, by a ``name`` that is unique on the machine. Blocks."""
+    """The cgroups of one process of a job, with a ``name`` that is unique on the machine. Blocks."""
 
     def __init__(self, name: str) -> None:
         self._name = _escaped(name)
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
-        """Make them, with limits (bytes, processes and threads); the directories to join. Raises ``OSError``.
+        """Create them with limits (bytes; processes and threads); return the directories to join. Raises ``OSError``.
 
-        Without limits the one by which its processes are known, or none where there can be none.
+        Without limits only the one that tracks its processes, or none where that is impossible.
         """
         made = []
         if (tracking := self._tracking()) is not None:
@@ -150,28 +150,28 @@ class JobCgroup:
         return list(dict.fromkeys(made))
 
     def remove(self) -> None:
-        """Remove them; one that still holds a process stays."""
+        """Remove them; one with a living process stays."""
         for directory in self._all():
             for each in reversed(_below(directory)):
                 with contextlib.suppress(OSError):
                     each.rmdir()
 
     def is_empty(self) -> bool:
-        """Whether the kernel says that none of its processes is left, none that forks all the time either."""
+        """Return True if the kernel confirms that no process is left, not even one that forks continuously."""
         tracking = self._tracking()
         if tracking is None:
             return True
         events = tracking / "cgroup.events"
         with contextlib.suppress(FileNotFoundError):
             return "populated 1" not in events.read_text()
-        # Version 1 says it by letting go of the directory.
+        # In version 1 the removal of the directory is the test.
         for each in reversed(_below(tracking)):
             with contextlib.suppress(OSError):
                 each.rmdir()
         return not tracking.is_dir()
 
     def members(self) -> list[tuple[int, int]]:
-        """The living processes in them and in what they have made below, by number and start time."""
+        """Return the living processes in them and below, by pid and start time."""
         pids = set()
         for directory in self._all():
             for each in _below(directory):
@@ -180,11 +180,11 @@ class JobCgroup:
         return [stat.identity for pid in pids if (stat := proc.stat(int(pid))) is not None and stat.is_alive]
 
     def kill(self) -> None:
-        """Kill all of its processes, also one that forks without end: at once, or while none of them can go on."""
+        """Kill all of its processes, even one that forks continuously: atomically, or while they are frozen."""
         tracking = self._tracking()
         if tracking is None or not tracking.is_dir():
             return
-        with contextlib.suppress(OSError):  # before Linux 5.14, and in version 1, there is no such file
+        with contextlib.suppress(OSError):  # before Linux 5.14, and in version 1, the file does not exist
             (tracking / "cgroup.kill").write_text("1")
             return
         with _held_still(tracking):
@@ -192,9 +192,9 @@ class JobCgroup:
                 process.send(member, signal.SIGKILL)
 
     def memory(self) -> tuple[int, int] | None:
-        """How many processes the kernel has killed in it for want of memory, and the most it used, in bytes.
+        """Return the number of OOM kills in it and its peak memory in bytes.
 
-        None where its memory is not limited.
+        None if its memory is not limited.
         """
         for controller, hierarchy in _hierarchies():
             directory = self._directory(hierarchy)
@@ -217,7 +217,7 @@ class JobCgroup:
 
 
 def _below(directory: Path) -> list[Path]:
-    """A cgroup and all below it, those above before those below; none where it is not there."""
+    """Return a cgroup and all below it, parents first; empty if it does not exist."""
     found = [directory] if directory.is_dir() else []
     for each in found:
         with contextlib.suppress(OSError), os.scandir(each) as entries:
@@ -228,9 +228,9 @@ def _below(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _held_still(directory: Path) -> Iterator[None]:
-    """For the length of the block no process below ``directory`` goes on, or makes another one, where that can be had.
+    """Freeze all processes below ``directory`` for the block, if the kernel can.
 
-    Killed meanwhile, they end with the block.
+    Processes killed meanwhile end with the block.
     """
     for name, held, free, told in (
         ("cgroup.freeze", "1", "0", ("cgroup.events", "frozen 1")),
@@ -255,25 +255,25 @@ def _held_still(directory: Path) -> Iterator[None]:
 
 @functools.cache
 def _hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
-    """Where the agent is accounted does not change while it runs."""
+    """Return our hierarchies, cached: the agent's cgroup does not change while it runs."""
     ours = cgroups.find()
     found = (("memory", ours.memory), ("pids", ours.pids))
     return tuple((name, hierarchy) for name, hierarchy in found if hierarchy is not None)
 
 
 def _hand_down(directory: Path, controller: str) -> None:
-    """Have the cgroups below a directory use a controller (version 2)."""
+    """Enable a controller for the cgroups below a directory (version 2)."""
     control = directory / "cgroup.subtree_control"
     if controller not in control.read_text().split():
         control.write_text(f"+{controller}")
 
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:
-    """What is limited cannot go to swap either; kernels that do not count swap have no such file."""
+    """Forbid swap for a limited cgroup; kernels that do not account swap lack the file."""
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))
     if version == 2:
-        # A job whose process lost a helper half-way is worse than one that starts anew.
+        # A job that lost only a helper process is worse than a restarted one.
         with contextlib.suppress(OSError):
             (directory / "memory.oom.group").write_text("1")

@@ -1,10 +1,9 @@
-"""A guard for tests and ``AGENT_SHIM_DEBUG``: no callback holds the event loop for longer than 50 ms.
+"""A guard for tests and ``AGENT_SHIM_DEBUG``: no callback blocks the event loop for longer than 50 ms.
 
-Wall time says little on a busy machine, so it only raises the question. Two answers count, and both are the kernel's:
-the thread's own processor time, and the time in which the thread slept although it was in a callback. Sleeping is what
-is left of the wall time without processor time and without the time in which it was ready and waited for a processor
-(schedstat). It is not counted where other threads of the process ran meanwhile, as the loop may have waited for the
-interpreter's lock, or where pages came from a disk.
+Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel count: the thread's
+own CPU time, and the time that the thread slept during a callback: the wall time minus CPU time and minus the time that
+it waited for a CPU (schedstat). Sleep is ignored if other threads of the process ran meanwhile, as the loop may have
+waited for the interpreter's lock, or if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S: Final = 0.05
 OTHERS_S: Final = 0.001
-"""Processor time of other threads beyond which a sleep may be a wait for the interpreter's lock."""
+"""CPU time of other threads above which a sleep may be a wait for the interpreter's lock."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
 violations: Final[list[str]] = []
-"""What held a loop of this process."""
+"""Reports of callbacks that blocked a loop of this process."""
 
 
 class _Clock(NamedTuple):
@@ -54,7 +53,7 @@ def _now() -> _Clock:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """A program is started: the wait until it runs, which a busy machine makes long, is none of the loop's."""
+    """Exclude the start of a program, whose duration on a busy machine is not the loop's fault."""
     begun_at, cpu = time.perf_counter(), time.thread_time()
     try:
         yield
@@ -64,7 +63,7 @@ def spawning() -> Iterator[None]:
 
 
 def _waited_for_processor() -> float:
-    """Seconds in which this thread was ready and did not run; 0 where the kernel does not tell."""
+    """Return the seconds that this thread waited for a CPU; 0 where the kernel does not report it."""
     descriptor = getattr(_per_thread, "schedstat", None)
     if descriptor is None:
         try:
@@ -78,7 +77,7 @@ def _waited_for_processor() -> float:
 
 
 def judge(before: _Clock, after: _Clock) -> str:
-    """How the time between was spent, if that held the loop; else empty."""
+    """Describe the time between two readings if it blocked the loop; else return ""."""
     cpu = after.cpu - before.cpu
     if cpu >= LIMIT_S:
         return f"computed for {cpu * 1e3:.0f} ms"
@@ -90,7 +89,7 @@ def judge(before: _Clock, after: _Clock) -> str:
 
 
 def install(reports: Path | None = None) -> None:
-    """Guard all loops of this process from now on; each violation is logged, and is a file in ``reports``."""
+    """Guard all loops of this process from now on; each violation is logged and becomes a file in ``reports``."""
     if _installed:
         return
     run = asyncio.Handle._run  # noqa: SLF001 - where asyncio itself measures slow callbacks
@@ -102,19 +101,19 @@ def install(reports: Path | None = None) -> None:
             run(handle)
         finally:
             if time.perf_counter() - before.wall >= LIMIT_S and (what := judge(before, _now())):
-                _report(f"the event loop was held: a callback {what}: {_named(handle)}", reports)
+                _report(f"the event loop was blocked: a callback {what}: {_named(handle)}", reports)
 
     setattr(asyncio.Handle, "_run", guarded)  # noqa: B010 - a name that is not in the types
 
 
 def remove() -> None:
-    """Take the guard off."""
+    """Remove the guard."""
     if _installed:
         setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
 
 
 def _named(handle: asyncio.Handle) -> str:
-    """The callback, and the asyncio task whose step it is."""
+    """Describe the callback, and the asyncio task that it belongs to."""
     owner = getattr(getattr(handle, "_callback", None), "__self__", None)
     return repr(owner if isinstance(owner, asyncio.Task) else handle)
 

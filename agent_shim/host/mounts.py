@@ -1,7 +1,7 @@
-"""The mount table of this process, and the three system calls that change it.
+"""Mount table of this process, and the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a text that names both ends. What a container allows is found out by
-doing it (:func:`can_bind`): neither uid nor capability tells what seccomp and AppArmor think.
+Calls raise :class:`HostError` with ``errno`` and a text that names both ends. What a container allows is found by trial
+(:func:`can_bind`): neither uid nor capabilities show the effect of seccomp and AppArmor.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ESCAPE = re.compile(rb"\\([0-7]{3})")
 class Mount:
     """One line of mountinfo (proc(5)).
 
-    ``device`` is ``major:minor``, ``root`` the part of the filesystem that is shown; ``options`` are those of this
-    mount, ``features`` those of the filesystem (the controllers of a cgroup hierarchy, say).
+    ``device`` is ``major:minor``, ``root`` the mounted part of the file system; ``options`` are those of this mount,
+    ``features`` those of the file system (for example the controllers of a cgroup hierarchy).
     """
 
     number: int
@@ -57,12 +57,12 @@ class Mount:
 
 
 def parse(table: bytes) -> list[Mount]:
-    """Read a mountinfo table, oldest mount first; lines that are no mounts are left out."""
+    """Parse a mountinfo table, oldest mount first; invalid lines are skipped."""
     return [mount for line in table.split(b"\n") if (mount := _parse_line(line))]
 
 
 def _parse_line(line: bytes) -> Mount | None:
-    """``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: tags vary in number, a lone dash ends them."""
+    """Parse ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: a dash ends a variable number of tags."""
     left, dash, right = line.partition(b" - ")
     head, tail = left.split(b" "), right.split(b" ")
     if not dash or len(head) < 6 or len(tail) < 3 or not (head[0].isdigit() and head[1].isdigit()):
@@ -81,20 +81,20 @@ def _parse_line(line: bytes) -> Mount | None:
 
 
 def _text(field: bytes) -> str:
-    """Undo the kernel's octal escapes (blank, tab, newline, backslash, ``#``); bytes that are no UTF-8 survive."""
+    """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``); invalid UTF-8 survives."""
     return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
 def mounts(table: Path = MOUNTINFO) -> list[Mount]:
-    """All mounts this process sees, oldest first."""
+    """Return all mounts visible to this process, oldest first."""
     return parse(table.read_bytes())
 
 
 def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
-    """The mount that ``path`` lies on, links resolved.
+    """Return the mount that contains ``path``, after resolving links.
 
-    Walks down as the kernel does: from a mount to the first of its children met on the way. The order of the table and
-    the depth of a mount point say nothing, since a later mount higher up hides what was mounted below it.
+    Descends as the kernel does: from a mount to its first child on the path. Neither the order of the table nor the
+    depth of a mount point decides, since a later mount higher up hides those below it.
     """
     real = path.resolve()
     above = [mount for mount in (mounts() if table is None else table) if real.is_relative_to(mount.point)]
@@ -108,26 +108,26 @@ def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
 
 
 def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
-    """True if something is mounted exactly on ``path``, bind mounts and files included."""
+    """Return True if something is mounted exactly on ``path``, bind mounts and files included."""
     mount = mount_of(path, table)
     return mount is not None and mount.point == path.resolve()
 
 
 def bind(source: Path, target: Path, *, read_only: bool = False) -> None:
-    """Show ``source`` (a file or a directory) at ``target`` too, without what is mounted below it."""
+    """Bind mount ``source`` (a file or a directory) at ``target``, without the mounts below it."""
     _mount(source, target, MS_BIND, f"bind {source} on {target}")
     if read_only:  # the kernel ignores the flag on the first call
         _mount(source, target, MS_BIND | MS_REMOUNT | MS_RDONLY, f"make {target} read-only")
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
-    """Take the newest mount off ``target``; ``lazy`` hides it now and lets go when its last user does."""
+    """Unmount the newest mount of ``target``; ``lazy`` detaches it now and ends it with its last user."""
     if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:
         raise _refused(f"unmount {target}")
 
 
 def make_private(target: Path = Path("/")) -> None:
-    """Stop mounts at and below ``target`` from travelling to other namespaces, and theirs from coming here."""
+    """Stop the propagation of mounts at and below ``target``, in both directions."""
     _mount(Path("none"), target, MS_REC | MS_PRIVATE, f"make mounts below {target} private")
 
 
@@ -137,14 +137,16 @@ def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
 
 
 def leave_mount_namespace() -> None:
-    """Give this process mounts of its own; later changes are seen by its children only."""
+    """Enter a new mount namespace; later changes are visible only to this process and its children."""
     if _libc().unshare(CLONE_NEWNS) != 0:
         raise _refused("leave the mount namespace")
     make_private()
 
 
 def try_bind(scratch: Path) -> None:
-    """Bind a new directory below ``scratch`` on itself and take it down again; the error says why that cannot be."""
+    """Bind mount a new directory below ``scratch`` on itself and unmount it; the error is the reason why that is
+    forbidden.
+    """
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:
@@ -153,7 +155,7 @@ def try_bind(scratch: Path) -> None:
 
 
 def can_bind(scratch: Path) -> bool:
-    """True if this container may bind mount; found out by doing it below ``scratch``."""
+    """Return True if this container may bind mount; found by trial below ``scratch``."""
     try:
         try_bind(scratch)
     except OSError:
@@ -177,7 +179,7 @@ def _refused(what: str) -> HostError:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    import ctypes  # late: half a megabyte that most pods never need
+    import ctypes  # late import: half a megabyte that most pods never need
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)

@@ -1,4 +1,4 @@
-"""The address of the default-route interface, and the neighbour table. Nothing here changes a network."""
+"""Address of the default interface, and the neighbour table. No function configures the network."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _GLOBAL_SCOPE: Final = 0x00
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """include/linux/proc_ns.h"""
 _LISTEN: Final = "0A"
-PATIENCE_S: Final = 30.0
+NEIGHBOUR_TIMEOUT_S: Final = 30.0
 _LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{socket.htonl(1):08X}"})
-"""As the kernel writes them: words in the order of the machine."""
+"""In the kernel's format: words in the machine's byte order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Texts as the Director expects them in a dynamic network."""
+    """Texts of a dynamic network as the Director expects them."""
 
     ip: str
     netmask: str
@@ -36,7 +36,7 @@ class Address:
 
 
 def default_address(*, ipv6: bool = False) -> Address | None:
-    """Where the default route leads out, or None without one (platform/net/default_network_resolver.go)."""
+    """Return the address of the default route, or None without one (platform/net/default_network_resolver.go)."""
     return _default_ipv6() if ipv6 else _default_ipv4()
 
 
@@ -52,7 +52,7 @@ def _default_ipv4() -> Address | None:
 
 
 def parse_route(text: str) -> tuple[str, str] | None:
-    """Interface and gateway of the default route with the lowest metric in the text of ``/proc/net/route``."""
+    """Return interface and gateway of the default route with the lowest metric in a ``/proc/net/route`` text."""
     found = []
     for line in text.splitlines()[1:]:
         columns = line.split()
@@ -96,12 +96,12 @@ def _read(path: str) -> str:
 
 
 def is_listening(port: int) -> bool:
-    """Whether somebody takes TCP connections from elsewhere on ``port``."""
+    """Return True if a server accepts TCP connections from other machines on ``port``."""
     return any(port in parse_listeners(_read(f"/proc/net/{name}")) for name in ("tcp", "tcp6"))
 
 
 def parse_listeners(text: str) -> set[int]:
-    """The ports on which a ``/proc/net/tcp`` or ``tcp6`` has listeners, those that only this machine reaches aside."""
+    """Return the listening ports in a ``/proc/net/tcp`` or ``tcp6`` text, except those bound to loopback."""
     found = set()
     for line in text.splitlines()[1:]:
         columns = line.split()
@@ -112,9 +112,9 @@ def parse_listeners(text: str) -> set[int]:
 
 
 def has_address(text: str) -> bool:
-    """True if an interface of this machine has the address, or that cannot be told: it is no address.
+    """Return True if an interface has the address, or if the text is not an address.
 
-    Found out by binding to it, which the kernel allows for its own addresses alone (but for ip_nonlocal_bind).
+    Binds to it, which the kernel allows only for its own addresses (without ip_nonlocal_bind).
     """
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     try:
@@ -126,16 +126,16 @@ def has_address(text: str) -> bool:
 
 
 def is_of_machine() -> bool:
-    """True in a container without a network of its own: it sees devices of the machine, but not its processes."""
+    """Return True in a container with the machine's network: it sees devices of the machine, but not its processes."""
     is_contained = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
     return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())
 
 
 async def forget_neighbours(addresses: list[str]) -> None:
-    """``ip neigh flush`` for each address; a container without the right or the program simply keeps them.
+    """Run ``ip neigh flush`` for each address; without the privilege or the program the entries stay.
 
-    All in one process, which has ``PATIENCE_S``: a request may name tens of thousands.
+    One process with the timeout ``NEIGHBOUR_TIMEOUT_S``: a request may contain tens of thousands of addresses.
     """
     lines = "".join(f"neigh flush to {address}\n" for address in dict.fromkeys(addresses))
     with suppress(HostError):
-        await command.run("ip", "-force", "-batch", "-", given=lines, patience=PATIENCE_S)
+        await command.run("ip", "-force", "-batch", "-", given=lines, timeout=NEIGHBOUR_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""Rules of the packet filter, in one table of ours that the program ``nft`` puts in place as a whole, or not at all.
+"""Packet filter rules in one table of our own, which the program ``nft`` replaces atomically.
 
-What others have in other tables stays as it is. The table lives as long as the network, which is longer than the agent.
+Tables of other programs are not changed. The table outlives the agent, until the network namespace ends.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ PROGRAM: Final = "nft"
 TABLE: Final = "inet agent_shim"
 
 _AWAY: Final = f"add table {TABLE}\ndelete table {TABLE}\n"
-"""Works whether there is one or not."""
-_PATIENCE: Final = 10.0
+"""Works with and without an existing table."""
+_TIMEOUT_S: Final = 10.0
 
 
 def is_installed() -> bool:
-    """Whether there is a program to do it with."""
+    """Return True if the program is installed."""
     return shutil.which(PROGRAM, path=command.ENVIRONMENT["PATH"]) is not None
 
 
 async def replace(chains: str) -> None:
-    """Have a table with these chains in place of the one there is; raises ``HostError``, and then that one stays."""
+    """Replace the table by one with these chains; raises ``HostError``, and the old one stays then."""
     await _run(f"{_AWAY}table {TABLE} {{\n{chains}}}\n")
 
 
 async def remove() -> None:
-    """Have no table; raises ``HostError``."""
+    """Remove the table; raises ``HostError``."""
     await _run(_AWAY)
 
 
 async def look() -> None:
-    """Raises ``HostError`` where tables may not even be listed."""
+    """Raise ``HostError`` if tables may not even be listed."""
     await _run("list tables\n")
 
 
 async def _run(given: str) -> None:
     if not is_installed():
-        raise HostError(f"cannot set rules of the packet filter: there is no program {PROGRAM}")
-    await command.run(PROGRAM, "-f", "-", given=given, patience=_PATIENCE)
+        raise HostError(f"cannot set rules of the packet filter: {PROGRAM} is not installed")
+    await command.run(PROGRAM, "-f", "-", given=given, timeout=_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""What a container allows, found out by doing it: in a child that ends with the attempt, so that nothing is left of it.
+"""Privileges of a container, found by trial: in a child that exits after the attempt and leaves nothing behind.
 
-Neither uid nor capabilities tell what seccomp, AppArmor, a user namespace or a runtime like gVisor think of a call.
+Neither uid nor capabilities show the effect of seccomp, AppArmor, a user namespace or a runtime like gVisor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BROKEN: Final = 255
 
 
 def outcome(attempt: Callable[[], object]) -> int:
-    """The ``errno`` that ``attempt`` fails with in a child process, 0 if it works. Not for a process with threads."""
+    """Run ``attempt`` in a child; return its ``errno``, or 0 on success. Not for a process with threads."""
     child = os.fork()
     if child == 0:
         code = _BROKEN
@@ -40,19 +40,19 @@ def outcome(attempt: Callable[[], object]) -> int:
 
 
 def bind_mount(scratch: Path) -> None:
-    """Show a directory at a second place, in mounts of our own."""
+    """Bind mount a directory in a new mount namespace."""
     mounts.leave_mount_namespace()
     mounts.try_bind(scratch)
 
 
 def tmpfs(scratch: Path) -> None:
-    """Mount an empty file system in memory, in mounts of our own."""
+    """Mount a tmpfs in a new mount namespace."""
     mounts.leave_mount_namespace()
     mounts.mount_tmpfs(scratch)
 
 
 def user_namespace(scratch: Path) -> None:
-    """Be root of a user namespace and bind mount there, as rootless runtimes do."""
+    """Become root of a user namespace and bind mount there, as rootless runtimes do."""
     user, group = os.geteuid(), os.getegid()
     _checked(_libc().unshare(CLONE_NEWUSER | mounts.CLONE_NEWNS))
     Path("/proc/self/setgroups").write_text("deny")
@@ -63,12 +63,12 @@ def user_namespace(scratch: Path) -> None:
 
 
 def process_namespace(_: Path) -> None:
-    """Have the next child be number 1 of its own world."""
+    """Make the next child PID 1 of a new pid namespace."""
     _checked(_libc().unshare(CLONE_NEWPID))
 
 
 def become(uid: int, gid: int) -> None:
-    """Be another user."""
+    """Become another user."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -85,7 +85,7 @@ def give_away(directory: Path, uid: int) -> None:
 
 
 def write(directory: Path) -> None:
-    """Make a file and remove it."""
+    """Create and remove a file."""
     path = directory / f".trial-{os.getpid()}"
     path.touch(mode=0o600)
     path.unlink()
@@ -97,7 +97,7 @@ def rewrite(path: Path) -> None:
 
 
 def listen(host: str, port: int) -> None:
-    """Listen there."""
+    """Listen on an address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,7 +106,7 @@ def listen(host: str, port: int) -> None:
 
 
 def listen_low() -> None:
-    """Listen on a port below 1024; which one is taken already does not matter."""
+    """Listen on any free port below 1024."""
     for port in range(1023, 1000, -1):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
             try:
@@ -129,7 +129,7 @@ def know_processes() -> None:
 
 
 def is_clock_kept() -> bool | None:
-    """Whether the kernel's clock follows a time server; None where it does not say (adjtimex(2))."""
+    """Return True if a time server disciplines the kernel's clock; None if that is unknown (adjtimex(2))."""
     import ctypes
 
     state: int = _libc().adjtimex(ctypes.create_string_buffer(512))  # all zeros: change nothing
@@ -146,6 +146,6 @@ def _checked(result: int) -> int:
 
 
 def _libc() -> ctypes.CDLL:
-    import ctypes  # late: half a megabyte, and only the doctor comes here
+    import ctypes  # late import: half a megabyte, for the doctor alone
 
     return ctypes.CDLL(None, use_errno=True)

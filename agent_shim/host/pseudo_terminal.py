@@ -1,9 +1,9 @@
-"""A program with a pseudo-terminal of its own, between which and the caller's terminal bytes are copied.
+"""A program in its own pseudo-terminal, with bytes copied from and to the caller's terminal.
 
-A program of a job that has the terminal of an operator can push input into it (TIOCSTI), which the operator's shell
-runs as root, and can change its settings for good. So such a program never gets a descriptor of that terminal: each
-standard stream that is one becomes the pseudo-terminal, others stay what they are. Keys, window size and hang-up go in,
-output comes out, and the caller's terminal is as it was afterwards. For commands: everything here blocks.
+A job's program with access to an operator's terminal can push input into it (TIOCSTI), which the operator's shell runs
+as root, and can change its settings permanently. So it never gets a descriptor of that terminal: each standard stream
+that is one becomes the pseudo-terminal, the others are inherited. Keys, window size and hang-up are passed in, output
+is passed out, and the caller's terminal is restored. Blocks: for commands only.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from typing import Final
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
-"""Between looks whether the program has ended: what it has left behind may keep the terminal open."""
+"""Poll interval for the end of the program, whose children may keep the terminal open."""
 HANG_UP_TIMEOUT_S: Final = 5.0
-"""For a program whose terminal is gone, before it is killed."""
+"""Between the hang-up and KILL."""
 
 # include/uapi/asm-generic/ioctls.h
 _LOCK_SLAVE: Final = 0x40045431
 _OPEN_SLAVE: Final = 0x5441
 
 Argv = Callable[[int | None], tuple[list[str], int]]
-"""The argument list of a program whose terminal, if it has one, is this descriptor of 0, 1 and 2; and one that it
-inherits."""
+"""Returns the argument list of a program whose terminal is the given descriptor (0, 1, 2 or None), and a descriptor
+that it inherits.
+"""
 
 
 def run(argv: Argv, pid: int) -> int:
-    """Run a program to its end and give its exit code, 128+N when signal N ended it.
+    """Run a program to its end and return its exit code, 128+N after signal N.
 
-    ``pid`` is a process in whose mounts the pseudo-terminal is made, so that it has a name there. Raises ``OSError``.
+    ``pid`` is a process in whose mount namespace the pseudo-terminal is created, so that its name exists there. Raises
+    ``OSError``.
     """
     terminals = [number for number in (0, 1, 2) if os.isatty(number)]
     if not terminals:
@@ -51,7 +53,7 @@ def run(argv: Argv, pid: int) -> int:
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
         streams = {number: slave if number in terminals else None for number in (0, 1, 2)}
-        # The session is made by the program itself, which then takes the terminal.
+        # The program creates the session itself, then takes the terminal.
         running = subprocess.Popen(
             command, stdin=streams[0], stdout=streams[1], stderr=streams[2], pass_fds=[inherited]
         )
@@ -68,7 +70,7 @@ def run(argv: Argv, pid: int) -> int:
 
 
 def open_pair(root: str) -> tuple[int, int]:
-    """A pseudo-terminal of the devpts at ``root``/dev/pts: its two ends. Raises ``OSError``."""
+    """Open both ends of a pseudo-terminal of the devpts at ``root``/dev/pts. Raises ``OSError``."""
     held = os.open(f"{root}/dev/pts/ptmx", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(held)
@@ -100,7 +102,7 @@ def _relay(master: int, running: subprocess.Popen[bytes], *, keys: bool, out: in
             try:
                 chunk = os.read(descriptor, CHUNK_BYTES)
             except OSError:
-                chunk = b""  # EIO of a master: nothing has the other end open
+                chunk = b""  # EIO of a master: no process has the other end open
             if not chunk:
                 return
             _write(out if descriptor == master else master, chunk)
@@ -114,7 +116,7 @@ def _write(descriptor: int, chunk: bytes) -> None:
 
 @contextlib.contextmanager
 def _raw(terminal: int | None) -> Iterator[None]:
-    """Every key goes to the program, as it is; afterwards the terminal is as it was, whatever happens."""
+    """Pass every key to the program unprocessed; restore the terminal in any case."""
     if terminal is None:
         yield
         return
@@ -128,7 +130,7 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, running: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A change of the window goes to the program; what ends us ends it, and the block is left in the usual way."""
+    """Forward changes of the window size; signals that end us hang up the program and leave the block normally."""
 
     def resize(*_: object) -> None:
         with contextlib.suppress(OSError):

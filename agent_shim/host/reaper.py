@@ -1,4 +1,4 @@
-"""Orphans come to us, and are reaped: a ctl script that forks twice leaves its daemon to the nearest subreaper."""
+"""Reaping of orphans: a ctl script that forks twice leaves its daemon to the nearest subreaper, this process."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from agent_shim.host import proc, process
 logger = logging.getLogger(__name__)
 
 STRANGERS: Final = 32
-"""Orphans that are reaped in one turn of the event loop."""
+"""Orphans reaped in one iteration of the event loop."""
 KNOWN: Final = 4
-"""Children that somebody waits for, likewise: more than can be started in one turn, or zombies would add up."""
+"""Watched children reaped in one iteration: more than can be started in one, or zombies would add up."""
 heirs: Final[list[Callable[[proc.Stat], None]]] = []
-"""Called with each orphan that has ended, before it is reaped: its number, group and session are still its own."""
+"""Called with each dead orphan before it is reaped, while its pid, group and session are still reserved."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 
 @contextlib.contextmanager
 def reaping() -> Iterator[None]:
-    """For the length of the block, take in orphans of our descendants and reap whatever child ends.
+    """Adopt orphans of our descendants and reap every child that exits, for the length of the block.
 
-    Statuses of children that ``host.process`` knows go there. Main thread, with a running loop.
+    Exit statuses of watched children go to ``host.process``. Main thread only, with a running loop.
     """
     loop = asyncio.get_running_loop()
     process.takes_orphans = _subreaper(on=True)
     if not process.takes_orphans:
-        logger.warning("cannot take in orphans: jobs that fork twice go to process 1, their exit status is not known")
+        logger.warning("cannot adopt orphans: jobs that fork twice go to process 1, and their exit status is unknown")
     again: asyncio.Handle | None = None
 
     def reap_on() -> None:
@@ -58,14 +58,14 @@ def reaping() -> Iterator[None]:
 
 
 def reap_some() -> bool:
-    """Reap dead children, some at most: there may be hundreds, and the first is acted upon before the last is noted.
+    """Reap a limited number of dead children, so that the first is handled before the last of hundreds is reaped.
 
-    Whether there may be more.
+    Return True if there may be more.
     """
     known = 0
     for _ in range(STRANGERS):
         try:
-            # Looked at first and reaped by number: then its number cannot change hands before its status is delivered.
+            # Peek first, then reap by pid: the pid cannot be reused before its status is delivered.
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return False
@@ -83,7 +83,7 @@ def reap_some() -> bool:
 
 
 def reap_all() -> None:
-    """Reap what has ended until now; only on the thread of the event loop."""
+    """Reap all dead children; only on the thread of the event loop."""
     while reap_some():
         pass
 

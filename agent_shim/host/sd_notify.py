@@ -1,6 +1,6 @@
-"""What systemd is told of us (sd_notify(3)): that we are ready, that we live, that we go.
+"""Notification of systemd (sd_notify(3)): ready, watchdog, stopping.
 
-Silent where nobody listens. The variables of the protocol are taken out of the environment: jobs are not meant by them.
+Does nothing without a socket. The variables of the protocol are removed from the environment: they are not for jobs.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 BEATS: Final = 3
-"""How often systemd hears of us in the time after which it would kill us."""
+"""Beats sent within systemd's watchdog timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notifier:
-    """``address`` is systemd's socket, "" without one; ``patience`` the seconds it waits for a beat, 0 for ever."""
+    """Client of systemd's socket ``address``, or "" without one; ``patience`` is its watchdog timeout in seconds, 0 for
+    none.
+    """
 
     address: str = ""
     patience: float = 0.0
 
     def ready(self) -> None:
-        """Whoever asks is answered from now on."""
+        """Report that the agent is ready."""
         self._send("READY=1")
 
     def stopping(self) -> None:
-        """We end, on purpose."""
+        """Report a deliberate shutdown."""
         self._send("STOPPING=1")
 
     @property
     def period(self) -> float:
-        """Seconds from beat to beat; 0 where none is wanted."""
+        """Return the interval of beats in seconds; 0 without a watchdog."""
         return self.patience / BEATS
 
     def beat(self) -> None:
-        """We live; called by the watchdog (``host.watchdog``), from its thread, as long as it does not end us."""
+        """Report that the agent is alive; called by ``host.watchdog`` from its thread until that ends the process."""
         if self.patience:
             self._send("WATCHDOG=1")
 
@@ -49,14 +51,14 @@ class Notifier:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
-                # A name that begins with @ is an abstract one.
+                # A leading @ denotes an abstract socket.
                 sender.sendto(message.encode(), self.address.replace("@", "\0", 1))
         except OSError as exc:
-            logger.warning("cannot tell systemd %s: %s", message, exc.strerror)
+            logger.warning("cannot notify systemd of %s: %s", message, exc.strerror)
 
 
 def from_environment(environ: MutableMapping[str, str] = os.environ) -> Notifier:
-    """What systemd has put there, for this process; it is there no longer afterwards."""
+    """Read and remove systemd's variables for this process."""
     address = environ.pop("NOTIFY_SOCKET", "")
     period, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
     is_ours = period.isdigit() and pid in ("", str(os.getpid()))

@@ -1,7 +1,7 @@
-"""Volumes that somebody else has mounted, shown at a second place: by a bind mount or, where none is allowed, a link.
+"""Volumes mounted by the container runtime, placed at a second path: by a bind mount or, where forbidden, by a link.
 
-The volume itself, its mount and how mounts travel to other namespaces are never changed; only what this module put at
-the second place is taken away again. Everything here blocks; failures are ``HostError`` with ``errno``.
+The volume itself, its mount and its propagation are never changed; only mounts and links made here are removed.
+Everything blocks; failures are ``HostError`` with ``errno``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FLAGS: Final = {
     "nodiratime": 1 << 11,
     "relatime": 1 << 21,
 }
-"""Options that a mount has of its own, whatever its file system is mounted with (include/uapi/linux/mount.h)."""
+"""Options of a mount itself, independent of its file system (include/uapi/linux/mount.h)."""
 
 
 def is_directory(path: Path) -> bool:
-    """True for a directory that can be reached; what is in the way of it (a dead NFS server) counts as none."""
+    """Return True for a reachable directory; an unreachable one (dead NFS server) counts as missing."""
     try:
         return path.is_dir()
     except OSError:
@@ -40,7 +40,7 @@ def is_directory(path: Path) -> bool:
 
 
 def shows(place: Path, volume: Path) -> bool:
-    """True if both lead to the same directory, however that came about."""
+    """Return True if both paths are the same directory."""
     try:
         return place.samefile(volume)
     except OSError:
@@ -48,7 +48,7 @@ def shows(place: Path, volume: Path) -> bool:
 
 
 def can_bind(scratch: Path) -> bool:
-    """True if this container may bind mount; found out by doing it, below ``scratch``, where nobody else sees it."""
+    """Return True if this container may bind mount; found by trial below ``scratch``, in a new mount namespace."""
     allowed = []
 
     def attempt() -> None:
@@ -57,7 +57,7 @@ def can_bind(scratch: Path) -> bool:
             mounts.try_bind(scratch)
             allowed.append(True)
 
-    # A mount namespace belongs to a thread; that of this one goes with it.
+    # A mount namespace belongs to a thread; this one ends with it.
     trial = threading.Thread(target=attempt, name="can_bind")
     trial.start()
     trial.join()
@@ -65,11 +65,11 @@ def can_bind(scratch: Path) -> bool:
 
 
 def show(volume: Path, place: Path, *, bind: bool) -> None:
-    """Make ``place`` show ``volume``: as a mount if ``bind``, else as a link in the place of an empty directory."""
+    """Make ``place`` show ``volume``: with a bind mount, or with a link that replaces an empty directory."""
     if shows(place, volume):
         return
     if bind:
-        if place.is_symlink():  # of a container that was allowed less
+        if place.is_symlink():  # from a container with fewer privileges
             files.remove_tree(place)
         if not place.exists():
             files.make_dir(place, 0o700)
@@ -95,7 +95,7 @@ def _occupied(volume: Path, place: Path, exc: OSError) -> HostError:
 
 
 def take_away(place: Path) -> None:
-    """Undo ``show``: remove the link or the newest mount; EBUSY where somebody uses it."""
+    """Undo ``show``: remove the link or the newest mount; EBUSY if it is in use."""
     if place.is_symlink():
         files.remove_tree(place)
     elif mounts.is_mount_point(place):
@@ -103,10 +103,11 @@ def take_away(place: Path) -> None:
 
 
 def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
-    """Give the mount at ``place`` the options that the one of ``like`` has, and those of ``more`` that a bind can have.
+    """Copy the options of the mount of ``like`` to the mount at ``place``, and add those of ``more`` valid for a bind
+    mount.
 
-    None is left out by accident: a remount sets all of them anew, and in a user namespace it may drop none. Where
-    ``place`` is no second mount (a link, or the volume itself) there is nothing to do.
+    A remount replaces all options, and in a user namespace it may drop none. No-op if ``place`` is not a second mount
+    (a link, or the volume itself).
     """
     if place.is_symlink() or place == like or not mounts.is_mount_point(place):
         return
@@ -121,7 +122,7 @@ def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
 
 
 def _remount(place: Path, flags: int) -> None:
-    import ctypes  # late: half a megabyte that most pods never need
+    import ctypes  # late import: half a megabyte that most pods never need
 
     mount = ctypes.CDLL(None, use_errno=True).mount
     mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
@@ -135,7 +136,7 @@ def _remount(place: Path, flags: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who keeps a volume busy; ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
+    """A user of a volume; ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
 
     pid: int
     start_ticks: int
@@ -146,7 +147,7 @@ class Holder:
 
 
 def holders(places: Sequence[Path]) -> list[Holder]:
-    """Everybody but this process who has something open, runs, or is mounted at or below ``places``."""
+    """Find all processes but this one that use a file, run, or have a mount at or below ``places``."""
     found = [*_mounted_below(places), *_loop_devices(places)]
     devices = {place.stat().st_dev for place in places if is_directory(place)}
     processes = proc.table()

@@ -1,12 +1,12 @@
-"""A thread that watches the event loop, reports where it hangs, and ends the process when it hangs for a minute.
+"""A thread that watches the event loop, reports a blocked one, and ends the process after a minute.
 
-Nothing here needs the loop. The thread asks the loop to turn once in ``STEP_S``; it counts its own steps instead of
-seconds, so that a process that was stopped (SIGSTOP, a frozen container, a suspended machine) is not taken for one that
-hangs. While the interpreter itself is held by C code no thread of Python runs: a timer of the kernel, which counts
-processor time and which each step winds up again, then dumps all stacks (faulthandler) and ends the process.
+It does not need the loop. It asks the loop for one iteration in every ``STEP_S``, and counts its own steps instead of
+seconds, so that a stopped process (SIGSTOP, a frozen container, a suspended machine) does not count as blocked. While C
+code holds the interpreter no Python thread runs: a kernel timer on CPU time, restarted by each step, then dumps all
+stacks (faulthandler) and ends the process.
 
-``reading`` notes which service is read on the loop. What hangs is marked on disk by its service, so that the next agent
-leaves it alone.
+``reading`` notes the service that is being read on the loop. A service that blocks the loop is recorded on disk, so
+that the next agent does not read it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ logger = logging.getLogger(__name__)
 
 STEP_S: Final = 2.0
 TELL_AFTER_S: Final = 6.0
-"""Held so long, the loop is reported, and what it reads is marked."""
+"""Time after which a blocked loop is reported and the service being read is recorded."""
 END_AFTER_S: Final = 60.0
 EXIT_CODE: Final = 70
 FAREWELL_S: Final = 1.0
-"""For the last lines of the log to leave."""
+"""For the last log lines to be written."""
 MARKS: Final = "held.json"
-"""The file of marks: services, in small letters, and what of them held the loop."""
+"""File of records: lower-case service names, and the part that blocked the loop."""
 DUMP: Final = "held.trace"
-"""The file with the stacks of an interpreter that was held."""
+"""File with the stacks of a blocked interpreter."""
 PAGE: Final = "held.page"
-"""The file with what the loop reads just now: service and what of it, each with a NUL behind it."""
+"""File with the current reading: service and part, each terminated by NUL."""
 
 _readings: Final[dict[int, tuple[str, str]]] = {}
-"""Service and what of it is read, by thread."""
+"""Service and part being read, by thread."""
 
 
 _PAGE_BYTES: Final = 4096
 _page: mmap.mmap | None = None
-"""The note of the loop's thread in a file: what is written there outlives the process without a system call."""
+"""Note of the loop's thread in a mapped file: it survives the process without a system call."""
 _page_thread = 0
 
 
@@ -63,7 +63,7 @@ def _put(thread: int, note: tuple[str, str] | None) -> None:
 
 
 class reading:  # noqa: N801 - used as a function
-    """Note for the length of the block that ``what`` of a service is read by this thread."""
+    """Note for the block that this thread reads ``what`` of a service."""
 
     __slots__ = ("_before", "_note", "_thread")
 
@@ -88,18 +88,18 @@ class reading:  # noqa: N801 - used as a function
 
 
 def read_marks(path: Path) -> dict[str, str]:
-    """What of which service held an agent before; empty where there is no such file, or none that can be read."""
+    """Return the parts of services that blocked an earlier agent; empty without a readable file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:
-        logger.warning("cannot read %s: %s; services that held the agent before are read again", path, exc)
+        logger.warning("cannot read %s: %s; services that blocked an earlier agent are read again", path, exc)
         return {}
 
 
 def write_marks(path: Path, marks: dict[str, str]) -> None:
-    """Replace the marks; raises ``HostError``."""
+    """Replace the records; raises ``HostError``."""
     if marks:
         files.write_atomic(path, msgspec.json.encode(marks), mode=0o600)
     else:
@@ -110,15 +110,15 @@ def write_marks(path: Path, marks: dict[str, str]) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Remove what watchdogs have left in ``directory``; no agent runs."""
+    """Remove the files of watchdogs in ``directory``; no agent may be running."""
     for name in (MARKS, DUMP, PAGE):
         (directory / name).unlink(missing_ok=True)
 
 
 class Watchdog:
-    """Watches the running loop from ``start`` to ``stop``; ``feed`` is called in each step in which all is well enough.
+    """Watches the running loop from ``start`` to ``stop``; ``feed`` is called in each step.
 
-    That is until the process is about to be ended: a watchdog above (systemd) must not be quicker than this one.
+    Calls end when the process is about to be killed: an outer watchdog (systemd) must not be faster than this one.
     """
 
     def __init__(self, feed: Callable[[], None] = lambda: None, *, step: float = STEP_S) -> None:
@@ -133,7 +133,7 @@ class Watchdog:
         self._loop_thread = 0
 
     def start(self) -> None:
-        """Begin; called on the loop. Without a thread to be had the loop goes unwatched, and the log says so."""
+        """Start, on the loop. If no thread can be started, that is logged and the loop is not watched."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         try:
@@ -147,9 +147,9 @@ class Watchdog:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     def remember(self, directory: Path) -> None:
-        """Keep marks and the dump of a held interpreter in ``directory``; report what the agent before has left there.
+        """Keep records and interpreter dumps in ``directory``, and report those of the previous agent.
 
-        Blocking. Raises nothing: where nothing can be kept, nothing is remembered.
+        Blocks. Raises nothing: on failure nothing is kept.
         """
         self._marks = directory / MARKS
         try:
@@ -158,21 +158,23 @@ class Watchdog:
             faulthandler.register(signal.SIGVTALRM, self._trace, all_threads=True, chain=True)
             self._map_page(directory / PAGE)
         except (OSError, HostError, ValueError) as exc:
-            logger.warning("cannot keep in %s what holds the event loop: %s", directory, exc)
+            logger.warning("cannot record in %s which service blocks the event loop: %s", directory, exc)
 
     def disown(self) -> None:
-        """Keep nothing any more: the directory is another agent's. A held interpreter dumps its stacks on stderr."""
+        """Stop writing to the directory, which belongs to another agent now. A blocked interpreter dumps its stacks on
+        stderr.
+        """
         global _page
         self._marks, _page = None, None
         if self._trace is not None:
             faulthandler.register(signal.SIGVTALRM, sys.stderr.fileno(), all_threads=True, chain=True)
 
     def _report_dump(self, directory: Path) -> None:
-        """What the kernel's timer has left, and the mark that the agent before could not write."""
+        """Report the dump of the kernel timer, and write the record that the previous agent could not."""
         dump, page = directory / DUMP, directory / PAGE
         if not dump.exists() or not (text := dump.read_text(errors="replace")):
             return
-        logger.error("the agent before this one was ended: its interpreter was held", extra=_members(text))
+        logger.error("the previous agent was killed: its interpreter was blocked", extra=_members(text))
         service, what, *_ = page.read_bytes().decode(errors="replace").split("\0") if page.exists() else ("", "")
         if service:
             write_marks(directory / MARKS, read_marks(directory / MARKS) | {service.lower(): what})
@@ -192,7 +194,7 @@ class Watchdog:
                     self._aside(self._recovered, self._held_s)
                 self._held_s = 0.0
                 self._has_turned = False
-                with contextlib.suppress(RuntimeError):  # closed: the end is near
+                with contextlib.suppress(RuntimeError):  # closed: the process is ending
                     self._loop.call_soon_threadsafe(self._turned)
             else:
                 before, self._held_s = self._held_s, self._held_s + self._step
@@ -206,7 +208,7 @@ class Watchdog:
         self._has_turned = True
 
     def _where(self) -> str:
-        """Where the loop is now: places alone, since the values may be secrets."""
+        """Return the loop's stack: locations only, since values may be secrets."""
         frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 - documented, and the only way
         stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=40, lookup_lines=False)
         return "\n".join(f'  File "{each.filename}", line {each.lineno}, in {each.name}' for each in stack)
@@ -214,14 +216,14 @@ class Watchdog:
     def _tell(self, where: str) -> None:
         service, what = _readings.get(self._loop_thread, ("", ""))
         about = f" by reading {what} of {service}" if service else ""
-        logger.critical("the event loop is held%s for %g s now", about, TELL_AFTER_S, extra=_members(where))
+        logger.critical("the event loop is blocked%s for %g s", about, TELL_AFTER_S, extra=_members(where))
         if service and self._marks is not None:
             with contextlib.suppress(HostError, OSError):
                 write_marks(self._marks, read_marks(self._marks) | {service.lower(): what})
             self._marked = service.lower()
 
     def _recovered(self, held_s: float) -> None:
-        logger.error("the event loop turns again; it was held for about %g s", held_s)
+        logger.error("the event loop runs again; it was blocked for about %g s", held_s)
         if self._marked and self._marks is not None:
             marks = read_marks(self._marks)
             marks.pop(self._marked, None)
@@ -231,14 +233,14 @@ class Watchdog:
 
     def _end(self) -> None:
         where = self._where()
-        text = f"the event loop was held for {END_AFTER_S:g} s: this agent ends, and the next one adopts the jobs"
+        text = f"the event loop was blocked for {END_AFTER_S:g} s: the agent exits, and the next one adopts the jobs"
         self._aside(lambda: logger.critical("%s", text, extra=_members(where)))
         self._over.wait(FAREWELL_S)
         os._exit(EXIT_CODE)
 
     @staticmethod
     def _aside(work: Callable[..., None], *arguments: object) -> None:
-        """In a thread of its own: the log and the disk may hang as well, and the end must come all the same."""
+        """Run in a daemon thread: log and disk may hang too, and must not delay the exit."""
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=work, args=arguments, name="watchdog report", daemon=True).start()
 

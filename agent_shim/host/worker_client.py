@@ -1,8 +1,8 @@
-"""The client half of the worker: what may be asked of it, and running it.
+"""Client of the worker: its requests, and their execution.
 
-Transfers, archives and large copies run in a short-lived process, ``python -m agent_shim.daemon.worker``, whose memory
-goes back to the system when it ends. Request and answer are one JSON document each and travel in memory
-files, because they hold secrets: not in arguments, not in the environment, not on a disk.
+Transfers, archives and large copies run in a short-lived process, ``python -m agent_shim.daemon.worker``, which returns
+its memory to the system at its end. Request and answer are one JSON document each and are passed in memory files,
+because they contain secrets: never in arguments, in the environment, or on a disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process
 
 GRACE: Final = 5.0
-"""Seconds a worker has to tidy up when nobody wants its answer any more."""
+"""For a cancelled worker to remove its temporary files."""
 
 PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 
@@ -38,7 +38,7 @@ PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """Where a blob is and what digest it must have; with a signed URL the id does not matter."""
+    """Location and digest of a blob; with a signed URL the id is ignored."""
 
     blob_id: str = ""
     signed_url: str = field(default="", repr=False)
@@ -47,10 +47,9 @@ class BlobRef:
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A blob to fetch and unpack as the new directory ``path``.
+    """A blob to fetch and unpack into the new directory ``path``.
 
-    A ``job`` is the part of rendered templates that has its ``name``, a ``package`` a compiled one, a ``source`` what
-    gets compiled.
+    A ``job`` is the part ``name`` of the rendered templates, a ``package`` is compiled, a ``source`` is to be compiled.
     """
 
     kind: Literal["job", "package", "source"]
@@ -69,7 +68,7 @@ class Install(msgspec.Struct, frozen=True, tag=True):
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Put a blob, once verified, at ``path``."""
+    """Download a blob to ``path`` and verify it."""
 
     base: str
     store: Blobstore
@@ -79,7 +78,7 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Upload the file ``path``: to the signed URL if there is one, else to the blobstore under a new id."""
+    """Upload the file ``path``: to the signed URL if given, else to the blobstore under a new id."""
 
     base: str
     store: Blobstore
@@ -89,11 +88,11 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """A directory to pack, its names put below ``prefix`` (which ends in ``/`` if it is one).
+    """A directory to pack, with ``prefix`` before its names (ending in ``/`` for a directory).
 
-    Without ``patterns`` all of it, directories too, and it must exist. With patterns (``**/*.log``, as doublestar reads
-    them for the Go agent) the files and links that match one of them; a pattern that is the name of a directory means
-    all in it.
+    Without ``patterns`` it is packed completely, with directories, and must exist. With patterns (``**/*.log``, in the
+    doublestar syntax of the Go agent) only files and links that match are packed; a pattern that names a directory
+    includes its whole content.
     """
 
     root: str
@@ -102,10 +101,10 @@ class Tree(msgspec.Struct, frozen=True):
 
 
 class Pack(msgspec.Struct, frozen=True, tag=True):
-    """Pack ``trees`` into the file ``path``, gzip unless told otherwise.
+    """Pack ``trees`` into the file ``path``, gzip by default.
 
-    What was modified after ``newest`` (seconds since 1970) is packed as modified then. With ``remarks`` the trees are
-    written into meanwhile, and what is not in the archive as it was on disk is listed in an entry of this name.
+    Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks`` the trees are live, and deviations
+    from the files on disk are listed in an entry of this name.
     """
 
     trees: list[Tree]
@@ -117,9 +116,9 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyTree(msgspec.Struct, frozen=True, tag=True):
-    """Make the directory ``target`` hold what ``source`` holds but ``spared`` (``host.copytree``).
+    """Mirror ``source`` to ``target``, except ``spared`` (``host.copytree``).
 
-    How far that is, is written to the file ``progress`` from time to time.
+    The progress is written to the file ``progress`` periodically.
     """
 
     source: str
@@ -131,7 +130,7 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 class Rotate(msgspec.Struct, frozen=True, tag=True):
     """Rotate the log files ``paths`` below ``root`` (``host.copytruncate``), keeping ``keep`` archives of each.
 
-    Of a file with more than ``most`` bytes the end is kept. The paths are bytes: jobs name files as they like.
+    Of a file with more than ``most`` bytes only the end is kept. The paths are bytes, as jobs may use any name.
     """
 
     root: str
@@ -144,10 +143,10 @@ Request = Install | Get | Put | Pack | CopyTree | Rotate
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How it went with one target: the text of what failed, or "", and whether its archive was gzip.
+    """Outcome of one target: the error or "", and True if its archive was gzip.
 
-    ``newest`` is when the youngest file of a source was modified (seconds since 1970), ``left_out`` the bytes of a log
-    that were not kept.
+    ``newest`` is the latest modification time of a source (seconds since 1970), ``left_out`` the bytes of a log that
+    were dropped.
     """
 
     error: str = ""
@@ -157,9 +156,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The answer: the text of what failed, or what the request asked for.
+    """Answer of a worker: the error, or the results of the request.
 
-    ``blob_id`` is that of a new blob, the digests (hex) are those of what was packed, the outcomes stand in the order
+    ``blob_id`` is that of a new blob, the digests (hex) are those of the packed archive, the outcomes are in the order
     of the targets.
     """
 
@@ -171,7 +170,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 def checked_blob_id(blob_id: str) -> str:
-    """``blob_id`` itself; raises ``BlobError`` when it could mean more than a name in a directory or an option."""
+    """Return ``blob_id``; raises ``BlobError`` if it could be a path or an option."""
     if not re.fullmatch(r"[^/\x00-\x1f\x7f]{1,255}", blob_id) or ".." in blob_id or blob_id[0] in ".-":
         raise BlobError(f"cannot use the blob id {blob_id[:100]!r}: it is not a plain name")
     return blob_id
@@ -181,7 +180,7 @@ def checked_blob_id(blob_id: str) -> str:
 
 
 async def work(request: Request, *, nice: int = 0) -> Done:
-    """Have a worker do ``request``; raises ``ActionError`` with the worker's text when it could not."""
+    """Run ``request`` in a worker; raises ``ActionError`` with the worker's error."""
     try:
         answer = await run_worker(msgspec.json.encode(request), nice=nice, tidy=partial(_tidy, request))
         done = msgspec.json.decode(answer, type=Done)
@@ -195,9 +194,10 @@ async def work(request: Request, *, nice: int = 0) -> Done:
 
 
 class Transfers:
-    """Blobs since the process began: how many by direction and outcome (done, failed), bytes of those that are done.
+    """Counters of blobs since the process started: number by direction and outcome (done, failed), bytes of successful
+    ones.
 
-    Directions are get and put with the blobstore, upload and download with a client over HTTPS.
+    Directions are get and put for the blobstore, upload and download for clients over HTTPS.
     """
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class Transfers:
         self.sizes: Counter[str] = Counter()
 
     def add(self, direction: str, outcome: str, size: int = 0) -> None:
-        """One more."""
+        """Count one transfer."""
         self.counts[direction, outcome] += 1
         self.sizes[direction] += size
 
@@ -222,9 +222,9 @@ def _count(request: Request, outcome: str) -> None:
 
 
 async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], None] = lambda _: None) -> bytes:
-    """Run one worker and return its answer; raises ``ActionError`` if it dies. Cancelling ends its whole group.
+    """Run one worker and return its answer; raises ``ActionError`` if it dies. Cancellation kills its process group.
 
-    ``tidy`` is called in a thread with the pid of a worker that may not have come to tidying up.
+    ``tidy`` is called in a thread with the pid of a worker that could not clean up.
     """
     command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.daemon.worker", str(os.getpid())]
     with _memory_file("request") as given, _memory_file("answer") as answer, _memory_file("errors") as errors:
@@ -247,12 +247,12 @@ async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], Non
 
 
 def scratch(paths: Paths, pid: int) -> Path:
-    """What the worker with this pid names its temporary files after."""
+    """Return the path prefix of the temporary files of the worker with this pid."""
     return paths.tmp / f"worker-{pid}"
 
 
 def _tidy(request: Request, pid: int) -> None:
-    """Remove the files that a worker was killed over; bundles half made are their owner's to find."""
+    """Remove the temporary files of a killed worker; unfinished bundles are removed by their owner."""
     with suppress(HostError):
         if isinstance(request, Get | Pack):
             files.remove_leftovers(Path(request.path))
@@ -274,7 +274,7 @@ def _content(fd: int) -> bytes:
 
 
 def _end(status: int | None, errors: bytes) -> str:
-    """How it ended. Of a traceback only the place and the kind of error: its text may hold a secret."""
+    """Describe the end of a worker. From a traceback only location and type are used: its text may contain a secret."""
     if status is not None and status > 128:
         return f"was killed by {signal.Signals(status - 128).name}"
     lines = errors.decode(errors="replace").splitlines() or [""]
@@ -284,13 +284,11 @@ def _end(status: int | None, errors: bytes) -> str:
 
 
 def become_worker(parent: int) -> None:
-    """What a worker does first: it ends with the process ``parent`` that started it, even if that was killed; when
-    memory runs out the kernel takes it before the agent; and what it knows never lands in a core file.
-    """
-    import ctypes  # late: only workers need it
+    """Set up a worker: it dies with ``parent``, is the OOM killer's choice before the agent, and dumps no core."""
+    import ctypes  # late import: only workers need it
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it went before it could be watched
+    if os.getppid() != parent:  # the parent died before it could be watched
         raise SystemExit(128 + signal.SIGTERM)
     process.disable_core_dumps(for_good=True)
     with suppress(OSError):

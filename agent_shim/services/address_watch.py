@@ -1,7 +1,7 @@
-"""Addresses that the Director counts on and no interface has: a pod that was made anew may have got another one.
+"""Detection of addresses that the Director expects and no interface has: a recreated pod may get another address.
 
-The Director learns nothing of it from ``get_state``: ``networks`` stay as the last ``apply`` stored them, since any
-difference makes it recreate the instance. So people are told, by an alert, a metric and ``status``.
+``get_state`` does not report it: ``networks`` stay as the last ``apply`` stored them, since any difference makes the
+Director recreate the instance. An alert, a metric and ``status`` do.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from agent_shim.host import network
 logger = logging.getLogger(__name__)
 
 PERIOD: Final = 30.0
-"""Seconds between looks; a look takes some microseconds for each address."""
+"""Poll interval; a poll takes some microseconds for each address."""
 
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
-    """The addresses that this instance should have, and who says so; ``applied`` are the networks of the spec.
+    """Return the expected addresses, each with its source; ``applied`` are the networks of the spec.
 
-    A floating address (vip) is on no interface, one that the machine chooses counts when a spec was applied with it.
+    A floating address (vip) is on no interface; a dynamic one counts if a spec was applied with it.
     """
     found = {
         known.ip: f"network {name} of the settings"
@@ -40,7 +40,7 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AddressWatch:
-    """``missing`` are the addresses that no interface has, as of the last look, and who says that one should.
+    """Watches the expected addresses; ``missing`` maps those that no interface had at the last look to their sources.
 
     ``tell`` is called with a network and a text when another one is missing.
     """
@@ -51,13 +51,13 @@ class AddressWatch:
         self._tell = tell
 
     async def watch(self) -> NoReturn:
-        """Look for ever."""
+        """Look in every period, for ever."""
         while True:
             self.look()
             await asyncio.sleep(PERIOD)
 
     def look(self) -> None:
-        """Compare once."""
+        """Compare the addresses once."""
         before = self.missing
         self.missing = {ip: where for ip, where in self._expected().items() if not network.has_address(ip)}
         for ip in self.missing.keys() - before.keys():
@@ -65,4 +65,4 @@ class AddressWatch:
             logger.warning("%s", text)
             self._tell(self.missing[ip].split(" of ")[0], text)
         for ip in before.keys() - self.missing.keys():
-            logger.info("the address %s is no longer missed", ip)
+            logger.info("the address %s is back", ip)

@@ -1,4 +1,4 @@
-"""What ``env.bosh`` asks of the machine itself: each key that the Go agent reads, and what becomes of it here.
+"""Requests of ``env.bosh`` to the machine itself: each key that the Go agent reads, and its effect here.
 
 Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/operations.md has the same table.
 """
@@ -16,11 +16,11 @@ from agent_shim.core.settings import BoshEnv
 from agent_shim.host import files, mounts
 
 SETTINGS_SIZE: Final = "16m"
-"""Of the tmpfs with the settings (platform/linux_platform.go, SetupBoshSettingsDisk)."""
+"""Size of the tmpfs for the settings (platform/linux_platform.go, SetupBoshSettingsDisk)."""
 
 
 class Key(NamedTuple):
-    """``name`` is a path below ``env.bosh``; ``is_done`` is False for a key that is refused with ``outcome``."""
+    """A key by its path ``name`` below ``env.bosh``; ``is_done`` is False if it is refused with ``outcome``."""
 
     name: str
     outcome: str
@@ -48,7 +48,7 @@ KEYS: Final = (
 
 
 def refused(bosh: BoshEnv) -> str | None:
-    """A boot step: the keys that were given and cannot be followed, with the reason; None without any."""
+    """Boot step: return the given keys that cannot be obeyed, with reasons; None without any."""
     given = {"ipv6.enable": bosh.ipv6.enable, "swap_size": bosh.swap_size}
     return "; ".join(f"env.bosh.{key.name}: {key.outcome}" for key in KEYS if given.get(key.name)) or None
 
@@ -57,12 +57,12 @@ def refused(bosh: BoshEnv) -> str | None:
 
 
 async def remove_dev_tools(paths: Paths, bosh: BoshEnv) -> str | None:
-    """A boot step: compilers go; returns why they stay, or None. Raises ``OSError``."""
+    """Boot step: remove compilers; return why they stay, or None. Raises ``OSError``."""
     return await _remove(paths.dev_tools_list, is_wanted=bosh.remove_dev_tools)
 
 
 async def remove_static_libraries(paths: Paths, bosh: BoshEnv) -> str | None:
-    """A boot step: ``*.a`` go; returns why they stay, or None. Raises ``OSError``."""
+    """Boot step: remove ``*.a`` files; return why they stay, or None. Raises ``OSError``."""
     return await _remove(paths.static_libraries_list, is_wanted=bosh.remove_static_libraries)
 
 
@@ -77,7 +77,9 @@ async def _remove(listing: Path, *, is_wanted: bool) -> str | None:
 
 
 def remove_listed(listing: Path) -> None:
-    """Remove each file or link that is named on a line, if it is there; directories stay. Raises ``OSError``."""
+    """Remove each file or link listed in ``listing``, one on a line, if it exists; directories stay. Raises
+    ``OSError``.
+    """
     for line in listing.read_text(errors="surrogateescape").splitlines():
         if line.startswith("/"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -88,7 +90,7 @@ def remove_listed(listing: Path) -> None:
 
 
 async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """A boot step: the files with credentials go to a tmpfs; returns why not, or None. Raises ``HostError``."""
+    """Boot step: move the files with credentials to a tmpfs; return why not, or None. Raises ``HostError``."""
     if not bosh.agent.settings.tmpfs:
         return "not asked for"
     await asyncio.to_thread(_move_to_memory, paths)
@@ -96,8 +98,11 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 
 
 def _move_to_memory(paths: Paths) -> None:
-    """A link is left at each old place. A directory that a stop of the container has emptied of its mount may have
-    caught what was written through the links meanwhile."""
+    """Move the files and leave a link at each old place.
+
+    After a stop of the container the directory has lost its mount and may contain files written through the links
+    since.
+    """
     place = paths.settings_tmpfs
     files.make_dir(place, 0o700)
     if not mounts.is_mount_point(place):

@@ -1,9 +1,9 @@
-"""Installed versions of jobs and packages: where they lie, how they come there, which are in use.
+"""Installed versions of jobs and packages: their directories, their installation, and the links to those in use.
 
-A bundle lies in ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>`` and is in use when a link in
-``jobs`` or ``packages`` points to it; layout, modes and owners are the Go agent's (agent/applier/bundlecollection/), so
-that either agent can take over from the other. A bundle gets its name when it is complete and on disk, and loses it
-before it is taken apart: a directory that looks installed is complete.
+A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``, and in use while a link in ``jobs`` or
+``packages`` points to it. Layout, modes and owners are the Go agent's (agent/applier/bundlecollection/), so that either
+agent can take over from the other. A bundle gets its name when it is complete and on disk, and loses it before its
+removal: a directory with that name is complete.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from agent_shim.host.worker_client import BlobRef
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = 64 * 1024 * 1024
-"""Of a blob that is read into memory; the records of ten thousand instances take a tenth."""
+"""Limit of a blob read into memory; the DNS records of ten thousand instances take a tenth."""
 DIRECTORY_MODE: Final[dict[Kind, int]] = {"job": 0o750, "package": 0o755}
-"""Of a bundle, of the directory of all its versions, and of the directory of links to those in use."""
+"""Mode of a bundle, of the directory of its versions, and of the directory of links to bundles in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A version of a job or package and the archive it is made from."""
+    """A version of a job or package, and the archive that contains it."""
 
     kind: Kind
     name: str
@@ -46,8 +46,10 @@ class Bundle:
 
     @property
     def directory(self) -> str:
-        """The name of its directory: the sha1 of version and digest, or of the version alone for a package that is
-        made here (models/job.go, models/package.go). Raises ``ActionError`` when a name or the version is no good.
+        """Name of its directory: the sha1 of version and digest.
+
+        For a package compiled here, of the version alone (models/job.go, models/package.go). Raises ``ActionError`` for
+        an invalid name or version.
         """
         checked_name(self.kind, self.name)
         if not self.version:
@@ -59,14 +61,16 @@ class Bundle:
 
 
 def checked_name(kind: str, name: str) -> str:
-    """``name`` itself, if it can be the name of a directory and of nothing else; else ``ActionError``."""
+    """Return ``name`` if it is a plain directory name; else raise ``ActionError``."""
     if not name or "/" in name or ".." in name or "\0" in name or name.startswith(".") or len(name) > 200:
         raise ActionError(f"cannot use {name[:100]!r} as the name of a {kind}")
     return name
 
 
 class Bundles:
-    """All bundles below one base. Its methods raise ``ActionError``; one that changes anything runs at a time."""
+    """All bundles below one base directory. Methods raise ``ActionError``; callers serialize those that change
+    something.
+    """
 
     def __init__(
         self, paths: Paths, work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = worker_client.work
@@ -75,16 +79,15 @@ class Bundles:
         self._work = work
 
     def path(self, bundle: Bundle) -> Path:
-        """Where it lies, or would."""
+        """Return the path of a bundle, installed or not."""
         return self._installed(bundle.kind) / checked_name(bundle.kind, bundle.name) / bundle.directory
 
     async def install(
         self, wanted: Sequence[Bundle], store: Blobstore, parallel: int, *, doing: str = "Preparing {0.kind} {0.name}"
     ) -> None:
-        """Fetch and unpack those of ``wanted`` that are not there yet, ``parallel`` archives at a time.
+        """Fetch and unpack the missing ones of ``wanted``, ``parallel`` archives at a time.
 
-        Those that succeed stay when others fail; the first failure in the order of ``wanted`` is told: what was being
-        done, and why it failed.
+        Successful ones stay if others fail. The error is the first in the order of ``wanted``: the step and its reason.
         """
         missing = {self.path(bundle): bundle for bundle in self.missing(wanted)}
         if not missing:
@@ -95,7 +98,7 @@ class Bundles:
         try:
             done = await self._work(worker_client.Install(str(self._paths.base), store, parallel, targets))
         except BaseException:
-            # It tidies up behind itself, unless it was killed.
+            # A worker removes its temporary files, unless it was killed.
             with suppress(ActionError):
                 await self._in_thread(files.sweep, {path.parent for path in missing})
             raise
@@ -104,46 +107,46 @@ class Bundles:
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Bring exactly these into use, link every package into every job, remove all other bundles."""
+        """Link exactly these, link every package into every job, and remove all other bundles."""
         await self.link(jobs, packages)
         await self._in_thread(self._keep_only, "job", jobs)
         await self._in_thread(self._keep_only, "package", packages)
         await self._in_thread(install_bpm_wrapper, self._paths)
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
-        """Those that are not installed."""
+        """Return the bundles that are not installed."""
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Bring these into use and link every package into every job; what else there is stays."""
+        """Link these and every package into every job; other links stay."""
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._activate, "job", jobs)
         await self._in_thread(self._link_packages, jobs, packages)
         await self._in_thread(install_bpm_wrapper, self._paths)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
-        """Bring exactly these packages into use and remove all others, and whatever else lies where the links are.
+        """Link exactly these packages, and remove all others and all strays in the directory of links.
 
-        Jobs are not touched, nor are the names ``spared`` there.
+        Jobs are not touched, nor the names ``spared`` in that directory.
         """
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._keep_only, "package", packages)
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """An empty bundle that is in use: what compiling fills. An older one of the same version is removed."""
+        """Create an empty linked bundle for a compilation to fill. An older one of the same version is removed."""
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)
         return path
 
     async def make_job_dirs(self, names: Iterable[str]) -> None:
-        """Directories for logs, run files and data of jobs; those that exist stay as they are (models/job.go)."""
+        """Create directories for logs, run files and data of jobs; existing ones are not changed (models/job.go)."""
         await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
 
     # --- blobs that came to this machine -----------------------------------------------------------------------------
 
     async def keep_blob(self, blob_id: str, digest: str, content: bytes) -> None:
-        """Keep what ``upload_blob`` brought until the next install (agent/action/upload_blob.go)."""
+        """Keep the payload of ``upload_blob`` until the next install (agent/action/upload_blob.go)."""
         path = self._paths.sensitive_blobs / worker_client.checked_blob_id(blob_id)
         expected = MultipleDigest.parse(digest)
         try:
@@ -156,7 +159,7 @@ class Bundles:
             raise ActionError(f"Opening blob store file: {exc}") from exc
 
     async def delete_source(self, blob_id: str) -> None:
-        """Forget a blob that is installed; only what lies on this machine is ever deleted (cascading_blobstore.go)."""
+        """Delete the blob of an installed bundle; only blobs on this machine are deleted (cascading_blobstore.go)."""
         if not blob_id:
             return
         worker_client.checked_blob_id(blob_id)
@@ -166,12 +169,12 @@ class Bundles:
                 return
 
     async def fetch_small(self, source: BlobRef, store: Blobstore) -> bytes:
-        """The content of a blob, verified; raises ``ActionError`` for one of more than ``MAX_SMALL_BYTES``."""
+        """Return the verified content of a blob; raises ``ActionError`` beyond ``MAX_SMALL_BYTES``."""
         temp = files.sibling(self._paths.tmp / "blob")
         try:
             await self._work(worker_client.Get(str(self._paths.base), store, source, str(temp)))
             if (size := temp.stat().st_size) > MAX_SMALL_BYTES:
-                raise ActionError(f"cannot use the blob: it has {size} bytes, and {MAX_SMALL_BYTES} are read at most")
+                raise ActionError(f"cannot use the blob: it has {size} bytes, the limit is {MAX_SMALL_BYTES}")
             return await asyncio.to_thread(temp.read_bytes)
         except OSError as exc:
             raise ActionError(f"cannot read {temp}: {exc.strerror}") from exc
@@ -180,7 +183,7 @@ class Bundles:
                 temp.unlink()
 
     async def sweep(self) -> None:
-        """Remove what work that ended before this boot has left half made."""
+        """Remove unfinished work of earlier boots."""
         versions = [*self._versions("job"), *self._versions("package")]
         await self._in_thread(files.sweep, [self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
 
@@ -207,7 +210,7 @@ class Bundles:
             _link(path, links / bundle.name)
 
     def _link_packages(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """In each job, as the Go agent does: all packages of the spec, not only those that the job asks for."""
+        """Link all packages of the spec into each job, as the Go agent does, not only those that the job asks for."""
         wanted = {package.name: self.path(package) for package in packages}
         for job in jobs:
             links = self.path(job) / "packages"
@@ -232,12 +235,12 @@ class Bundles:
             yield from (path for path in versions.iterdir() if not files.is_leftover(path.name))
 
     def _versions(self, kind: Kind) -> Iterator[Path]:
-        """The directories that hold all versions of one job or package each."""
+        """Yield the directories that hold all versions of one job or package."""
         with suppress(FileNotFoundError):
             yield from (path for path in self._installed(kind).iterdir() if path.is_dir() and not path.is_symlink())
 
     def _uninstall(self, kind: Kind, path: Path) -> None:
-        """Take it out of use, then take away its name, then take it apart."""
+        """Remove the link, rename the bundle, then remove it."""
         link = self._links(kind) / path.parent.name
         if link.is_symlink() and link.readlink() == path:
             link.unlink()
@@ -269,24 +272,24 @@ class Bundles:
 
 
 def _link(target: Path, link: Path) -> None:
-    with suppress(OSError):  # it is no link, or there is none
+    with suppress(OSError):  # missing, or not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
             return
     files.swap_link(target, link)
 
 
 BPM: Final = "bpm"
-"""The name under which our ``bpm`` stands among jobs and packages."""
+"""Name of our ``bpm`` as a job and as a package."""
 
 
 def install_bpm_wrapper(paths: Paths) -> None:
-    """Have our ``bpm`` stand where scripts call it, whether a release brings its own or not."""
+    """Install our ``bpm`` where scripts call it, whether a release contains its own or not."""
     ours = str(Path(__file__).parents[2])
-    # Without site and runpy: half of the time that -m takes.
+    # Without site and runpy: half of the startup time of -m.
     code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
     launcher = (
         "#!/bin/sh\n"
-        "# agent-shim in place of bpm: asks the running agent.\n"
+        "# agent-shim in place of bpm: a client of the running agent.\n"
         f'export BPM_BOSH_ROOT="${{BPM_BOSH_ROOT:-{paths.base}}}"\n'
         f'exec {shlex.quote(sys.executable)} -I -S -c {shlex.quote(code)} "$@"\n'
     )
@@ -298,10 +301,10 @@ def install_bpm_wrapper(paths: Paths) -> None:
 
 
 def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
-    """Give an unpacked tree the modes and owners it has when installed (agent/applier/jobs/owner_fix.go).
+    """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
 
-    In a job everything is ``owner``'s, directories are 0750, files below ``bin`` 0750, all others 0640. A package keeps
-    what its archive says, but for the directory itself.
+    In a job ``owner`` owns everything; directories and files below ``bin`` are 0750, other files 0640. In a package
+    only those of the directory itself are set.
     """
     if kind != "job":
         files.make_dir(tree, 0o755, owner if kind == "package" else None)

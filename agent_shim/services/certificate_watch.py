@@ -1,6 +1,6 @@
-"""Certificates near their end: people are told in time, by a metric, a line in ``status`` and a warning in the log.
+"""Warning of certificates about to expire, by a metric, a line in ``status`` and a warning in the log.
 
-Only the wall clock can say it; nothing but these words depends on it.
+Only the wall clock can tell; nothing but these reports depends on it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from agent_shim.core.x509 import Validity, validities
 logger = logging.getLogger(__name__)
 
 PERIOD: Final = 60.0
-"""Seconds between looks; the credentials of a new VM live for an hour or less."""
+"""Poll interval; the credentials of a new VM live for an hour or less."""
 DAY: Final = 86400.0
 NEAR: Final = 30 * DAY
-"""Near the end is the last month, but never more than the last fifth of a certificate's life."""
+"""Warning period: the last month, but at most the last fifth of a certificate's life."""
 SHARE: Final = 0.2
 DOOR: Final = "server"
-"""The certificate of the HTTPS door at which the bosh CLI calls; all others are the agent's on the bus."""
+"""The certificate of the HTTPS endpoint for the bosh CLI; all others are the agent's on the bus."""
 
 
 class CertificateWatch:
-    """``ends`` are the ends of certificates by name (seconds since 1970), as of the last look."""
+    """Watches certificates; ``ends`` maps their names to their ends (seconds since 1970) at the last look."""
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:
         """``certificates`` are PEM texts by name; of several in one text the last to end counts."""
@@ -37,13 +37,13 @@ class CertificateWatch:
         self._clock = clock
 
     async def watch(self) -> NoReturn:
-        """Look for ever."""
+        """Look in every period, for ever."""
         while True:
             self.look()
             await asyncio.sleep(PERIOD)
 
     def look(self) -> None:
-        """Look once; what was not said at the last look is logged."""
+        """Look once; new warnings are logged."""
         now, before = self._clock(), self.warnings
         lasting = {
             name: max(found, key=lambda validity: validity.ends)
@@ -58,7 +58,7 @@ class CertificateWatch:
 
 
 def _warning(name: str, validity: Validity, now: float) -> str:
-    """What is to be said of a certificate, or ""; the same words until it has ended."""
+    """Return the warning for a certificate, or ""; it stays the same until the certificate has expired."""
     if validity.ends - now > min(NEAR, SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -67,4 +67,4 @@ def _warning(name: str, validity: Validity, now: float) -> str:
         what, follows = "the certificate of the HTTPS door", "the bosh CLI refuses it (give it another in the manifest)"
     if validity.ends <= now:
         return f"{what} has ended, at {end}: {follows}"
-    return f"{what} ends at {end}: it has to be rotated before"
+    return f"{what} ends at {end}: rotate it before then"

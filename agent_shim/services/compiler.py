@@ -1,8 +1,8 @@
-"""Compiling a package: its source is unpacked, its packaging script run, what that has installed packed and uploaded.
+"""Compilation of a package: unpack its source, run its packaging script, pack and upload the result.
 
-What the script sees, where it logs and the texts of failures are the Go agent's (agent/compiler/concrete_compiler.go,
-compiler_unix.go, agent/cmdrunner/file_logging_cmd_runner.go). What differs: nothing that a compilation has started or
-unpacked outlives it, and the same source compiled twice gives the same bytes as far as its own tools do.
+Environment, logs and error texts are the Go agent's (agent/compiler/concrete_compiler.go, compiler_unix.go,
+agent/cmdrunner/file_logging_cmd_runner.go). Differences: processes and files of a compilation never outlive it, and the
+same source gives the same bytes as far as its own tools do.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from agent_shim.host import files, proc, process, worker_client
 from agent_shim.host.worker_client import BlobRef
 
 SHOWN: Final = 10 * 1024
-"""Bytes of each output that an error tells, the last ones (app/app.go)."""
+"""Bytes at the end of each output that an error quotes (app/app.go)."""
 GRACE: Final = 1.0
-"""Seconds between TERM and KILL for what has to end; it has nothing to hand over."""
+"""Between TERM and KILL for processes of a compilation, which have nothing to save."""
 PATIENCE: Final = 5.0
-"""Seconds that what was killed may take to go."""
+"""For killed processes to disappear."""
 MARK: Final = "BOSH_COMPILE_TARGET"
-"""A variable of everything that a packaging script starts: so it is found when it has left the process group, or when
-the agent was killed. Its value is the directory of the sources.
+"""Variable of every process of a compilation; its value is the directory of the sources. It identifies processes that
+left the process group, and those of a killed agent.
 """
 OLDEST: Final = 315_532_800
-"""1980, before which some archives (zip, wheels) know no time."""
+"""1980, the earliest time of some archive formats (zip, wheels)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What to compile, and where the result goes: to the signed URL or, without one, to the blobstore.
+    """A package to compile, and the target of the result: the signed URL or, without one, the blobstore.
 
     ``headers`` are those of the upload.
     """
@@ -52,7 +52,7 @@ class Package:
 
 
 class Compiler:
-    """Compiles one package at a time; ``environ`` is what packaging scripts inherit."""
+    """Compiles one package at a time; packaging scripts inherit ``environ``."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Compiler:
     async def compile(
         self, package: Package, target: Path, store: Blobstore, report: Callable[[str], None]
     ) -> worker_client.Done:
-        """Fill ``target``, an empty bundle that is in use, and upload it: the id of the blob and its digests.
+        """Compile into ``target``, an empty linked bundle, and upload it; return the blob id and the digests.
 
-        What the package depends on is in use as well. ``report`` is told what is being done. Raises ``ActionError``.
+        Its dependencies are linked as well. ``report`` is called with each step. Raises ``ActionError``.
         """
         report("fetching the source")
         source = await self._fetch(package, store)
@@ -77,7 +77,7 @@ class Compiler:
         if (self._directory(package) / "packaging").exists():
             report("running the packaging script")
             await self._run(package, newest)
-        await self.clean()  # before packing: the archive may need the room
+        await self.clean()  # before packing, which may need the space
         archive = files.sibling(self._paths.tmp / "compiled")
         try:
             report("packing")
@@ -93,7 +93,7 @@ class Compiler:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def clean(self) -> None:
-        """End and remove whatever compilations have left, those of an agent that was killed too."""
+        """Terminate and remove the remains of compilations, also those of a killed agent."""
         await self._end_strays()
         try:
             await asyncio.to_thread(self._remove_sources)
@@ -118,7 +118,7 @@ class Compiler:
             raise ActionError(f"{what}: {exc}") from exc
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run ``packaging``; its output of this time alone is in the logs. However it ends, its group ends with it."""
+        """Run ``packaging``; the logs contain only its own output. Its process group ends with it in any case."""
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
@@ -147,7 +147,7 @@ class Compiler:
             "BOSH_INSTALL_TARGET": str(self._paths.packages / package.name),
             "BOSH_PACKAGE_NAME": package.name,
             "BOSH_PACKAGE_VERSION": package.version,
-            # What tools write into their output instead of the time of day (reproducible-builds.org).
+            # Tools write this into their output instead of the current time (reproducible-builds.org).
             "SOURCE_DATE_EPOCH": str(newest),
         }
 
@@ -155,7 +155,7 @@ class Compiler:
         return self._paths.compile / package.name
 
     async def _end_strays(self) -> None:
-        """Kill what carries our mark and wait until it is gone; what hangs in the kernel longer is left."""
+        """Kill processes with our mark and wait for their end; one stuck in the kernel for longer is abandoned."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE
         while loop.time() < deadline:
@@ -175,7 +175,7 @@ class Compiler:
 
 
 def _inherited(paths: Paths, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of scripts with the agent's programs first in PATH."""
+    """Return the environment of scripts with the agent's programs first in PATH."""
     own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
     return {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
 
@@ -190,9 +190,9 @@ def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
 
 
 def _told(name: str, path: Path) -> str:
-    """The end of an output, from the beginning of a line if there is one near, with a title that says if it is cut.
+    """Return the end of an output with a title that tells if it is cut, from the start of a line if possible.
 
-    The Go agent leaves the first line out even when nothing is cut.
+    The Go agent leaves out the first line even if nothing is cut.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

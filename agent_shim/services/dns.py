@@ -1,9 +1,9 @@
-"""Names in files: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
+"""DNS names in files: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
 
-bosh-dns reads ``records.json``, byte for byte what the Director wrote; so that comes first and decides. ``/etc/hosts``
-is a help for those who do not ask bosh-dns: in a pod it may be read-only or a mount, which must not make DNS stale.
-``localhost`` and the host name stand in it from the boot on, with or without a Director: some CPIs unmount the file of
-the container runtime, and the one below is empty.
+bosh-dns reads ``records.json``, byte for byte as the Director wrote it, so that file is written first and decides.
+``/etc/hosts`` helps programs that do not use bosh-dns: in a pod it may be read-only or a mount, which must not make DNS
+stale. ``localhost`` and the host name are in it from the boot on, with or without a Director: some CPIs unmount the
+file of the container runtime, and the one below is empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agent_shim.host import files, hostname, mounts
 logger = logging.getLogger(__name__)
 
 FETCH: Final = 45.0
-"""Seconds that the fetch of a blob may take in all; the Director listens for ten."""
+"""Timeout for the fetch of a blob; the Director waits for ten."""
 
 _ADDRESS: Final = re.compile(r"[0-9A-Fa-f.:]{2,45}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,255}")
@@ -33,23 +33,23 @@ LOCALHOST: Final = "localhost"
 
 
 class _Blob(msgspec.Struct, frozen=True):
-    """``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``; the rest is between the Director and bosh-dns."""
+    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``; bosh-dns reads the other members."""
 
     version: int = 0
     records: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class Dns:
-    """Keeps the newest records; both ``sync_dns`` and ``sync_dns_with_signed_url`` come here."""
+    """Stores the newest records, for both ``sync_dns`` and ``sync_dns_with_signed_url``."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
 
     async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
-        """See that the records are those of ``version`` or newer; ``fetch`` gets the verified blob when it is needed.
+        """Bring the records to ``version`` or newer; ``fetch`` returns the verified blob if needed.
 
-        Raises ``ActionError`` in the words of agent/action/sync_dns.go, and what ``fetch`` raises.
+        Raises ``ActionError`` in the words of agent/action/sync_dns.go, and the errors of ``fetch``.
         """
         if await self._has(version):
             return
@@ -63,7 +63,7 @@ class Dns:
                 await asyncio.to_thread(self._store, records, version, agent_id)
 
     async def restore(self, agent_id: str) -> bool:
-        """Write the stored records into the hosts file again: a new container has a fresh one. False without any.
+        """Write the stored records into the hosts file again, which is new in a new container. False without any.
 
         Raises ``ActionError``.
         """
@@ -71,9 +71,9 @@ class Dns:
             return await asyncio.to_thread(self._restore, agent_id)
 
     async def name_self(self, agent_id: str) -> str | None:
-        """Give the container its host name, and ``localhost`` and that name an address in the hosts file.
+        """Set the host name of the container, and add it and ``localhost`` to the hosts file.
 
-        A boot step: returns why the host name stays another one, or None. Raises ``ActionError``.
+        Boot step: return why the host name stays another one, or None. Raises ``ActionError``.
         """
         async with self._turn:
             return await asyncio.to_thread(self._name_self, agent_id)
@@ -107,7 +107,7 @@ class Dns:
         return True
 
     def _stored(self) -> _Blob | None:
-        """The records of the last ``sync_dns``; None without one."""
+        """Return the records of the last ``sync_dns``; None without one."""
         try:
             return msgspec.json.decode(self._paths.dns_records.read_bytes(), type=_Blob)
         except FileNotFoundError:
@@ -139,7 +139,7 @@ class Dns:
 
 
 def stored_version(records: Path) -> int:
-    """The version of a ``records.json``; -1, which is older than any, if there is none that can be read."""
+    """Return the version of a ``records.json``; -1, older than any, without a readable one."""
     try:
         return msgspec.json.decode(records.read_bytes(), type=_Blob).version
     except (OSError, msgspec.DecodeError):
@@ -147,7 +147,7 @@ def stored_version(records: Path) -> int:
 
 
 def lines_naming(name: str, hosts: Path) -> list[str]:
-    """The lines of a hosts file that give ``name`` an address."""
+    """Return the lines of a hosts file for ``name``."""
     if not hosts.exists():
         return []
     lines = hosts.read_text(errors="replace").splitlines()
@@ -155,7 +155,7 @@ def lines_naming(name: str, hosts: Path) -> list[str]:
 
 
 def own_lines(names: Sequence[str]) -> str:
-    """Lines by which ``names`` lead to this machine, for a hosts file that another program has written."""
+    """Return lines that map ``names`` to this machine, for a hosts file written by another program."""
     good = [name for name in names if _NAME.fullmatch(name)]
     lines = [f"127.0.0.1 {name}" for name in good]
     lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in good else []
@@ -163,11 +163,11 @@ def own_lines(names: Sequence[str]) -> str:
 
 
 def hosts_text(agent_id: str, host_name: str, kept: Iterable[str], records: Iterable[list[str]]) -> str:
-    """A hosts file in which the agent id is this machine (platform/linux_platform.go, SaveDNSRecords).
+    """Return a hosts file that maps the agent id to this machine (platform/linux_platform.go, SaveDNSRecords).
 
-    ``kept`` are the lines that the container runtime has written for ``host_name``; without one that name leads to this
-    machine as well. A record that is not an address and a name is left out: a line break in it would make lines of its
-    own. So is one that names ``localhost``, which would have two addresses.
+    ``kept`` are the container runtime's lines for ``host_name``; without one the host name also maps to this machine. A
+    record that is not an address and a name is left out, as a line break in it would forge lines; so is one for
+    ``localhost``, which would get two addresses.
     """
     own = f"{agent_id} {LOCALHOST}" if _NAME.fullmatch(agent_id) else LOCALHOST
     header = [

@@ -1,13 +1,13 @@
-"""Jobs are kept from the bus: only root, and the agent's own user, may open connections to its addresses.
+"""Packet filter rules for the bus: only root and the agent's own user may connect to its addresses.
 
-A job that has got hold of a certificate has no use for it then. What is kept from whom is what the Go agent does with
-nftables (platform/firewall/nftables_firewall.go): by user, for each address that the names in ``mbus.urls`` have now,
-``https`` left out. The rules are made anew again and again, so that new addresses count and what a job has removed is
-back within a minute. A connection that is refused is refused at once; the Go agent lets it hang.
+A certificate of the bus is useless to a job that gets hold of it. The rules follow those of the Go agent
+(platform/firewall/nftables_firewall.go): by user, for each current address of the names in ``mbus.urls``, without
+``https``. They are replaced periodically, so that new addresses are covered and removed rules return within a minute. A
+refused connection fails at once; with the Go agent it hangs.
 
-They must never cut off the agent itself. Where a proxy of another user stands between it and the bus (the sidecar of a
-service mesh) they would: so they are tried, and taken away again if the bus is heard only without them. The link and
-the attempts at one tell; no connection is opened to find out, which a server would log as a broken one.
+The rules must never cut off the agent itself. They would if a proxy of another user is between it and the bus (the
+sidecar of a service mesh): so they are tested, and removed again if the bus is heard only without them. The evidence is
+the existing link and the attempts at one; a connection opened for a test would be logged as broken by the server.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agent_shim.host import nftables
 logger = logging.getLogger(__name__)
 
 PERIOD: Final = 50.0
-"""Seconds until the rules are made anew."""
+"""Interval for the replacement of the rules."""
 PATIENCE: Final = 3.0
-"""Seconds for a name."""
+"""Timeout of a name look-up."""
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
-"""For a word of the server; the second is longer than the pause between two attempts at a link."""
+"""For a message of the server; the second is longer than the pause between two attempts at a link."""
 DEFAULT_PORT: Final = 4222
 
 Targets = frozenset[tuple[str, int]]
@@ -43,10 +43,10 @@ PROXIED: Final = "the bus is reached by way of a process of another user, which 
 
 
 class Firewall:
-    """``watch`` is the root task; ``obstacle`` says why jobs can reach the bus, "" while rules keep them from it.
+    """Keeps jobs from the bus; ``obstacle`` is why they can reach it, "" while rules prevent that.
 
-    ``mbus`` are the addresses in use, ``is_linked`` says whether there is a link to one of them, ``is_heard`` whether a
-    server says something within so many seconds. With a ``refusal``, which is the obstacle then, nothing is ever done.
+    ``mbus`` returns the addresses in use, ``is_linked`` is true with a link to one of them, ``is_heard`` if a server
+    sends anything within the given seconds. With a ``refusal``, which becomes the obstacle, no rules are ever set.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class Firewall:
         self._refusal = refusal
         self._due = asyncio.Event()
         self._proven: Targets = frozenset()
-        """With rules for these the bus was reached."""
+        """Addresses that were reached with rules in place."""
         self._proxied: Targets = frozenset()
 
     def look_again(self) -> None:
-        """Make the rules anew now: the bus may be at another address."""
+        """Replace the rules now: the bus may have another address."""
         self._due.set()
 
     async def watch(self) -> NoReturn:
-        """Keep the rules, for ever."""
+        """Maintain the rules for ever."""
         while True:
             if not self._refusal:
                 before = self.obstacle
@@ -91,22 +91,22 @@ class Firewall:
         if self.obstacle in (before, NO_BUS):
             return
         if self.obstacle:
-            logger.warning("jobs are not kept from the bus: %s", self.obstacle)
+            logger.warning("jobs can reach the bus: %s", self.obstacle)
         else:
-            logger.info("jobs are kept from the bus")
+            logger.info("jobs cannot reach the bus")
 
     async def _settle(self) -> str:
-        """Have the rules that are right now; the obstacle, if there is one. Raises ``HostError``."""
+        """Set the right rules; return the obstacle, if any. Raises ``HostError``."""
         urls = [url for url in self._mbus().urls if bus_address(url).scheme == "nats"]
         if not urls:
             return NO_BUS
         targets = await _addresses(urls)
         if not targets:
-            return self.obstacle  # whatever holds for the addresses that were known goes on
+            return self.obstacle  # rules for the known addresses stay
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # a link that there is shows at once what rules do to it
+        if targets != self._proven:  # an existing link shows at once if the rules break it
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -117,18 +117,20 @@ class Firewall:
         await nftables.remove()
         if await self._is_heard(HEARD_WITHOUT_RULES_S):
             await nftables.replace(wanted)
-            if await self._is_heard(HEARD_WITH_RULES_S):  # it came back just now
+            if await self._is_heard(HEARD_WITH_RULES_S):  # the link came back meanwhile
                 self._proven = targets
                 return ""
             await nftables.remove()
             self._proxied = targets
             return PROXIED
-        await nftables.replace(wanted)  # it is away for everybody
+        await nftables.replace(wanted)  # the bus is down in any case
         return ""
 
 
 def chains(targets: Targets, users: Collection[int]) -> str:
-    """Only ``users`` may send to ``targets``; what belongs to no user, as the end of a closed connection, may too."""
+    """Return rules that let only ``users`` send to ``targets``; packets without a user, as of a closed connection, may
+    pass.
+    """
     allowed = ", ".join(map(str, sorted(users)))
     rules = "".join(
         f"    {'ip6' if ':' in address else 'ip'} daddr {address} tcp dport {port} meta skuid != {{ {allowed} }}"
@@ -139,7 +141,7 @@ def chains(targets: Targets, users: Collection[int]) -> str:
 
 
 async def _addresses(urls: Collection[str]) -> Targets:
-    """All that the names have now; names that have none are passed over."""
+    """Resolve all names; names without an address are skipped."""
     loop, found = asyncio.get_running_loop(), set()
     for url in urls:
         parts = bus_address(url)

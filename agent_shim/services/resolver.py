@@ -1,7 +1,7 @@
-"""Name servers: ``dns`` of a network, as the Director's cloud-config has it, into the resolver of the container.
+"""Name servers: ``dns`` of a network, from the Director's cloud-config, into the resolver of the container.
 
 The Go agent writes the base of resolvconf or a drop-in of systemd-resolved (platform/net/dnsresolver); a container has
-neither of them, unless systemd is its process 1.
+neither, unless systemd is its process 1.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ RESOLV_CONF: Final = Path("/etc/resolv.conf")
 SYSTEMD: Final = Path("/run/systemd/system")
 RESOLVED_DROP_IN: Final = Path("/etc/systemd/resolved.conf.d/10-bosh.conf")
 FIRST: Final = "# set by resolvectl"
-"""Ends the lines that the stand-in for resolvectl puts before all others: bosh-dns asks for that."""
+"""Ends the lines that our replacement of resolvectl puts first: bosh-dns requires that."""
 
 
 async def write_servers(servers: Sequence[str]) -> str | None:
-    """Have names looked up at ``servers``. A boot step: returns why nothing was changed, or None.
+    """Use ``servers`` for look-ups. Boot step: return why nothing was changed, or None.
 
     Raises ``HostError`` and ``OSError``. Needs root.
     """
@@ -49,11 +49,11 @@ async def _settle_resolved(servers: Sequence[str]) -> str | None:
 
 
 def resolv_conf(before: str, servers: Sequence[str]) -> str:
-    """The text of a resolv.conf that asks ``servers``.
+    """Return a resolv.conf that uses ``servers``.
 
-    What names each of them already stays as it is: a job may have put a server of its own before them. Else they take
-    the place of the servers of the container runtime; search domains and options stay, and so does a server that
-    bosh-dns has put first.
+    A text that already names each of them is not changed: a job may have put its own server first. Else they replace
+    the servers of the container runtime; search domains and options stay, and so does a server that bosh-dns has put
+    first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]
@@ -73,7 +73,7 @@ def _is_address(server: str) -> bool:
 
 
 def _text(path: Path) -> str:
-    """A small file; "" for one that is missing, or a link to one that is."""
+    """Read a small file; "" for a missing one or a dangling link."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
-"""The scripts of jobs: lifecycle scripts side by side, drain with its protocol of integers, errands with their output.
+"""Scripts of jobs: lifecycle scripts in parallel, drain with its protocol of integers, errands with their output.
 
-What scripts see (arguments, environment, directory, niceness) and the texts of failures are the Go agent's
-(agent/script/, agent/action/run_errand.go). Output goes to files: a pipe would be held open by what a script leaves
-behind. Times are seconds.
+Arguments, environment, directory, niceness and error texts are the Go agent's (agent/script/,
+agent/action/run_errand.go). Output goes to files: processes left behind by a script would keep a pipe open. Times are
+seconds.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
-"""What scripts search, whatever the agent itself searches (agent/script/pathenv/pathenv.go)."""
+"""PATH of scripts, whatever that of the agent (agent/script/pathenv/pathenv.go)."""
 DIRECTORY: Final = Path("/")
-"""Where scripts begin: the Go agent's own directory on a stemcell."""
+"""Working directory of scripts: that of the Go agent on a stemcell."""
 NICE: Final = 5
-"""How much nicer than the agent lifecycle scripts are; drain and errands are as the agent."""
+"""Niceness of lifecycle scripts relative to the agent; drain and errands run with that of the agent."""
 GRACE: Final = 10.0
-"""Between TERM and KILL for a script that is cancelled."""
+"""Between TERM and KILL for a cancelled script."""
 SHOWN: Final = MAX_REPLY - 4096
-"""Bytes of JSON that both outputs of an errand may take in its reply."""
+"""JSON bytes of both outputs of an errand in its reply."""
 
 STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,18}")
@@ -46,7 +46,7 @@ _NEXT_STATE: Final = "BOSH_JOB_NEXT_STATE"
 
 @dataclass(frozen=True, slots=True)
 class DrainSpec:
-    """What drain scripts are told of an apply spec; ``packages`` maps names to digests, the disk is in MiB."""
+    """Part of an apply spec passed to drain scripts; ``packages`` maps names to digests, the disk is in MiB."""
 
     has_jobs: bool
     configuration_hash: str
@@ -56,7 +56,7 @@ class DrainSpec:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """How an errand ended; ``exit_code`` is 128+N when signal N killed it."""
+    """Outcome of an errand; ``exit_code`` is 128+N after signal N."""
 
     stdout: str
     stderr: str
@@ -64,7 +64,7 @@ class Errand:
 
 
 def drain_arguments(kind: str, current: DrainSpec, new: DrainSpec | None) -> list[str]:
-    """What happens to the job, to its configuration, and the packages that change (agent/script/drain/*_params.go)."""
+    """Return the changes of job, configuration and packages as arguments (agent/script/drain/*_params.go)."""
     if kind == "shutdown":
         return ["job_shutdown", "hash_unchanged"]
     if kind != "update":
@@ -80,7 +80,7 @@ def drain_arguments(kind: str, current: DrainSpec, new: DrainSpec | None) -> lis
 
 
 def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, str]:
-    """The persistent disk there is and, where a new spec is known, the one there will be."""
+    """Return variables with the size of the present persistent disk and, given a new spec, of the next one."""
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
     return {
         name: json.dumps({"persistent_disk": spec.persistent_disk}, separators=(",", ":"))
@@ -89,7 +89,7 @@ def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, st
 
 
 class Scripts:
-    """Runs what lies in ``jobs/<job>/bin``; ``environ`` is inherited by every script."""
+    """Runs scripts in ``jobs/<job>/bin``; every script inherits ``environ``."""
 
     def __init__(self, paths: Paths, environ: Mapping[str, str], *, grace: float = GRACE) -> None:
         self._paths = paths
@@ -97,9 +97,9 @@ class Scripts:
         self._grace = grace
 
     async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
-        """Run ``bin/NAME`` of every job that has it and wait for all, as long as it takes.
+        """Run ``bin/NAME`` of every job that has it and wait for all, without a timeout.
 
-        Output is appended to the job's logs. Raises ``ActionError`` when one has failed.
+        Output is appended to the job's logs. Raises ``ActionError`` if one fails.
         """
         never = asyncio.Event()
 
@@ -128,10 +128,10 @@ class Scripts:
         new: DrainSpec | None,
         cancelled: asyncio.Event,
     ) -> None:
-        """Run the drain scripts and wait until every job has handed over its work.
+        """Run the drain scripts and wait until every job has drained.
 
-        Setting ``cancelled`` terminates the scripts and ends the wait; that is no failure. Raises ``ActionError`` when
-        a script has not said how long to wait.
+        Setting ``cancelled`` terminates the scripts and ends the wait without an error. Raises ``ActionError`` if a
+        script printed no number.
         """
         environment = drain_environment(current, new)
 
@@ -147,11 +147,13 @@ class Scripts:
     async def _drain_job(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bool:
-        """A negative answer means: wait so long, then ask again (agent/script/drain/concrete_script.go)."""
+        """Drain one job. A negative number means: wait that long, then run it again
+        (agent/script/drain/concrete_script.go).
+        """
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
             if cancelled.is_set():
-                return True  # whatever it printed
+                return True  # whatever the script printed
             if _INTEGER.fullmatch(answer) is None:
                 logger.warning("drain of job %s failed: it printed %r, not a number of seconds", job, answer[:80])
                 return False
@@ -164,7 +166,7 @@ class Scripts:
     async def _ask_drain(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bytes:
-        """What the script prints; its exit code says nothing."""
+        """Return the output of the script; its exit code is ignored."""
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             script = process.spawn(
                 [str(self._script(job, "drain")), *arguments],
@@ -177,9 +179,9 @@ class Scripts:
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
     async def errand(self, job: str, cancelled: asyncio.Event) -> Errand:
-        """Run ``bin/run`` of ``job``; setting ``cancelled`` terminates it, and how it ended is a result as any other.
+        """Run ``bin/run`` of ``job``; setting ``cancelled`` terminates it, and its exit is a result like any other.
 
-        An output too long for a reply is cut in the middle and stays in a file until the next errand of the job.
+        An output too long for the reply is cut in the middle and kept in a file until the job's next errand.
         """
         outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
         opened: list[int] = []
@@ -210,7 +212,7 @@ class Scripts:
                     output.unlink(missing_ok=True)
 
     def _having(self, name: str, jobs: Sequence[str]) -> list[str]:
-        """The jobs that have the script."""
+        """Return the jobs that have the script."""
         return [job for job in jobs if self._script(job, name).exists()]
 
     def _script(self, job: str, name: str) -> Path:
@@ -226,7 +228,7 @@ class Scripts:
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """How the script ended; when ``cancelled`` is set, or we are, it is made to end first, its group with it."""
+        """Wait for the script; if ``cancelled`` is set, or this task is, terminate its process group first."""
         ended, stop = asyncio.ensure_future(script.wait()), asyncio.ensure_future(cancelled.wait())
         try:
             await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -240,7 +242,7 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run all; the error lists jobs in the order in which they ended (agent/script/parallel_script.go)."""
+    """Run all in parallel; the error lists jobs in the order of their end (agent/script/parallel_script.go)."""
     passed: list[str] = []
     failed: list[str] = []
 
@@ -254,14 +256,14 @@ async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awa
     async with asyncio.TaskGroup() as group:
         for job in jobs:
             group.create_task(one(job))
-            await asyncio.sleep(0)  # a spawn holds the loop: one at a time between other work
+            await asyncio.sleep(0)  # a spawn blocks the loop: let other work run in between
     if failed:
         text = f"{len(failed)} of {len(jobs)} {name} scripts failed. Failed Jobs: {', '.join(failed)}."
         raise ActionError(f"{text} Successful Jobs: {', '.join(passed)}." if passed else text)
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for the event, so many seconds at most."""
+    """Wait for the event up to ``seconds``; True if it is set."""
     try:
         async with asyncio.timeout(seconds):
             return await event.wait()
@@ -270,14 +272,14 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
-    """Both outputs, within what a reply can carry, and the files that hold more than is shown."""
+    """Return both outputs within the limit of a reply, and the files that hold more."""
     errors = shown(stderr, SHOWN // 2)
     output = shown(stdout, SHOWN - _encoded(errors[0]))
     return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]
 
 
 def shown(path: Path, limit: int) -> tuple[str, bool]:
-    """The text of a file, and whether it is cut in the middle because its JSON would take more than ``limit`` bytes."""
+    """Return the text of a file, and True if it was cut in the middle because its JSON exceeds ``limit`` bytes."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         keep = min(size, limit)
@@ -286,17 +288,17 @@ def shown(path: Path, limit: int) -> tuple[str, bool]:
             taken = _encoded(text)
             if taken <= limit or keep == 0:
                 return text, keep < size
-            # Escapes make the JSON longer than the bytes: shrink by what was measured, and always by something.
+            # Escapes make the JSON longer than the text: shrink in proportion, and by at least one byte.
             keep = max(0, min(keep - 1, keep * limit // taken - len(text) // 1000))
 
 
 def _head_and_tail(file: int, size: int, keep: int, path: Path) -> str:
-    """``keep`` bytes of a file of ``size``; what is no UTF-8 becomes replacement characters."""
+    """Read ``keep`` bytes of a file of ``size``, half from each end; invalid UTF-8 becomes replacement characters."""
     if keep >= size:
         return os.pread(file, size, 0).decode(errors="replace")
     head = os.pread(file, keep // 2, 0)
     tail = os.pread(file, keep - len(head), size - (keep - len(head)))
-    note = f"\n[... {size - keep} bytes are left out here; the whole output is in {path} ...]\n"
+    note = f"\n[... {size - keep} bytes left out; the whole output is in {path} ...]\n"
     return head.decode(errors="replace") + note + tail.decode(errors="replace")
 
 

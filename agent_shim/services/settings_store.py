@@ -1,11 +1,10 @@
-"""The settings on disk: found, waited for, read again, kept.
+"""Settings on disk: found, awaited, reloaded, cached.
 
-Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document; on top of
-either comes ``update_settings.json`` (settings/service.go of the Go agent). A file that is absent, empty, half written
-or wrong is waited for: CPIs write it after the container has started. Each state of it is logged once.
+Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document; either is
+overlaid by ``update_settings.json`` (settings/service.go of the Go agent). A file that is missing, empty, incomplete or
+invalid is awaited: CPIs write it after the container has started. Each state of it is logged once.
 
-Beside them lie the credentials of the bus that were in use before the last rotation, for a boot at which the present
-ones turn out to be no good.
+The store also keeps the bus credentials from before the last rotation, for a boot at which the present ones fail.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from agent_shim.host import files
 logger = logging.getLogger(__name__)
 
 LOOK: Final = 0.5
-"""Seconds between two looks at the files; they are few and a look is a stat."""
+"""Poll interval of the files, which are few; a poll is a stat."""
 SELDOM: Final = 4
-"""So many times as long it is between two looks once there are settings."""
+"""Factor of the poll interval once settings are loaded."""
 
 
 class SettingsStore:
-    """Reads settings and keeps ``update_settings``; ``current`` is what was read last."""
+    """Loads settings and stores ``update_settings``; ``current`` is the last result."""
 
     def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = LOOK, needs_bus: bool = True) -> None:
         self._paths = paths
@@ -46,13 +45,13 @@ class SettingsStore:
 
     @property
     def current(self) -> settings.Effective:
-        """The settings; there are some from the moment ``wait`` has returned."""
+        """The settings; available once ``wait`` has returned."""
         if self._current is None:
             raise SettingsError("cannot use the settings: none were read yet")
         return self._current
 
     async def wait(self) -> settings.Effective:
-        """Return as soon as there are settings to work with, however long that takes."""
+        """Wait for usable settings, without a timeout."""
         while True:
             try:
                 return await self.refreshed()
@@ -61,7 +60,7 @@ class SettingsStore:
             await asyncio.sleep(self._look)
 
     async def refreshed(self) -> settings.Effective:
-        """Read everything again; raises ``SettingsError`` and keeps what was if that fails."""
+        """Reload everything; raises ``SettingsError`` and keeps the present settings on failure."""
         source, raw, origin = await asyncio.to_thread(self._read_source)
         update = await asyncio.to_thread(self._read_update)
         self._former = await asyncio.to_thread(_read_mbus, self._paths.former_mbus)
@@ -74,16 +73,16 @@ class SettingsStore:
         return found
 
     def merged(self, news: settings.UpdateSettings) -> settings.Effective:
-        """What the settings would be with what ``update_settings`` brought."""
+        """Return the settings that ``news`` of ``update_settings`` would produce."""
         return settings.Effective(self.current.source, self.current.update.merged(news))
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
-        """Store ``update`` as it is and use it."""
+        """Store ``update`` and use it."""
         await files.save(files.behind(self._paths.update_settings), msgspec.json.encode(update), mode=0o600)
         self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
-        """Keep credentials that work while others take their place; failing to is no reason not to rotate."""
+        """Keep working credentials during a rotation, which continues even if this fails."""
         self._former = mbus
         try:
             await files.save(files.behind(self._paths.former_mbus), msgspec.json.encode(mbus), mode=0o600)
@@ -91,17 +90,17 @@ class SettingsStore:
             self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
-        """What to try when these do not lead to the bus: in turn the present ones, the former ones, those of the CPI.
+        """Return the credentials to try after ``refused``: in turn the present ones, the former ones, those of the CPI.
 
-        A restart between a rotation and its end, a CPI that made the container anew, or a bus that was restored from a
-        backup can leave any of them stale.
+        A restart during a rotation, a CPI that recreated the container, or a bus restored from a backup can leave any
+        of them stale.
         """
         present, *others = self.current.known_mbus
         known = list(dict.fromkeys([present, *([self._former] if self._former else []), *others]))
         return known[(known.index(refused) + 1) % len(known)] if refused in known else present
 
     async def watch(self, changed: Callable[[settings.Effective], Awaitable[None]]) -> None:
-        """For ever: look at the files and call ``changed`` when their content means something new."""
+        """Watch the files for ever and call ``changed`` when the settings differ."""
         seen = self._stamps()
         told = self._current
         while True:
@@ -112,22 +111,22 @@ class SettingsStore:
             try:
                 found = await self.refreshed()
             except SettingsError as exc:
-                self._say(logging.WARNING, f"{exc}; going on with the settings read before")
+                self._say(logging.WARNING, f"{exc}; keeping the settings read before")
                 continue
             finally:
                 seen = stamps
-            # Not what was read last: an action may have read the news before us, and told nobody.
+            # Compare with the last reported settings: an action may have loaded the change first, without a report.
             if found != told:
                 logger.info("the settings have changed")
                 told = found
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # Not in a thread: this is some ten microseconds, and a thread, twice a second, took a quarter of all idle time.
+        # Not in a thread: this takes about 10 µs, and a thread, twice a second, took a quarter of all idle time.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
-        """The first source that can be used; the error is that of the first file that exists."""
+        """Load the first usable source; the error is that of the first existing file."""
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:
@@ -154,12 +153,12 @@ class SettingsStore:
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
-            # Never a reason to stay away from the bus: half a file is read again when it changes.
-            self._say(logging.ERROR, f"cannot use {path}: {exc}; going on without what it says anew")
+            # Never fatal: an incomplete file is read again when it changes.
+            self._say(logging.ERROR, f"cannot use {path}: {exc}; ignoring its latest change")
             return self._current.update if self._current else settings.UpdateSettings()
 
     async def _keep(self, raw: bytes) -> None:
-        """Keep the document for a time when its source is gone; failing to is no reason not to use it."""
+        """Cache the document for a time without its source; the settings are used even if this fails."""
         if self._current is not None and await asyncio.to_thread(_same, self._paths.settings_cache, raw):
             return
         try:
@@ -174,7 +173,7 @@ class SettingsStore:
 
 
 def _read_mbus(path: Path) -> settings.Mbus | None:
-    """Credentials that were kept; what cannot be read is none."""
+    """Load the kept credentials; None if they are missing or unreadable."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=settings.Mbus)
     except (OSError, ValueError):

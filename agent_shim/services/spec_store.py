@@ -1,4 +1,4 @@
-"""The stored apply spec, ``spec.json``: whole or old, never half (agent/applier/applyspec/concrete_v1_service.go)."""
+"""The stored apply spec, ``spec.json``, replaced atomically (agent/applier/applyspec/concrete_v1_service.go)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class SpecStore:
-    """``current`` is what the last ``apply`` stored, an empty spec before the first one."""
+    """Stores the spec; ``current`` is that of the last ``apply``, empty before the first one."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self.current = spec.ApplySpec()
 
     async def load(self) -> spec.ApplySpec:
-        """Read the file; an unreadable one is set aside and counts as none, so that the agent stays reachable."""
+        """Load the file; an unreadable one is renamed and counts as missing, so that the agent stays reachable."""
         try:
             self.current = spec.decode(await asyncio.to_thread(self._paths.spec.read_bytes))
         except FileNotFoundError:
@@ -36,12 +36,14 @@ class SpecStore:
         return self.current
 
     async def save(self, wanted: spec.ApplySpec) -> None:
-        """Store ``wanted``; signed links in it are secrets, hence the mode."""
+        """Store ``wanted``; signed URLs in it are secrets, hence the mode."""
         await files.save(self._paths.spec, msgspec.json.encode(wanted.members()), mode=0o600)
         self.current = wanted
 
     async def write_instance_files(self) -> None:
-        """``instance/{id,az,name,deployment}``: world readable, no newline, empty if unset (agent/action/apply.go)."""
+        """Write ``instance/{id,az,name,deployment}``: world readable, no newline, empty if unset
+        (agent/action/apply.go).
+        """
         wanted = self.current
         await asyncio.to_thread(files.make_dir, self._paths.instance, 0o755)
         members = {"id": wanted.id, "az": wanted.az, "name": wanted.name, "deployment": wanted.deployment}

@@ -1,8 +1,8 @@
-"""The ssh server that ``bosh ssh`` comes to: one of our own where the container has none, for as long as it is needed.
+"""Server for ``bosh ssh``: started where the container has none, for as long as it is needed.
 
-The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` come in, by
-key alone, root never. The server is known by its command line, not by a number, so that an agent that was started anew
-ends the one of its predecessor.
+The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` log in with
+a key only, root never. The server is identified by its command line, not by its pid, so that a restarted agent ends the
+one of its predecessor.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
 PATIENCE: Final = 10.0
-"""Seconds until a server that was started must listen."""
+"""For a started server to listen."""
 GRACE: Final = 2.0
-"""Seconds between TERM and KILL; who is logged in stays so, and nobody else comes in meanwhile."""
+"""Between TERM and KILL; existing sessions continue, new ones are refused meanwhile."""
 POLL: Final = 0.02
 LARGEST_LOG: Final = 10_000_000
-"""Bytes of the server's log from which on it starts anew."""
+"""Size at which the server's log is truncated."""
 
 _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
-"""The empty directory that Debian's sshd confines its unprivileged half to; it is gone with every /run."""
+"""The empty directory for the unprivileged half of Debian's sshd; it vanishes with /run."""
 _OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
 
 _CONFIG: Final = """\
@@ -52,7 +52,7 @@ Subsystem sftp internal-sftp
 
 
 class Sshd:
-    """Sees that somebody listens on ``port`` while ``is_needed`` says so. Its methods raise ``ActionError``."""
+    """Ensures that a server listens on ``port`` while ``is_needed`` returns True. Methods raise ``ActionError``."""
 
     def __init__(self, paths: Paths, port: int, is_needed: Callable[[], bool]) -> None:
         self._paths = paths
@@ -64,13 +64,13 @@ class Sshd:
         self._turn = asyncio.Lock()
 
     async def host_key(self) -> str:
-        """The text of the public RSA key; both halves are made where an image has come without."""
+        """Return the public RSA host key; the pair is made if the image has none."""
         async with self._turn:
             with errors_as("Getting host public key"):
                 return await asyncio.to_thread((await self._have_host_key()).read_text)
 
     async def settle(self) -> None:
-        """Start a server if one is needed and there is none, end ours if it is no longer needed."""
+        """Start a server if one is needed and none listens; end ours when it is no longer needed."""
         if not self._paths.is_system:
             return
         async with self._turn:
@@ -105,7 +105,7 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {PATIENCE:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """The path of the public half; sshd does not start without the private one."""
+        """Return the path of the public key; sshd does not start without the private one."""
         public = self._key.with_suffix(".pub")
         if not (self._key.exists() and public.exists()):
             await _make_host_key(self._key, public)
@@ -118,7 +118,7 @@ class Sshd:
                 await server.terminate(GRACE)
 
     def _log_size(self) -> int:
-        """Bytes of the log, which is emptied before when it is large."""
+        """Return the size of the log in bytes, after truncating a large one."""
         size = self._log.stat().st_size if self._log.exists() else 0
         if size > LARGEST_LOG:
             os.truncate(self._log, 0)
@@ -127,7 +127,7 @@ class Sshd:
 
 
 async def _make_host_key(private: Path, public: Path) -> None:
-    """The public half of the private key that is there; both where there is none that sshd could use."""
+    """Derive the public key of an existing private key; make both if sshd could use none."""
     try:
         await files.save(public, (await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))).encode())
     except HostError:

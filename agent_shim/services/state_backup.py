@@ -1,20 +1,19 @@
-"""The copy of the agent's own state that outlives the root file system, and what a new one gets back of it.
+"""Backup of the agent's own state, which survives the root file system and is restored on a new one.
 
-A container that is restarted in place has a new root file system and the old ``data``: what the Director has stored on
-the instance would be lost with ``/var/vcap/bosh``, the credentials of the bus first of all. So those files are copied
-to ``data/bosh`` before the Director hears that something is done. Two stamps tell what belongs together: one on the
-root file system, one beside the copy.
+A container restarted in place has a new root file system and the old ``data``: without a backup ``/var/vcap/bosh``
+would be lost, above all the bus credentials. So its files are copied to ``data/bosh`` before the Director gets the
+reply to an action. Two stamps show which belong together: one on the root file system, one beside the backup.
 
-| root file system | copy | then |
+| root file system | backup | action |
 |---|---|---|
-| no stamp | none | the first agent of this program: the copy is made |
-| the stamp of the copy | there | the same container: the copy is brought up to date |
-| no stamp, or another one | there | a new root file system: it gets what was copied |
-| a stamp | none | a new volume: the copy is made |
-| of another agent | any | somebody's used image: its files are set aside |
-| any | of another agent | somebody's used volume: the copy is set aside |
+| no stamp | none | first start of this program: create the backup |
+| same stamp as the backup | present | same container: update the backup |
+| no stamp, or another one | present | new root file system: restore the backup |
+| a stamp | none | new volume: create the backup |
+| of another agent | any | used image of another agent: set its files aside |
+| any | of another agent | used volume of another agent: set the backup aside |
 
-State of a newer version of this program is not touched: the boot fails and says so.
+State of a newer version of this program is not changed: the boot fails with an error.
 """
 
 from __future__ import annotations
@@ -39,36 +38,36 @@ from agent_shim.host import files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Of all state files together; raised when an older version would misread what this one writes."""
+"""Version of all state files together; raised when an older version would misread a file of this one."""
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
-PERIOD: Final = 5.0
-"""Seconds between looks for changes that no action has made: a CPI may write into a running container."""
+POLL_S: Final = 5.0
+"""Poll interval for changes made outside actions: a CPI may write into a running container."""
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """``lineage`` is the same on a root file system and the copy that belongs to it."""
+    """Stamp of a root file system and of its backup, which share the ``lineage``."""
 
     schema: int
     agent_id: str
     lineage: str
     incarnation: str = ""
-    """The container that wrote it last (``host.proc``)."""
+    """Container that wrote it last (``host.proc``)."""
     is_prepared: bool = True
     """On the root file system: the pre-start scripts of the jobs have run on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackedUpFile:
-    """A file of which there is a copy, with the mode and owner that it has when it comes back."""
+    """A file to back up, with the mode and owner for its restore."""
 
     path: Path
     mode: int = 0o600
     owner: str | None = None
 
 
-def kept(paths: Paths) -> dict[str, BackedUpFile]:
-    """What is copied, by the name of the copy."""
+def backup_files(paths: Paths) -> dict[str, BackedUpFile]:
+    """Return the files to back up by the name of their copy."""
     return {
         "update_settings.json": BackedUpFile(paths.update_settings),
         "former_mbus.json": BackedUpFile(paths.former_mbus),
@@ -83,48 +82,48 @@ def kept(paths: Paths) -> dict[str, BackedUpFile]:
 
 
 class StateBackup:
-    """Keeps the copy. ``begin`` comes before anything is written, ``recover`` as soon as the agent's id is known."""
+    """Maintains the backup. Call ``begin`` before any write, ``recover`` once the agent id is known."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._files = kept(paths)
+        self._files = backup_files(paths)
         self._copied: dict[str, tuple[int, int, int] | None] = {}
         self._stamp: Stamp | None = None
         self._former = ""
         self._writing = asyncio.Lock()
-        self._said = ""
+        self._logged = ""
         self.root_is_new = False
-        """The root file system has just got back what was copied from its predecessor."""
+        """True after the backup was restored on a new root file system."""
 
     # --- a new agent ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Empty the directory of run files where they are those of another container. Blocks on the disk.
+        """Clear the run directory if it belongs to another container. Blocks on the disk.
 
-        Raises ``BootError`` where the state is that of a newer version.
+        Raises ``BootError`` if the state belongs to a newer version.
         """
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):
             if stamp is not None and stamp.schema > SCHEMA:
                 raise BootError(
-                    f"cannot use the state below {self._paths.base}: it has schema {stamp.schema} of a newer version, "
-                    f"and this one knows {SCHEMA}"
+                    f"cannot use the state below {self._paths.base}: schema {stamp.schema} is of a newer version, "
+                    f"this one supports {SCHEMA}"
                 )
         here = here or Stamp(SCHEMA, "", "")
         self._former = here.agent_id or _agent_id(self._paths.settings_cache)
         now = proc.incarnation()
         if copy is None or (here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)):
             return
-        logger.info("the container is another one: what its predecessor left in %s is removed", self._paths.run)
+        logger.info("this is a new container: clearing %s of its predecessor", self._paths.run)
         _empty(self._paths.run)
-        # In two places: an agent that finds it in neither would remove the files of jobs that run.
+        # In two files: an agent that finds neither would remove the run files of running jobs.
         _write(self._paths.stamp, msgspec.structs.replace(here, incarnation=now))
         _write(self._copy_stamp, msgspec.structs.replace(copy, incarnation=now))
 
     async def recover(self, agent_id: str) -> None:
-        """Give a new root file system what the former one had, if that was this agent's; from now on copy.
+        """Restore this agent's backup on a new root file system, and keep it up to date from now on.
 
-        Raises ``BootError`` when that is not possible: an agent without it would be another one.
+        Raises ``BootError`` on failure: without its state this would be another agent.
         """
         try:
             await asyncio.to_thread(self._recover, agent_id)
@@ -144,7 +143,7 @@ class StateBackup:
             self._restore()
             self.root_is_new = True
             ours = msgspec.structs.replace(ours, lineage=copy.lineage, is_prepared=False)
-        # What is restored counts as such from here on; a kill before that has it restored once more.
+        # The restore counts from here on; a kill before this repeats it.
         _write(self._paths.stamp, ours)
         _write(self._copy_stamp, ours)
         self._stamp = ours
@@ -157,13 +156,13 @@ class StateBackup:
                 if not file.path.parent.is_dir():
                     files.make_dir(file.path.parent, 0o755)
                 files.write_atomic(file.path, raw, mode=file.mode, owner=file.owner)
-                logger.info("%s is back, from the copy of the root file system before this one", file.path)
+                logger.info("%s is restored from the backup of the former root file system", file.path)
 
     def _set_aside_root(self, whose: str) -> None:
         aside = self._paths.bosh / SET_ASIDE / _plain(whose)
         self._move(((file.path, name) for name, file in self._files.items()), aside, whose)
         self._move([(self._paths.stamp, STAMP)], aside, whose)
-        _empty(self._paths.monit_job)  # they lie in the bundles of the jobs as well
+        _empty(self._paths.monit_job)  # they are links into the bundles of the jobs
 
     def _set_aside_copy(self, whose: str) -> None:
         names = [*self._files, self._paths.supervisor_state.name, STAMP]
@@ -175,17 +174,17 @@ class StateBackup:
             if path.exists():
                 files.make_dir(aside, 0o700)
                 shutil.move(path, aside / name)
-                logger.warning("%s belongs to another agent, %s: it is set aside in %s", path, whose, aside)
+                logger.warning("%s belongs to another agent, %s: moved to %s", path, whose, aside)
 
     # --- pre-start on a new root file system ------------------------------------------------------------------------
 
     @property
     def is_prepared(self) -> bool:
-        """False until the pre-start scripts of jobs that shall run have run on this root file system."""
+        """False until the pre-start scripts of the jobs to run have run on this root file system."""
         return self._stamp is None or self._stamp.is_prepared
 
     async def prepared(self) -> None:
-        """They have."""
+        """Record that they have run."""
         if self._stamp is not None and not self._stamp.is_prepared:
             self._stamp = msgspec.structs.replace(self._stamp, is_prepared=True)
             await asyncio.to_thread(_write, self._paths.stamp, self._stamp)
@@ -193,16 +192,16 @@ class StateBackup:
     # --- copying ----------------------------------------------------------------------------------------------------
 
     async def update(self) -> None:
-        """Copy what has changed. What cannot be copied is said; it is tried again."""
+        """Copy changed files. A failure is logged, and the copy is tried again later."""
         if self._stamp is None:
             return
         async with self._writing:
             await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
-        """For ever: copy what changes without an action, or what could not be copied before."""
+        """Copy files changed outside actions, and those that could not be copied before, for ever."""
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(POLL_S)
             await self.update()
 
     def _update(self) -> None:
@@ -213,13 +212,13 @@ class StateBackup:
             try:
                 _make_equal(self._paths.mirror / name, file.path)
             except OSError as exc:
-                self._say(f"a restart of the container would lose {file.path}: {exc}")
+                self._log_once(f"a restart of the container would lose {file.path}: {exc}")
                 continue
             self._copied[name] = seen
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+    def _log_once(self, text: str) -> None:
+        if text != self._logged:
+            self._logged = text
             logger.error("%s", text)
 
     @property
@@ -228,14 +227,14 @@ class StateBackup:
 
 
 def forget(paths: Paths) -> None:
-    """Remove the copy and both stamps: another agent takes over, and what it does from now on is not copied."""
-    names = [*kept(paths), paths.supervisor_state.name, SET_ASIDE]
+    """Remove the backup and both stamps: another agent takes over, and its changes would not be copied."""
+    names = [*backup_files(paths), paths.supervisor_state.name, SET_ASIDE]
     for path in (paths.mirror / STAMP, *(paths.mirror / name for name in names), paths.stamp):
         files.remove_tree(path)
 
 
 def _read(path: Path) -> Stamp | None:
-    """A stamp; one that cannot be read is nobody's, and what it belongs to is not used."""
+    """Read a stamp; an unreadable one belongs to no agent, and its files are not used."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Stamp)
     except FileNotFoundError:
@@ -246,7 +245,7 @@ def _read(path: Path) -> Stamp | None:
 
 
 def _write(path: Path, stamp: Stamp) -> None:
-    """Write a stamp; a full disk is no reason to stay down."""
+    """Write a stamp; on a full disk the agent starts without it."""
     if _read(path) == stamp:
         return
     try:
@@ -256,7 +255,7 @@ def _write(path: Path, stamp: Stamp) -> None:
 
 
 def _agent_id(settings_cache: Path) -> str:
-    """Whose settings lie on this root file system; "" if nobody's."""
+    """Return the agent id of the settings on this root file system, or ""."""
 
     class Named(msgspec.Struct):
         agent_id: str = ""
@@ -268,13 +267,13 @@ def _agent_id(settings_cache: Path) -> str:
 
 
 def _plain(agent_id: str) -> str:
-    """An id out of a file as the name of a directory."""
+    """Turn an id read from a file into a directory name."""
     return agent_id.replace("/", "_").replace("\0", "_").strip(".")[:100] or "unnamed"
 
 
 def _make_equal(copy: Path, path: Path) -> None:
-    """Make ``copy`` what ``path`` is, absent too; what is equal is not written."""
-    if path.is_symlink():  # to memory, which is where it stays
+    """Make ``copy`` equal to ``path``, or remove it if that is absent; an equal copy is not written."""
+    if path.is_symlink():  # a link to memory, where the content stays
         copy.unlink(missing_ok=True)
         return
     try:
@@ -289,7 +288,7 @@ def _make_equal(copy: Path, path: Path) -> None:
 
 
 def _empty(directory: Path) -> None:
-    """Remove what is in a directory; what is mounted there stays."""
+    """Remove the content of a directory; mount points stay."""
     try:
         inside = list(directory.iterdir())
     except FileNotFoundError:

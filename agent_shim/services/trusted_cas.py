@@ -1,8 +1,7 @@
-"""Authorities that the Director has this machine trust, beside those of its image.
+"""Certificate authorities that the Director installs on this machine, beside those of its image.
 
-Places, command and limits are the Go agent's (platform/cert/cert_manager.go). What differs: the command, which takes a
-second, is run only when something has changed, and the authorities are installed again when a container has come
-without them.
+Paths, command and limits are the Go agent's (platform/cert/cert_manager.go). Differences: the command, which takes a
+second, runs only after a change, and the authorities are installed again in a container that lacks them.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = Path("/usr/local/share/ca-certificates")
 TRUSTED: Final = Path("/etc/ssl/certs/ca-certificates.crt")
-"""What the command makes of the authorities in all places."""
+"""Bundle that the command generates from all directories."""
 PATIENCE: Final = 60.0
-"""Seconds that one try may take: the command sometimes hangs."""
+"""Timeout of one attempt: the command sometimes hangs."""
 GRACE: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
-"""There from before the first file is changed until the command has come to its end; it reads ``*.crt`` alone."""
+"""Exists from before the first change until the command has succeeded; the command reads only ``*.crt``."""
 
 _OURS: Final = "bosh-trusted-cert-"
 
 
 class TrustedCas:
-    """Installs trusted authorities where the machine is ours."""
+    """Installs trusted authorities if this machine is the agent's to configure."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
 
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
-        """Trust exactly the authorities in ``bundle`` (PEM, one after the other) beside those of the image.
+        """Trust exactly the authorities in ``bundle`` (PEM, concatenated) beside those of the image.
 
-        Returns why that is not our business here, if so; raises ``ActionError``.
+        Return why that is skipped here, or None; raises ``ActionError``.
         """
         if not self._paths.is_system or os.geteuid() != 0:
             return "not root of a container with the real /var/vcap"
@@ -62,29 +61,31 @@ class TrustedCas:
 
 
 def split(bundle: str) -> list[str]:
-    """The certificates in a text, without what stands between them.
+    """Return the certificates in a text without any text between them.
 
-    A block that OpenSSL cannot read is left out: it would make the file of all authorities unreadable for clients.
+    A block that OpenSSL cannot read is left out: it would make the bundle unreadable for clients.
     """
     found = []
     for number, pem in enumerate(x509.blocks(bundle), 1):
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
         except (ssl.SSLError, TypeError, ValueError):
-            logger.error("cannot trust certificate %d of the Director: it is none; the others are taken", number)
+            logger.error(
+                "cannot trust certificate %d of the Director: it is not a certificate; the others are used", number
+            )
         else:
             found.append(f"{pem}\n")
     return found
 
 
 def _write(wanted: Mapping[str, str]) -> bool:
-    """Make the files those of ``wanted``; whether that changed anything."""
+    """Write the files of ``wanted``; return True if that changed anything."""
     new = {name: pem for name, pem in wanted.items() if not _holds(DIRECTORY / name, pem)}
     old = [path for path in DIRECTORY.glob(f"{_OURS}*") if path.name not in wanted]
     if not (new or old):
         return False
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    with suppress(OSError):  # a place that cannot be written is told of with the file that matters
+    with suppress(OSError):  # a failure is reported with the required file
         PENDING.touch()
     for name, pem in new.items():
         files.write_atomic(DIRECTORY / name, pem.encode())
@@ -98,10 +99,10 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _is_stale(wanted: Mapping[str, str]) -> bool:
-    """Whether what the command has made last is not what it would make now, as far as it is ours.
+    """Return True if the last result of the command does not match ``wanted``.
 
-    It leaves a link for each authority beside the file of all. Times tell nothing: in images the directories are as
-    young as the file, or younger.
+    The command leaves a link for each authority beside the bundle. Times prove nothing: in images the directories are
+    as new as the bundle, or newer.
     """
     linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
     if PENDING.exists() or linked != {Path(name).stem for name in wanted}:
@@ -118,7 +119,7 @@ def _is_stale(wanted: Mapping[str, str]) -> bool:
 async def _update(tries: int) -> None:
     for left in reversed(range(tries)):
         try:
-            await command.run("/usr/sbin/update-ca-certificates", "-f", patience=PATIENCE, grace=GRACE)
+            await command.run("/usr/sbin/update-ca-certificates", "-f", timeout=PATIENCE, grace=GRACE)
             return
         except HostError as exc:
             if not left:

@@ -1,8 +1,8 @@
-"""Users of the machine: those that ``bosh ssh`` works with for a while, and keys and passwords of vcap and root.
+"""Users of the machine: temporary ones for ``bosh ssh``, and keys and passwords of vcap and root.
 
-Names, groups, places and the beginnings of error texts are the Go agent's (agent/action/ssh.go,
-platform/linux_platform.go). What lies in somebody's home is written as that user, so that a link there leads nowhere
-its owner may not go; a password hash is in no list of processes.
+Names, groups, paths and the prefixes of errors are the Go agent's (agent/action/ssh.go, platform/linux_platform.go).
+Files in a home directory are written as its owner, so that a link there leads nowhere the owner may not write; a
+password hash never appears in argv.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from agent_shim.host import command, files, proc
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "bosh_"
-"""Users with this beginning are ours to remove; those of the Director have it."""
+"""Prefix of the users that may be removed; the Director's have it."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 MOST: Final = 50
-"""Users at a time; each is an entry in files that every log-in reads."""
+"""Limit of users; every log-in reads the files with their entries."""
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
-"""In place of a hash: no password fits."""
+"""Instead of a hash: no password matches."""
 _USER: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?")
 _WORD: Final = re.compile(r"[A-Za-z0-9@._-]+")
 _HASH: Final = re.compile(r"[^\s:\0]+")
 
 ENDING: Final = 5.0
-"""Seconds in which the processes of a removed user must have ended after KILL."""
+"""For the processes of a removed user to end after KILL."""
 _LOOK: Final = 0.05
 _KILL_ALL: Final = "kill -s KILL -- -1 2>/dev/null || :"
-"""Run as a user: one system call signals all of their processes, so that none that forks gets away."""
+"""Run as a user: one system call signals all processes of the user, so that none escapes by a fork."""
 
 _REPLACE_KEYS: Final = """
 umask 077 && cd "$HOME" && mkdir -p .ssh && chmod 700 .ssh &&
 rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/authorized_keys.new .ssh/authorized_keys
 """
 
-# What Go's regular expressions and Python's agree on, without what a hostile one needs to take for ever: nothing that
-# is repeated is a group, and little is repeated.
+# Syntax common to the regular expressions of Go and Python, without patterns that take exponential time: no group is
+# repeated, and few repetitions are allowed.
 _PATTERN: Final = re.compile(
     r"""(?: (?: [A-Za-z0-9_.-] | \\[.dDwW-] | \[\^?[A-Za-z0-9_-]+\] )   # a character or a class of them,
             (?: [*+?] | \{\d{1,2}(?:,\d{0,2})?\} )?                   # perhaps repeated
@@ -59,14 +59,14 @@ _MOST_CHOICES: Final = 3
 
 
 class Users:
-    """Makes and removes users; one command at a time, since they all write the same files."""
+    """Creates and removes users; one command at a time, since all write the same files."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
 
     async def setup(self, user: str, public_key: str) -> None:
-        """Let ``public_key`` log in as ``user``, made if need be."""
+        """Let ``public_key`` log in as ``user``, created if missing."""
         if _USER.fullmatch(user) is None:
             raise ActionError(
                 f"Creating user: cannot use the name {user[:64]!r}: it is not a letter and up to 31 of a-z 0-9 _"
@@ -74,9 +74,9 @@ class Users:
         if _KEY.fullmatch(public_key.strip()) is None:
             if _WORD.fullmatch(public_key.strip()) is None:
                 raise ActionError("Setting ssh public key: cannot use it: it is not one line with type and key")
-            logger.warning("the public key for %s is none: no log-in fits it", user)
+            logger.warning("the public key for %s is invalid: no key can log in with it", user)
         if not self._paths.is_system:
-            raise ActionError(f"Creating user: the agent works below {self._paths.base} and leaves the machine alone")
+            raise ActionError(f"Creating user: the agent works below {self._paths.base} and may not change the machine")
         if os.geteuid() != 0:
             raise ActionError("Creating user: cannot make users: the agent is not root")
         async with self._turn:
@@ -95,7 +95,7 @@ class Users:
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
-        """Remove the users that the expression finds, with their homes; never one whose name has another beginning."""
+        """Remove the users that match the expression, with their homes; never one without our prefix."""
         pattern = compile_pattern(user_regex)
         async with self._turn:
             ours = self.made() if self._paths.is_system else []
@@ -106,7 +106,7 @@ class Users:
         return doomed
 
     async def authorize_vcap(self, keys: Sequence[str]) -> None:
-        """Make ``keys`` the ones that log in as vcap."""
+        """Replace the keys that log in as vcap by ``keys``."""
         async with self._turn:
             with errors_as("cannot authorize keys for vcap"):
                 try:
@@ -116,7 +116,7 @@ class Users:
                 await _authorize("vcap", Path(home), "\n".join(keys))
 
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
-        """Give vcap, and root unless ``keep_root``, the password with this crypt hash."""
+        """Set the password of vcap, and of root unless ``keep_root``, to this crypt hash."""
         users = ["vcap"] if keep_root else ["root", "vcap"]
         if _HASH.fullmatch(hashed) is None:
             raise ActionError(f"cannot set the password of {' and '.join(users)}: it is not a crypt hash")
@@ -127,7 +127,7 @@ class Users:
                 await command.run("chpasswd", "-e", given="".join(f"{user}:{hashed}\n" for user in users))
 
     async def _create(self, user: str, known: Sequence[str]) -> None:
-        """A user that is there already is set up anew."""
+        """Create a user, or configure an existing one again."""
         if user not in known:
             if user in (row[0] for row in self._accounts()):
                 raise HostError(f"cannot use the name {user!r}: it belongs to another user of this machine")
@@ -138,12 +138,12 @@ class Users:
         files.make_dir(self._paths.ssh_home / user, 0o700)
 
     def _with_password(self, users: Sequence[str]) -> bool:
-        """Whether one of them has a password that somebody could know."""
+        """Return True if one of them has a usable password."""
         rows = [line.split(":") for line in (self._paths.etc / "shadow").read_text(errors="replace").splitlines()]
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
     def made(self) -> list[str]:
-        """The users that are ours: by their beginning, or by a home below that of our users."""
+        """Return our users: those with our prefix, or with a home below that of our users."""
         homes = str(self._paths.ssh_home)
         return [row[0] for row in self._accounts() if row[0].startswith(PREFIX) or row[5:6] == [f"{homes}/{row[0]}"]]
 
@@ -152,13 +152,13 @@ class Users:
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """An expression for user names that means in Python what it means in Go, and is found in bounded time."""
+    """Compile an expression for user names that has the same meaning in Go and Python and matches in bounded time."""
     choices = sum(text.count(character) for character in "*+?{|")
     problem = ""
     if len(text) > _LONGEST or choices > _MOST_CHOICES:
         problem = f"at most {_LONGEST} characters and {_MOST_CHOICES} of * + ? {{ | go"
     elif _PATTERN.fullmatch(text) is None:
-        problem = "only names, classes, groups and anchors go, and no repeated group"
+        problem = "only names, classes, groups and anchors are allowed, and no repeated group"
     else:
         try:
             return re.compile(text, re.ASCII)
@@ -169,10 +169,10 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 
 
 async def _remove(user: str) -> None:
-    """Remove a user, their home and their processes; asked twice, because of what another name would cost.
+    """Remove a user with home and processes, after a second check of the prefix.
 
-    Without an account nothing new begins in their name, and the number may become the next user's: so the processes
-    end after it, and before that.
+    Without an account no new process can start as the user, and the uid may be reused: so the processes are killed
+    before the removal and after it.
     """
     if not user.startswith(PREFIX):
         raise HostError(f"cannot remove {user}: not a user of ours")
@@ -184,7 +184,7 @@ async def _remove(user: str) -> None:
     await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))
     try:
         async with asyncio.timeout(ENDING):
-            while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - nothing tells
+            while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(_LOOK)
     except TimeoutError:
         raise HostError(f"cannot end all processes of {user}: some do not end when they are killed") from None
@@ -195,7 +195,7 @@ def _has_processes(number: int) -> bool:
 
 
 async def _authorize(user: str, home: Path, keys: str) -> None:
-    """Replace the authorized keys of ``user``, acting as that user."""
+    """Replace the authorized keys of ``user``, as that user."""
     await command.run(
         "/bin/sh", "-c", _REPLACE_KEYS, given=keys, user=user, env=command.ENVIRONMENT | {"HOME": str(home)}
     )

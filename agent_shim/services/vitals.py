@@ -1,8 +1,8 @@
-"""How the instance is doing, in the shapes that heartbeats and ``get_state`` carry (platform/vitals/service.go).
+"""Vitals of the instance, in the shapes of heartbeats and ``get_state`` (platform/vitals/service.go).
 
-Every figure is a text but the uptime, which is a natural number: the bosh CLI fails on anything else. A figure that
-cannot be had is left out and takes none of the others with it. Where a limit of the container is tighter than the
-machine, memory, swap and processor are those of the container.
+Every figure is a string but the uptime, which is a natural number: the bosh CLI fails on anything else. A figure that
+cannot be read is left out without affecting the others. Where a limit of the container is below the machine, memory,
+swap and CPU are those of the container.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from agent_shim.host.host_stats import CpuTimes, Memory
 logger = logging.getLogger(__name__)
 
 WINDOW: Final = 10.0
-"""Seconds over which processor time is averaged, at least; the first sample is over all the time there was."""
+"""Minimum period over which CPU time is averaged; the first sample covers the whole time before it."""
 PATIENCE: Final = 1.0
-"""Seconds a disk may take to answer; one whose server is gone never does."""
+"""Timeout of a disk; one on a dead file server never answers."""
 
 Usage = os.statvfs_result | OSError
 
@@ -37,23 +37,23 @@ HOST: Final = "host"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The same in numbers: bytes and seconds, by scope (``container``, ``host``), minutes and role of a disk.
+    """The vitals as numbers: bytes and seconds, by scope (``container``, ``host``), minutes and role of a disk.
 
-    What cannot be had is missing; where nothing limits the container its memory is the machine's.
+    A figure that cannot be read is missing; without limits the memory of the container is that of the machine.
     """
 
     memory: Mapping[str, Memory] = field(default_factory=dict)
     cpu: Mapping[str, CpuTimes] = field(default_factory=dict)
-    """Since some beginning; ``total`` is 0 where it is not known how much there was."""
+    """Cumulative; ``total`` is 0 if the available time is unknown."""
     processors: Mapping[str, float] = field(default_factory=dict)
     load: Mapping[str, float] = field(default_factory=dict)
     disks: Mapping[str, os.statvfs_result] = field(default_factory=dict)
-    """As of the last sample."""
+    """From the last sample."""
     oom_kills: int | None = None
 
 
 class Vitals:
-    """Takes samples; ``persistent_mounted`` says whether there is a disk on the store."""
+    """Takes samples; ``persistent_mounted`` returns True with a disk on the store."""
 
     def __init__(self, paths: Paths, persistent_mounted: Callable[[], bool], *, proc: Path = host_stats.PROC) -> None:
         self._paths = paths
@@ -67,7 +67,7 @@ class Vitals:
         self._usages: dict[str, os.statvfs_result] = {}
 
     async def sample(self) -> dict[str, Any]:
-        """The vitals now; takes a millisecond, and :data:`PATIENCE` at most."""
+        """Return the vitals; takes a millisecond, and at most :data:`PATIENCE`."""
         disks = await self._disks()
         vitals: dict[str, Any] = {"disk": disks} if disks else {}
         for read in (self._processor, self._memory, self._load, self._uptime):
@@ -78,7 +78,7 @@ class Vitals:
         return vitals
 
     def figures(self) -> Figures:
-        """Now, in some tens of microseconds: no disk is asked."""
+        """Return the current figures in about 20 to 50 µs, without asking a disk."""
         memory: dict[str, Memory] = {}
         cpu: dict[str, CpuTimes] = {}
         load: dict[str, float] = {}
@@ -113,12 +113,12 @@ class Vitals:
         return {"load": [f"{average:.2f}" for average in host_stats.load(self._proc)]}
 
     def _uptime(self) -> dict[str, Any]:
-        """Left out when 0, as Go does; the member stays."""
+        """Return the uptime; left out when 0, as Go does, but the member stays."""
         seconds = int(self._age())
         return {"uptime": {"secs": seconds} if seconds else {}}
 
     def _age(self) -> float:
-        """Seconds since process 1 began, which is the container's age; where it is hidden, since the kernel's boot."""
+        """Return the seconds since process 1 started, the container's age; if hidden, since the kernel's boot."""
         now = clock.boot_time()
         try:
             return max(0.0, now - proc.parse((self._proc / "1/stat").read_bytes()).start_ticks / clock.TICKS)
@@ -136,7 +136,7 @@ class Vitals:
         return {name: disk_vitals(usage) for name, usage in self._usages.items()}
 
     async def _ask(self, path: Path) -> Usage | None:
-        """Ask once: while a disk owes an answer it is asked nothing else."""
+        """Ask a disk once: while it owes an answer, no further call is made."""
         if path not in self._asked:
             self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")
         asked = self._asked[path]
@@ -159,7 +159,7 @@ def _usage(path: Path) -> Usage:
 
 
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
-    """Percent of the processor time there was between two readings."""
+    """Return the percentages of CPU time between two readings."""
     total = after.total - before.total
 
     def share(spent: float) -> str:
@@ -173,7 +173,7 @@ def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
 
 
 def memory_vitals(memory: Memory) -> dict[str, Any]:
-    """KiB and percent in use."""
+    """Return KiB and percent in use."""
 
     def part(used: int, total: int) -> dict[str, str]:
         return {"kb": str(used // 1024), "percent": f"{_percent(used, total):.0f}"}
@@ -182,7 +182,7 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """What root may still use counts as free; a filesystem without inodes has 0 percent of them in use."""
+    """Return the use of a disk; space reserved for root counts as free, and without inodes their use is 0 percent."""
     return {
         "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
         "inode_percent": f"{_percent(usage.f_files - usage.f_ffree, usage.f_files):.0f}",
@@ -190,5 +190,5 @@ def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
 
 
 def _percent(part: float, whole: float) -> float:
-    """0 to 100, also when the figures do not go together."""
+    """Return 0 to 100, even for inconsistent figures."""
     return min(100.0, max(0.0, 100.0 * part / whole)) if whole > 0 else 0.0

@@ -1,17 +1,17 @@
-"""Two agents on one volume: the second waits and touches nothing.
+"""Leases on volumes: of two agents on one volume the second waits and changes nothing.
 
-A pod may be made anew while its predecessor still ends, and an unreachable node may keep a pod that was replaced long
-ago. So an agent holds a lock on the volume ``data`` and on every disk that it mounts. The kernel gives the lock up when
-the agent ends, and knows of other agents on the same machine only; so the locked file is also a lease, renewed every
-few seconds. Nobody compares clocks: a lease is over when it has not changed for a while before one's own eyes.
+A pod may be recreated while its predecessor still shuts down, and an unreachable node may run a pod that was replaced
+long ago. So an agent locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when the
+agent ends, and knows only agents on the same machine; so the locked file is also a lease, renewed every few seconds. No
+clocks are compared: a lease expires when the observer has not seen it change for a while.
 
-| the lock | the lease | then |
+| lock | lease | action |
 |---|---|---|
-| somebody has it | any | wait |
-| free | none, or given back | take it |
-| free | of an agent on this kernel, met for the first time | take it: that agent has ended |
-| free | of an agent on this kernel that was seen alive | take it when it stays free: it may only be restarted |
-| free | of another machine | take it when it does not change for ``patience`` |
+| held | any | wait |
+| free | none, or released | take it |
+| free | of an agent on this kernel, seen for the first time | take it: that agent has ended |
+| free | of an agent on this kernel that was seen alive | take it if it stays free: the agent may be restarting |
+| free | of another machine | take it if it does not change for ``patience`` |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_BYTES: Final = 4096
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The content of the file; ``holder`` is another one for each agent process, ``count`` goes up while it lives."""
+    """Content of the file; ``holder`` differs for each agent process, ``count`` grows with every renewal."""
 
     schema: int
     holder: str
@@ -61,17 +61,17 @@ class Lease(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds between renewals, and for which a lease must not have changed to be over."""
+    """Seconds between renewals, and without a change until a lease expires."""
 
     period: float = 10.0
     patience: float = 25.0
     restart: float = 5.0
-    """For which a lock on this kernel must have been free: an agent that is only restarted takes it again sooner."""
+    """Time that a lock on this kernel must stay free: a restarting agent takes it again sooner."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The lease of somebody else, and since when it is so."""
+    """Lease of another agent, and the time of its last change."""
 
     raw: bytes
     since: float
@@ -79,7 +79,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Hold:
-    """An open file, used by one thread at a time: a number that was closed meanwhile could be another file's."""
+    """An open file, used by one thread at a time: a closed descriptor may be reused for another file."""
 
     descriptor: int
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -87,9 +87,9 @@ class _Hold:
 
 
 class VolumeLeases:
-    """The locks and leases of this agent.
+    """Locks and leases held by this agent.
 
-    ``host`` and ``boot`` name the place: by default this pod or machine, and the kernel that it runs on.
+    ``host`` and ``boot`` identify the place: by default this pod or machine, and the boot of its kernel.
     """
 
     def __init__(self, *, pace: Pace = Pace(), host: str | None = None, boot: str | None = None) -> None:
@@ -102,15 +102,15 @@ class VolumeLeases:
         self._seen: dict[Path, _Seen] = {}
 
     def introduce(self, agent_id: str) -> None:
-        """Tell others who we are. Blocks on the disks."""
+        """Write the agent id into all leases. Blocks on the disks."""
         self._agent_id = agent_id
         for directory in list(self._held):
             self.renew(directory)
 
     def hold(self, directory: Path) -> str:
-        """Take the volume of which ``directory`` is a private one of ours; "" when it is ours, else who has it.
+        """Take the volume that contains our private ``directory``; return "" if it is ours, else its holder.
 
-        Blocks on the disk; raises ``HostError``. A volume that is full or read-only is not kept from anybody.
+        Blocks on the disk; raises ``HostError``. A full or read-only volume is used without a lease.
         """
         if directory in self._held:
             return ""
@@ -118,7 +118,7 @@ class VolumeLeases:
             descriptor = _open(directory)
         except OSError as exc:
             if exc.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-                logger.warning("nothing keeps a second agent from %s: %s", directory, exc)
+                logger.warning("cannot lock %s against a second agent: %s", directory, exc)
                 return ""
             raise files.failed(f"take {directory.parent}", exc) from exc
         rival = self._rival(directory, descriptor)
@@ -143,19 +143,19 @@ class VolumeLeases:
         if seen is None or seen.raw != raw or is_locked is False:
             seen = self._seen[directory] = _Seen(raw, time.monotonic())
         is_over = time.monotonic() - seen.since > (self._pace.restart if is_local else self._pace.patience)
-        return "" if is_over else str(lease or "an agent that does not say who it is")
+        return "" if is_over else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:
-        """Another agent with our id that has a volume; "" where there is none. The volume is not kept."""
+        """Return another agent with our id that holds a volume, or "". The volume is not held afterwards."""
         rival = self.hold(directory)
         if not rival:
-            self.let_go(directory)
+            self.release(directory)
             return ""
         lease = _decoded(guarded.head(directory / NAME, _MAX_BYTES, directory.parent))
         return rival if lease is not None and lease.agent_id == self._agent_id else ""
 
-    def let_go(self, directory: Path) -> None:
-        """Give a volume back, for anybody to take at once, unless it was taken already. Blocks on the disk."""
+    def release(self, directory: Path) -> None:
+        """Release a volume for immediate reuse, unless another agent has taken it. Blocks on the disk."""
         if hold := self._held.pop(directory, None):
             with hold.turn:
                 if not self._taker(directory, hold):
@@ -163,15 +163,15 @@ class VolumeLeases:
                 os.close(hold.descriptor)
                 hold.descriptor = -1
 
-    def let_all_go(self) -> None:
-        """Give everything back: nothing of ours runs any more."""
+    def release_all(self) -> None:
+        """Release all volumes: no process of this agent uses them any more."""
         for directory in list(self._held):
-            self.let_go(directory)
+            self.release(directory)
 
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
-        """For ever: renew the leases; ``lost`` is told when somebody else has taken a volume meanwhile.
+        """Renew the leases for ever; ``lost`` is called when another agent has taken a volume.
 
-        A volume that does not answer keeps the others from nothing.
+        A hanging volume does not delay the others.
         """
         renewing: dict[Path, asyncio.Task[None]] = {}
 
@@ -186,7 +186,7 @@ class VolumeLeases:
                     renewing[directory] = asyncio.create_task(renew(directory), name="lease")
 
     def renew(self, directory: Path) -> str:
-        """Renew a lease once; who has the volume instead of us, or "". Blocks on the disk."""
+        """Renew a lease once; return the agent that took the volume, or "". Blocks on the disk."""
         hold = self._held.get(directory)
         if hold is None:
             return ""
@@ -200,7 +200,7 @@ class VolumeLeases:
         return ""
 
     def _taker(self, directory: Path, hold: _Hold) -> str:
-        """The agent that has taken a volume of ours, "" where none has, or none can be read."""
+        """Return the agent that has taken our volume, or "", also if the lease cannot be read."""
         try:
             lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
         except OSError as exc:
@@ -209,11 +209,13 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: _Hold, *, is_over: bool = False) -> None:
-        """In place: another inode would have another lock. By one call: who is killed leaves the old one or the new."""
+        """Write in place, as another inode would have another lock, and in one call: a kill leaves the old lease or the
+        new.
+        """
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:
-            # Blanks take the place of what a longer one before has left.
+            # Blanks overwrite the rest of a longer lease.
             os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _MAX_BYTES)), 0)
             os.fdatasync(hold.descriptor)
         except OSError as exc:
@@ -221,30 +223,30 @@ class VolumeLeases:
 
 
 def _open(directory: Path) -> int:
-    """The file, made if need be. Others may write to the volume: no link is followed, no pipe waited for."""
+    """Open or create the file. Jobs may write to the volume: follows no link, waits for no pipe."""
     files.make_dir(directory, 0o700)
     with guarded.held(directory, directory.parent) as top:
         descriptor = guarded.open_beneath(top, NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{directory / NAME} is no regular file")
+        raise OSError(errno.EINVAL, f"{directory / NAME} is not a regular file")
     return descriptor
 
 
 def _lock(descriptor: int) -> bool | None:
-    """True with the lock, False when somebody else has it, None where the file system has none."""
+    """Return True with the lock, False if another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as exc:
-        logger.info("no lock to be had, the lease alone counts: %s", exc.strerror)
+        logger.info("the file system has no locks, only the lease protects the volume: %s", exc.strerror)
         return None
     return True
 
 
 def _decoded(raw: bytes) -> Lease | None:
-    """What a file says; None while it says nothing, or half of something."""
+    """Decode a lease; None if it is empty or incomplete."""
     try:
         return msgspec.json.decode(raw, type=Lease)
     except ValueError:
@@ -262,7 +264,7 @@ def _boot() -> str:
 
 
 class exclusive_agent:  # noqa: N801 - reads as a phrase: with exclusive_agent(paths, "start")
-    """Hold the lock that says an agent works on this root file system; who comes second cannot do ``what``."""
+    """Lock this root file system for one agent; ``AlreadyRunningError`` "cannot WHAT" for a second one."""
 
     def __init__(self, paths: Paths, what: str) -> None:
         self._what = what

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.services.disks.service import Patience
+from agent_shim.services.disks.service import Timeouts
 from tests.support.world import World
 
 
@@ -163,7 +163,7 @@ async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
 async def test_a20_a_block_device_is_refused_at_once_with_what_to_do(world: World, hint: Any) -> None:
     """Nothing that a container has to wait for turns it into a directory with files."""
-    world.agent.disks._patience = Patience(arrival=3600)
+    world.agent.disks._timeouts = Timeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 
     async with asyncio.timeout(30):

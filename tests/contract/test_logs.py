@@ -305,7 +305,7 @@ async def test_remove_file_removes_nothing_else(world: World) -> None:
         error = await world.error("remove_file", path)
         assert error == (
             f"Action Failed remove_file: cannot remove {path}: "
-            f"it is neither an archive that bundle_logs has left nor a file in {world.paths.tmp}"
+            f"it is neither an archive of bundle_logs nor a file in {world.paths.tmp}"
         )
 
     assert outside.exists()

@@ -267,7 +267,7 @@ async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch:
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "x y", "-x"])
 def test_a_strange_name_is_no_provider(paths: Paths, name: str) -> None:
     """It becomes part of a path and of a command."""
-    with pytest.raises(BlobError, match="that is no name of a provider"):
+    with pytest.raises(BlobError, match="unknown provider"):
         made(paths, name)
 
 

@@ -96,7 +96,7 @@ async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
     ("prepare", "why"),
     [
         (Path.exists, "there is no {}"),
-        (Path.touch, "{} is no directory"),
+        (Path.touch, "{} is not a directory"),
     ],
 )
 async def test_a_volume_that_does_not_come_is_an_error(
@@ -166,7 +166,7 @@ async def test_a_link_to_a_place_nobody_knows_is_kept(instance: Instance) -> Non
     instance.paths.store.rmdir()
     instance.paths.store.symlink_to(instance.scratch)
 
-    with pytest.raises(ActionError, match="leads to a place that is no known disk"):
+    with pytest.raises(ActionError, match="is not a known disk"):
         await instance.disks.mount("a")
     assert instance.paths.store.readlink() == instance.scratch
 
@@ -265,7 +265,7 @@ async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(inst
     instance.attach("b")
     await instance.disks.mount("b")
 
-    with pytest.raises(ActionError, match="for good: this container may not mount"):
+    with pytest.raises(ActionError, match="this container may not mount"):
         await instance.disks.migrate("a", "b")
     assert instance.marker("b") == Marker("b", "target")
     assert await instance.disks.list() == ["a", "b"]
@@ -606,7 +606,7 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
     (instance.attach("b") / "data").write_text("precious")
     await instance.disks.mount("b")
 
-    with pytest.raises(ActionError, match="disk b holds files that are no copy of disk a"):
+    with pytest.raises(ActionError, match="disk b holds files that are not a copy of disk a"):
         await instance.disks.migrate("a", "b")
     markers.write(instance.volume("b"), Marker("b", "target", "a"))
     with pytest.raises(ActionError, match="disk a is empty and disk b is not"):
@@ -720,12 +720,12 @@ async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instan
     await going.wait()
 
     assert instance.disks.progress() == copytree.Progress("copying", 1, 2, 3, 4)
-    instance.disks._places.settle = None  # type: ignore[method-assign,assignment]
-    assert await instance.disks.problem() == "migrate_disk a b is under way"
+    instance.disks._places.restore = None  # type: ignore[method-assign,assignment]
+    assert await instance.disks.problem() == "migrate_disk a b is in progress"
     assert await instance.disks.list() == ["a", "b"]
-    with pytest.raises(ActionError, match="cannot unmount_disk a: migrate_disk a b is under way"):
+    with pytest.raises(ActionError, match="cannot unmount_disk a: migrate_disk a b is in progress"):
         await instance.disks.unmount("a")
-    del instance.disks._places.settle
+    del instance.disks._places.restore
     go.set()
     await migrating
 

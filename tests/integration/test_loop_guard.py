@@ -53,7 +53,7 @@ async def test_what_holds_the_loop_is_reported(guard: Path, tmp_path: Path, hold
     await asyncio.sleep(0)
 
     (report,) = guard.glob(f"{os.getpid()}.*")
-    assert "the event loop was held: a callback" in report.read_text()
+    assert "the event loop was blocked: a callback" in report.read_text()
 
 
 async def test_a_busy_machine_is_no_violation(guard: Path) -> None:

@@ -283,7 +283,7 @@ async def test_a_blob_without_an_end_leaves_room_for_others(
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
 async def test_a_ca_that_is_none_is_told(tmp_path: Path, ca: str) -> None:
     """Not what it was."""
-    with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is no PEM certificate$"):
+    with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is not a PEM certificate$"):
         Transfer(ca, FAST, tmp_path)
 
 

@@ -90,7 +90,7 @@ async def test_a_held_agent_is_ended_and_the_next_one_leaves_alone_what_held_it(
         assert await world.agent.wait() == ENDS[mode]
 
     await world.start_agent()
-    told = logged(world, "is held by reading its pidfile") or logged(world, "its interpreter was held")
+    told = logged(world, "is blocked by reading its pidfile") or logged(world, "its interpreter was blocked")
     assert "frozen_agent.py" in told[0]["stack"]
     found = processes(await status(world))
     assert found["job0"]["state"] == "failing"
@@ -122,7 +122,7 @@ async def test_a_loop_that_turns_again_is_no_reason_to_end_or_to_distrust(world:
     pids = await with_jobs(world)
     pidfile = poison(world, pids)
 
-    await until(lambda: logged(world, "the event loop turns again"))
+    await until(lambda: logged(world, "the event loop runs again"))
     pidfile.unlink()
     await until(lambda: not (world.base / "data/bosh/held.json").exists())
     assert world.agent is not None
@@ -156,7 +156,7 @@ async def test_systemd_hears_of_a_held_agent_until_that_ends_itself(
         pids = await with_jobs(world)
         assert world.agent is not None
         poison(world, pids)
-        await until(lambda: logged(world, "is held by reading"))
+        await until(lambda: logged(world, "is blocked by reading"))
         while True:
             try:
                 systemd.recv(100)

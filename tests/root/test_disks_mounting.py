@@ -269,7 +269,7 @@ async def test_a_stranger_on_the_store_is_not_mounted_over(tmp_path: Path) -> No
     mount_tmpfs(instance.paths.store)
     instance.write("data", "of somebody")
 
-    with pytest.raises(ActionError, match="leads to a place that is no known disk"):
+    with pytest.raises(ActionError, match="is not a known disk"):
         await instance.disks.mount("a")
     assert instance.read("data") == "of somebody"
 

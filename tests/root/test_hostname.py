@@ -29,8 +29,8 @@ def say(made: Machine, before: str, expression: str) -> list[str]:
     [
         (":", "agent-1", ""),
         (MOUNTED, "agent-1", "the host name belongs to the container runtime"),
-        (":", "two words", "two words is no host name"),
-        (":", LONG, f"{LONG} is no host name"),
+        (":", "two words", "two words is not a valid host name"),
+        (":", LONG, f"{LONG} is not a valid host name"),
     ],
 )
 def test_the_container_is_named_where_nothing_else_names_it(tmp_path: Path, before: str, name: str, why: str) -> None:

@@ -51,7 +51,7 @@ boot.make_tree(Paths())
 return said
 """
 
-    assert inside(script, *POWERLESS) == ["files stay with the user who makes them: this container lacks CAP_CHOWN"]
+    assert inside(script, *POWERLESS) == ["cannot change owners of files: this container lacks CAP_CHOWN"]
 
 
 def test_job_can_be_installed(box: Machine, inside: Inside) -> None:

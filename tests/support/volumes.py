@@ -28,7 +28,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Effective, UpdateSettings
 from agent_shim.host import copytree, files, mounts, volumes
 from agent_shim.host.copytree import Progress
-from agent_shim.services.disks import Disks, Patience, markers
+from agent_shim.services.disks import Disks, Timeouts, markers
 from agent_shim.services.disks.copying import Copy
 from agent_shim.services.disks.markers import OURS, Marker
 
@@ -154,7 +154,7 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
 
 # --- an instance ----------------------------------------------------------------------------------------------------
 
-HASTY = Patience(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
+HASTY = Timeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
 
 
 async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> None:
@@ -196,7 +196,7 @@ class Instance:
             lambda: self.id,
             lambda: self.of_jobs,
             copy=self.copy,
-            patience=HASTY,
+            timeouts=HASTY,
         )
         self.disks._places._binds = self.bind
 

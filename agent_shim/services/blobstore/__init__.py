@@ -1,4 +1,4 @@
-"""Where blobs come from and go to. Everything but their names happens in worker processes."""
+"""Blobstores: fetching and storing blobs. All but the names here runs in worker processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["BlobRef", "Timing"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds and bytes."""
+    """Timeouts in seconds, sizes in bytes."""
 
     connect: float = 10.0
     stall: float = 30.0
-    """An attempt ends when less than ``least`` bytes came in this time."""
+    """An attempt fails if less than ``least`` bytes arrive in this time."""
     least: int = 30 * 1024
     answer: float = 120.0
-    """What a server may take to answer after it got the last byte."""
+    """For a server to answer after it received the last byte."""
     hesitate: float = 1.0
-    """How long to wait for "100 Continue", which some servers never say."""
+    """For "100 Continue", which some servers never send."""
     pause: float = 5.0
     """Between two attempts with a signed URL (blobstore_delegator.go)."""

@@ -1,6 +1,6 @@
-"""Fetching and storing blobs: where they are looked for, in what order, how often. Runs in worker processes only.
+"""Fetching and storing of blobs: sources, their order, retries. Runs in worker processes only.
 
-Order, tries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
+Order, retries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
 agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
 """
 
@@ -31,7 +31,7 @@ TRIES: Final = 3
 
 
 class Blobs:
-    """The blobs of one agent; a context manager, which closes the HTTP client if one was needed."""
+    """Blobs of one agent; a context manager that closes the HTTP client if one was used."""
 
     def __init__(self, store: Blobstore, paths: Paths, timing: Timing = Timing()) -> None:  # noqa: B008 - frozen
         self._store = store
@@ -49,16 +49,16 @@ class Blobs:
 
     @asynccontextmanager
     async def fetched(self, ref: BlobRef) -> AsyncIterator[BinaryIO]:
-        """The blob as an open file, its strongest digest checked; raises ``BlobError`` or ``DigestError``.
+        """Yield the blob as an open file with a verified digest; raises ``BlobError`` or ``DigestError``.
 
-        The file has no name, or is the one in our own directory: whatever ends the process, nothing is left behind.
+        The file is unnamed, or the one in our own directory: no end of the process leaves a file behind.
         """
         digest = MultipleDigest.parse(ref.digest)
         with await self._fetch(ref, digest) as file:
             yield file
 
     async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
-        """Store a file and return its new id; "" with a signed URL, of which only the sender knows the id."""
+        """Store a file and return its new id; "" with a signed URL, whose id only the sender knows."""
         if signed_url:
             with path.open("rb") as source:
                 await self._transfer().upload(signed_url, source, headers)
@@ -92,14 +92,14 @@ class Blobs:
         if self._client is None:
             from agent_shim.services.blobstore.transfer import (
                 Transfer,
-            )  # late: a tenth of a second, and not always needed
+            )  # imported late: takes a tenth of a second, and is not always needed
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
         return self._client
 
 
 async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
-    """The file that is got, at its start, if what came has the digest; else it is closed and ``BlobError`` raised."""
+    """Return the fetched file, rewound, if its digest matches; else close it and raise ``BlobError``."""
     try:
         hasher = digest.hasher()
     except DigestError as exc:
@@ -118,7 +118,7 @@ async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: Multipl
 
 
 async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
-    """The result of the first attempt that succeeds; the reason of the last one if none does."""
+    """Return the first successful result, or raise the error of the last attempt."""
     for left in reversed(range(TRIES)):
         try:
             return await attempt()

@@ -1,4 +1,4 @@
-"""The kinds of blobstore that settings may name (bosh-utils blobstore/provider.go). Runs in worker processes only."""
+"""Providers of blobstores in the settings (bosh-utils blobstore/provider.go). Runs in worker processes only."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from agent_shim.services.blobstore.transfer import Transfer
 
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
-"""What create-env manifests call the directory that the agent itself serves under ``/blobs`` (app/app.go)."""
+"""Name in create-env manifests for the directory that the agent itself serves under ``/blobs`` (app/app.go)."""
 
 LONGEST: Final = 3600.0
-"""Seconds an external program may take: nobody can see from outside whether it stalls."""
+"""Timeout of an external program, whose progress is not visible."""
 GRACE: Final = 2.0
 DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Provider(Protocol):
-    """A store of blobs; both methods raise ``BlobError`` or ``OSError`` and may be tried again."""
+    """A store of blobs; both methods raise ``BlobError`` or ``OSError`` and may be retried."""
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        """The content as an open file, all of it fed to ``hasher``; the caller closes it."""
+        """Return the content as an open file, after feeding it to ``hasher``; the caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Keep the content of ``path`` under a new id."""
+        """Store the content of ``path`` under a new id."""
 
 
 def environment(store: Blobstore) -> dict[str, str]:
-    """Our environment with the proxies of the settings in it, in both spellings."""
+    """Return our environment with the proxies of the settings, in both spellings."""
     return {**os.environ, **store.proxies, **{name.upper(): value for name, value in store.proxies.items()}}
 
 
 def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -> Provider:
-    """The provider that the settings name; ``transfer`` makes the HTTP client when it is needed."""
+    """Return the provider that the settings name; ``transfer`` creates the HTTP client on demand."""
     match store.provider:
         case "dummy":
             return Dummy()
@@ -60,11 +60,11 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
             return Dav(_options(store, DavOptions), transfer)
         case name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             return External(name, store.options, environment(store), paths)
-    raise BlobError(f"cannot use the blobstore {store.provider[:40]!r}: that is no name of a provider")
+    raise BlobError(f"cannot use the blobstore {store.provider[:40]!r}: unknown provider")
 
 
 class Dummy:
-    """Holds nothing and takes everything."""
+    """A store that accepts everything and keeps nothing."""
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - there is nothing to feed
         raise BlobError(f"cannot get {blob_id}: the blobstore is a dummy")
@@ -74,7 +74,7 @@ class Dummy:
 
 
 class Local:
-    """A directory with a file for each blob (local_blobstore.go)."""
+    """A directory with one file for each blob (local_blobstore.go)."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -97,7 +97,7 @@ class Local:
 
 
 class DavOptions(msgspec.Struct, frozen=True):
-    """What bosh-davcli knows, but for what only signs."""
+    """Options of bosh-davcli, without those for signing."""
 
     endpoint: str
     user: str = ""
@@ -119,7 +119,7 @@ class Dav:
             await self._transfer().upload(self._url(blob_id), source, self._headers())
 
     def _url(self, blob_id: str) -> str:
-        """Spread over 256 directories by the first byte of the id's sha1."""
+        """Return the URL of a blob, in one of 256 directories by the first byte of the id's sha1."""
         shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
         return f"{self._options.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
 
@@ -131,7 +131,7 @@ class Dav:
 
 
 class External:
-    """A program ``bosh-blobstore-NAME`` that reads the options from a file (external_blobstore.go)."""
+    """A program ``bosh-blobstore-NAME`` that reads its options from a file (external_blobstore.go)."""
 
     def __init__(self, name: str, options: dict[str, Any], environment: Mapping[str, str], paths: Paths) -> None:
         self._program = f"bosh-blobstore-{name}"
@@ -142,7 +142,7 @@ class External:
         self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        place = files.sibling(self._scratch)  # a directory: what the program puts beside the file goes with it
+        place = files.sibling(self._scratch)  # a directory: files that the program adds are removed with it
         place.mkdir(0o700)
         try:
             (place / "blob").touch(0o600)
@@ -184,7 +184,7 @@ class External:
             os.close(said)
 
     async def _write_config(self) -> None:
-        """The Go agent's file, but not for everybody to read."""
+        """Write the Go agent's file, readable only by root."""
         content = msgspec.json.encode(self._options)
         try:
             if self._config.read_bytes() == content:
@@ -195,7 +195,7 @@ class External:
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:
-    """Open a blob that lies in a directory of ours and feed it to ``hasher``; links and directories are no blobs."""
+    """Open a blob in one of our directories and feed it to ``hasher``; links and directories are refused."""
     file = _open(path)
 
     def feed() -> None:
@@ -230,7 +230,7 @@ class _TlsOptions(msgspec.Struct, frozen=True):
 
 
 def trusted_ca(store: Blobstore) -> str:
-    """``options.tls.cert.ca``; "" where there is nothing of that shape (blobstore_http_client.go)."""
+    """Return ``options.tls.cert.ca``; "" without a value of that shape (blobstore_http_client.go)."""
     try:
         return wire.convert(store.options, _TlsOptions).tls.cert.ca
     except msgspec.ValidationError:
@@ -258,13 +258,13 @@ def _local_directory(store: Blobstore, paths: Paths) -> Path:
 NO_SECRET: Final = frozenset(
     {"endpoint", "host", "region", "bucket_name", "container_name", "account_name", "environment", "storage_class"}
 )
-"""Options that may be told; any other text among the options is not."""
+"""Options whose values may appear in errors; the value of any other may not."""
 
 MOST_SAID: Final = 1000
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:
-    """The end of what a program said, without values of options, queries and users of URLs."""
+    """Return the end of a program's output without values of options, and without queries and users of URLs."""
     for secret in sorted(_texts(options), key=len, reverse=True):
         text = text.replace(secret, "…")
     text = re.sub(r"(\w://)[^/@\s]*@", r"\1", text)

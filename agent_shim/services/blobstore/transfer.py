@@ -1,7 +1,7 @@
-"""Blobs over HTTP: signed URLs and DAV. Runs in worker processes only: it imports aiohttp.
+"""Transfer of blobs over HTTP: signed URLs and DAV. Runs in worker processes only: it imports aiohttp.
 
 Errors name the host and the status, never a path, a query string, a user or a password: signed URLs are secrets. The
-words before the host are those of the Go agent (agent/httpblobprovider/http_blob_provider.go).
+text before the host is that of the Go agent (agent/httpblobprovider/http_blob_provider.go).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from agent_shim.core.errors import BlobError, NoRoomError
 from agent_shim.host.files import CHUNK
 from agent_shim.services.blobstore import Timing
 
-with lean_imports.without_authorities():  # aiohttp makes contexts at import; each client here has its own
+with lean_imports.without_authorities():  # aiohttp creates contexts at import; each client here has its own
     import aiohttp
 from yarl import URL
 
 MOST_REDIRECTS: Final = 10
 RESERVE: Final = 64 << 20
-"""Bytes of a volume that downloads leave to all others on it, and at most a part of a small one."""
+"""Free space of a volume that downloads leave to other programs; only a part of it on a small volume."""
 RESERVED_PART: Final = 0.05
 LOOK: Final = 4 << 20
-"""Bytes of a download between two looks at the free space."""
+"""Bytes of a download between two checks of the free space."""
 
 
 class Transfer:
-    """One HTTP client with the trust of the blobstore settings; a context manager, for use within one worker."""
+    """An HTTP client that trusts the CA of the blobstore settings; a context manager, for one worker."""
 
     def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
-        """``ca`` is PEM or "" for the authorities of the system; downloads take space in ``scratch``.
+        """``ca`` is PEM or "" for the authorities of the system; downloads use ``scratch``.
 
         ``environment`` names the proxies, as ``http_proxy`` and so on.
         """
@@ -48,7 +48,7 @@ class Transfer:
         self._timing = timing
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
-            # A connection is not used twice: what a server closed meanwhile would cost an upload its only attempt.
+            # No connection is reused: one closed by the server meanwhile would cost an upload its only attempt.
             connector=aiohttp.TCPConnector(ssl=_trusting(ca), limit=10, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
@@ -63,13 +63,13 @@ class Transfer:
         await self._session.close()
 
     async def download(self, url: str, headers: Mapping[str, str], hasher: Hasher) -> BinaryIO:
-        """What ``url`` gives, as an open file without a name, all of it fed to ``hasher``; raises ``BlobError``."""
+        """Download ``url`` into an unnamed open file and feed it to ``hasher``; raises ``BlobError``."""
         with self._keeping():
             file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115 - the caller closes it
         try:
             await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
         except BaseException:
-            with suppress(OSError):  # what is left in its buffer
+            with suppress(OSError):  # for example from flushing its buffer
                 file.close()
             raise
         return file
@@ -95,14 +95,14 @@ class Transfer:
                     target.flush()
 
     def _check_room(self) -> None:
-        """Raises ``OSError`` where the rest is for others: nothing but its end says how long a download is."""
+        """Raise ``OSError`` when only the reserve is left: the length of a download is known only at its end."""
         usage = shutil.disk_usage(self._scratch)
         if usage.free < min(RESERVE, usage.total * RESERVED_PART):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Tell failures of our own disk from those of a host."""
+        """Distinguish failures of our own disk from those of a host."""
         try:
             yield
         except OSError as exc:
@@ -111,9 +111,9 @@ class Transfer:
             raise NoRoomError(f"cannot keep the blob in {self._scratch}: {why}") from exc
 
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
-        """Send all of the file ``source`` in one attempt; raises ``BlobError``."""
+        """Send the whole file ``source`` in one attempt; raises ``BlobError``."""
         size = os.fstat(source.fileno()).st_size
-        # The length is told beforehand: many stores take no chunked body.
+        # The length is sent first: many stores accept no chunked body.
         wanted = _merged({"Content-Length": str(size), "Expect": "100-continue"}, headers)
         with _explained("Executing PUT request", url):
             async with _guarded(self._timing) as guard:
@@ -125,20 +125,20 @@ class Transfer:
     async def _request(
         self, method: str, url: str, headers: Mapping[str, str], **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        parsed = URL(url, encoded=True)  # as it stands: another spelling would have another signature
+        parsed = URL(url, encoded=True)  # not normalized: another spelling would need another signature
         proxy = proxy_for(parsed.scheme, parsed.host or "", parsed.port, self._environment)
         async with self._session.request(method, parsed, headers=headers, proxy=proxy, **options) as response:
             yield response
 
 
 def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """What is given wins, however it is spelt."""
+    """Merge headers; ``given`` wins, in any case of letters."""
     return {name.lower(): value for name, value in [*own.items(), *given.items()]}
 
 
 def _request_class(hesitate: float) -> type[aiohttp.ClientRequest]:
     class Hesitating(aiohttp.ClientRequest):
-        """Sends its body after a while even if nobody says "100 Continue", as Go does."""
+        """A request that sends its body after a while even without "100 Continue", as Go does."""
 
         def update_expect_continue(self, expect: bool = False) -> None:
             super().update_expect_continue(expect)
@@ -154,7 +154,7 @@ def _set(waiter: asyncio.Future[bool]) -> None:
 
 
 class _Guard:
-    """Puts the end of an attempt off whenever enough bytes have moved."""
+    """Postpones the deadline of an attempt whenever enough bytes were transferred."""
 
     def __init__(self, timer: asyncio.Timeout, timing: Timing) -> None:
         self._timer = timer
@@ -188,14 +188,14 @@ async def _sent(source: BinaryIO, guard: _Guard) -> AsyncIterator[bytes]:
 
 
 def _trusting(ca: str) -> ssl.SSLContext:
-    """TLS 1.2 or newer; ``ca`` (PEM) instead of the system's authorities if there is one."""
+    """Return a context for TLS 1.2 or newer, with ``ca`` (PEM), if given, instead of the system's authorities."""
     try:
         context = ssl.create_default_context(cadata=ca or None)
     except (ssl.SSLError, TypeError, ValueError) as exc:
-        raise BlobError("cannot use the CA of the blobstore: it is no PEM certificate") from exc
+        raise BlobError("cannot use the CA of the blobstore: it is not a PEM certificate") from exc
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # As in Go: whatever the settings call CA is trusted, and certificates without every extension of RFC 5280 are
-    # good enough (newer Pythons refuse them, BOSH makes them).
+    # As in Go: every CA in the settings is trusted, and certificates may lack extensions of RFC 5280 (newer Pythons
+    # refuse them, BOSH makes them).
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
@@ -205,8 +205,10 @@ def _trusting(ca: str) -> ssl.SSLContext:
 
 
 def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
-    """The proxy for a host, by the rules of Go (golang.org/x/net/http/httpproxy): no proxy for this machine itself,
-    and ``no_proxy`` holds names with all below them, addresses, networks, each with a port if wanted, or ``*``.
+    """Return the proxy for a host by the rules of Go (golang.org/x/net/http/httpproxy).
+
+    This machine itself is reached without a proxy. ``no_proxy`` lists names with all names below them, addresses and
+    networks, each with an optional port, or ``*``.
     """
 
     def value(name: str) -> str:
@@ -232,7 +234,7 @@ def _is_excepted(host: str, port: int | None, exceptions: str) -> bool:
         if colon and number.isdigit() and not _is_network(entry):
             if int(number) != port:
                 continue
-            entry = name.strip("[]")  # noqa: PLW2901 - the rest of it
+            entry = name.strip("[]")  # noqa: PLW2901 - the remaining part
         if address is not None:
             if _is_network(entry) and address in ipaddress.ip_network(entry, strict=False):
                 return True
@@ -254,7 +256,7 @@ def _is_network(entry: str) -> bool:
 
 @contextmanager
 def _explained(what: str, url: str) -> Iterator[None]:
-    """Turn every way a transfer fails into ``BlobError`` with nothing secret in it."""
+    """Convert every failure of a transfer to ``BlobError``, without secrets."""
     try:
         yield
     except TimeoutError as exc:
@@ -281,7 +283,7 @@ def _host(url: URL) -> str:
 
 
 def _why(exc: BaseException) -> str:
-    """The reason in words that hold no part of a URL; what is unknown is told by its kind alone."""
+    """Return the reason without any part of a URL; an unknown error is reported by its type alone."""
     match exc:
         case aiohttp.ClientConnectorCertificateError():
             return f"its certificate is not trusted: {getattr(exc.certificate_error, 'verify_message', 'unknown')}"
@@ -302,5 +304,5 @@ def _why(exc: BaseException) -> str:
         case OSError(errno=int(code), strerror=str(text)):
             return (
                 os.strerror(code) if code > 0 else text
-            )  # asyncio's own texts hold addresses, resolvers' codes are < 0
+            )  # asyncio's own texts contain addresses; codes of resolvers are < 0
     return type(exc).__name__

@@ -1,9 +1,10 @@
-"""Persistent disks: volumes that somebody else has mounted, known by identity, brought to ``/var/vcap/store``.
+"""Persistent disks: volumes that are already mounted in the container, identified by marker, placed at
+``/var/vcap/store``.
 
-``hints`` reads what a CPI says, ``identity`` knows disks and decides where they belong, ``places`` brings them there,
-``service`` is what actions use.
+``hints`` parses what a CPI sends, ``markers`` identifies disks and decides where they belong, ``mounting`` mounts them
+there, ``service`` is the interface for actions.
 """
 
-from agent_shim.services.disks.service import Disks, Patience
+from agent_shim.services.disks.service import Disks, Timeouts
 
-__all__ = ["Disks", "Patience"]
+__all__ = ["Disks", "Timeouts"]

@@ -1,4 +1,4 @@
-"""The copy of a migration, made by a process of its own that may take hours and be killed at any time."""
+"""Copying of a migration, in a worker process that may take hours and be killed at any time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from agent_shim.services.disks.markers import OURS
 
 Report = Callable[[Progress], None]
 Copy = Callable[[Path, Path, Report], Awaitable[None]]
-"""Makes the second directory hold what the first holds, and tells how far it is (``host.copytree``)."""
+"""Copies the first directory to the second and reports its progress (``host.copytree``)."""
 
-LOOK: Final = 1.0
-"""Seconds between two looks at how far it is."""
+POLL_S: Final = 1.0
+"""Poll interval of the progress file."""
 
 
 def in_worker(paths: Paths) -> Copy:
-    """The copy that a worker makes; raises ``ActionError`` with the worker's text."""
+    """Return a copy function that starts a worker; raises ``ActionError`` with the worker's text."""
 
     async def copy(source: Path, target: Path, report: Report) -> None:
         progress = paths.shim_run / "migration.json"
@@ -40,6 +40,6 @@ def in_worker(paths: Paths) -> Copy:
 
 async def _watch(progress: Path, report: Report) -> None:
     while True:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_S)
         with suppress(OSError, ValueError):  # not written yet, or being written
             report(msgspec.json.decode(await asyncio.to_thread(progress.read_bytes), type=Progress))

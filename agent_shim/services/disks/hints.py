@@ -1,4 +1,4 @@
-"""What a CPI says of a disk: every form of a hint, and the file in which hints that came by action are kept.
+"""Disk hints of a CPI in every form, and the file that keeps hints received by an action.
 
 Member names and meanings are the Go agent's (settings/settings.go, DiskSettings; persistent_disk_hints.json).
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class IscsiSettings(msgspec.Struct, frozen=True, rename="pascal"):
-    """Kept for the file's sake: nothing here speaks iSCSI."""
+    """Kept for compatibility of the file: this agent does not speak iSCSI."""
 
     initiator_name: str = ""
     username: str = ""
@@ -44,7 +44,7 @@ _NAMES: Final = {
 
 
 class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
-    """One disk as the file has it; all members are always there."""
+    """One disk of the hints file, which contains every member."""
 
     cid: str = ""
     device_id: str = ""
@@ -59,12 +59,12 @@ class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
 
     @property
     def place(self) -> Path | None:
-        """Where the volume is visible: the first member that is an absolute path; None when the CPI named none."""
+        """Path of the volume: the first member that is an absolute path; None if the CPI named none."""
         named = (self.path, self.volume_id, self.device_id)
         return next((Path(os.path.normpath(text)) for text in named if text.startswith("/")), None)
 
     def __str__(self) -> str:
-        """As the Go agent prints it into replies, without what is secret."""
+        """Format as the Go agent does in replies, without secrets."""
         return f"{{ID:{self.cid} DeviceID:{self.device_id} VolumeID:{self.volume_id} Path:{self.path}}}"
 
 
@@ -79,9 +79,9 @@ _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "
 
 
 def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
-    """Read a hint: a string is path and volume id, an object has members, anything else says nothing.
+    """Parse a hint: a string is path and volume id, an object has members, anything else is ignored.
 
-    Members that are no strings are taken as text (the Go agent dies of them), null ones as absent.
+    Members that are not strings are converted (the Go agent crashes on them); null counts as absent.
     """
     disk = DiskSettings(
         cid=cid,
@@ -104,9 +104,9 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 
 
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
-    """All disks by cid: those of the settings, and over them the stored hints.
+    """Return all disks by cid: those of the settings, overridden by the stored hints.
 
-    A hint that names no place does not hide one in the settings: the two ways in which CPIs tell differ in age. The
+    A stored hint without a path does not override one in the settings: CPIs of different ages use different ways. An
     empty cid names no disk.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
@@ -117,7 +117,7 @@ def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSett
 
 
 def load(path: Path) -> dict[str, DiskSettings]:
-    """The stored hints. A file that cannot be read is set aside: hints come again with the disks they belong to."""
+    """Load the stored hints. An unreadable file is renamed: hints arrive again with their disks."""
     try:
         return wire.convert(msgspec.json.decode(path.read_bytes()), dict[str, DiskSettings])
     except FileNotFoundError:
@@ -130,5 +130,5 @@ def load(path: Path) -> dict[str, DiskSettings]:
 
 
 def save(path: Path, stored: Mapping[str, DiskSettings]) -> None:
-    """Store hints, which may hold passwords."""
+    """Store hints, which may contain passwords."""
     files.write_atomic(files.behind(path), msgspec.json.encode(stored), mode=0o600)

@@ -1,18 +1,18 @@
-"""Which volume is which disk, and which disk belongs where: a marker on the volume says, never the mount table.
+"""Identity of volumes and the decision where each disk belongs: by a marker on the volume, never by the mount table.
 
-The marker, ``.agent_shim/disk.json`` at the top of the volume, is written when the Director has a disk mounted and
-outlives containers. The decision (:func:`plan`) is pure and loses nothing: where two disks claim the store and nothing
-tells which is right, neither is mounted and the reason is said.
+The marker, ``.agent_shim/disk.json`` at the top of the volume, is written when the Director has a disk mounted, and
+outlives containers. The decision (:func:`plan`) is pure and loses no data: if two disks claim the store and nothing
+tells them apart, neither is mounted and the reason is reported.
 
-| what is found | what becomes of it |
+| volume | decision |
 |---|---|
 | one marked for the store | belongs on the store |
 | one marked as migration target | belongs on the migration target |
 | two marked for the store, one a finished copy of the other | the copy; the other is released |
-| two marked for the store | the one that managed_disk_settings.json names; else neither |
-| marked with another cid, or of another instance | nothing without a ``mount_disk`` of the Director |
-| not marked, named by managed_disk_settings.json (an older agent's) | belongs on the store |
-| not marked, or taken down by ``unmount_disk`` | nothing |
+| two marked for the store | the one named by managed_disk_settings.json; else neither |
+| marked with another cid, or for another instance | not used without a ``mount_disk`` of the Director |
+| not marked, named by managed_disk_settings.json (of an older agent) | belongs on the store |
+| not marked, or taken down by ``unmount_disk`` | not used |
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 DIRECTORY: Final = ".agent_shim"
 NAME: Final = "disk.json"
 OURS: Final = frozenset({DIRECTORY, "lost+found"})
-"""Names at the top of a volume that are no data of jobs."""
+"""Names at the top of a volume that are not data of jobs."""
 _MAX_BYTES: Final = 65536
 
 Role = Literal["store", "target", ""]
-"""Where a disk belongs; "" was mounted once and then taken down."""
+"""Place of a disk; "" means that it was mounted once and then unmounted."""
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """What a volume says of itself.
+    """Identity of a volume, stored on it.
 
-    ``source`` is the cid of the disk whose files were copied here: with the role ``store`` all of them, with another
-    role perhaps only some. ``generation`` counts the migrations behind it: after one there and one back each disk is
-    the source of the other. ``instance`` is the id in the apply spec, "" as long as there is none.
+    ``source`` is the cid of the disk that was copied here: completely with the role ``store``, perhaps in part with
+    another role. ``generation`` counts migrations: after one there and one back each disk is the source of the other.
+    ``instance`` is the id in the apply spec, or "" before there is one.
     """
 
     cid: str
@@ -62,7 +62,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """The marker of a volume; None when it has none that can be read."""
+    """Read the marker of a volume; None without a readable one."""
     try:
         raw = _content(volume)
         return msgspec.json.decode(raw, type=Marker)
@@ -75,15 +75,15 @@ def read(volume: Path) -> Marker | None:
 
 
 def _content(volume: Path) -> bytes:
-    """Jobs may write to the volume: no link is followed, no pipe waited for."""
+    """Read the file, which jobs may replace: follows no link, waits for no pipe."""
     return guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume)
 
 
 def write(volume: Path, marker: Marker) -> None:
-    """Put the marker on a volume, whole or not at all; raises ``HostError``."""
+    """Write the marker atomically; raises ``HostError``."""
     try:
         files.make_dir(volume / DIRECTORY, 0o700)
-        # By descriptor: a directory that is exchanged meanwhile is not written to.
+        # Through a descriptor: a directory that replaced it meanwhile is not written to.
         with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
     except OSError as exc:
@@ -91,7 +91,7 @@ def write(volume: Path, marker: Marker) -> None:
 
 
 def remove(volume: Path) -> None:
-    """Take the marker away where no other can be written; raises ``OSError``."""
+    """Remove the marker where no other can be written; raises ``OSError``."""
     with guarded.held(volume / DIRECTORY, volume) as directory:
         os.unlink(NAME, dir_fd=directory)
 
@@ -101,7 +101,7 @@ def remove(volume: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A disk that the settings or a hint name, as it was found: ``volume`` is None while nothing is at ``place``."""
+    """A disk named by the settings or a hint; ``volume`` is None while no volume is at ``place``."""
 
     cid: str
     place: Path | None
@@ -110,26 +110,27 @@ class Disk:
 
     @property
     def there(self) -> Path:
-        """Its volume, where it is known to be there."""
+        """Volume of a disk that is known to be present."""
         assert self.volume is not None, f"the volume of disk {self.cid} is there"
         return self.volume
 
     @property
     def is_another(self) -> bool:
-        """True if what is at its place says that it is another disk."""
+        """True if the marker at its place belongs to another disk."""
         return self.marker is not None and self.marker.cid != self.cid
 
     @property
     def role(self) -> Role | None:
-        """What its marker says; None without one of its own."""
+        """Role in its own marker; None without one."""
         return None if self.marker is None or self.is_another else self.marker.role
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which disks (cids, or "") belong on the store and on the migration target.
+    """Disks (cids, or "") that belong on the store and on the migration target.
 
-    ``replaced`` still claim the store, but a finished copy of them does too; ``problem`` is why jobs must not start.
+    ``replaced`` are disks that claim the store although a finished copy of them does too; ``problem`` is the reason why
+    jobs must not start.
     """
 
     store: str = ""
@@ -139,7 +140,7 @@ class Plan:
 
 
 def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Plan:
-    """Decide by the markers, then by what was mounted last (``managed``), then by what is there (``on_store``)."""
+    """Decide by markers, then by the disk mounted last (``managed``), then by the one mounted now (``on_store``)."""
     strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
     ours = [disk for disk in disks if disk.cid not in strangers]
     claims = {disk.cid: disk.marker for disk in ours if disk.role == "store" and disk.marker}
@@ -151,7 +152,7 @@ def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str)
     target = next((disk.cid for disk in ours if disk.role == "target"), "")
     absent = next((disk for disk in disks if disk.cid == managed and disk.volume is None), None)
     store = problem = ""
-    if any(managed == copy.source for copy in copies):  # the swap was cut off before it was written down
+    if any(managed == copy.source for copy in copies):  # the swap was interrupted before it was recorded
         absent = None
     if absent is not None:
         problem = f"disk {managed} was mounted and is not there: no volume at {absent.place}"

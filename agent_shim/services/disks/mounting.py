@@ -1,6 +1,6 @@
-"""The blocking half: what is where, and bringing it to where it belongs.
+"""Blocking part of the disk service: find the volumes and mount each where it belongs.
 
-Every step may be the last before a kill: what the next agent finds then leads it to the same end (``identity.plan``).
+Any step may be the last before a kill: the next agent continues from the state on disk (``markers.plan``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class InUseError(ActionError):
-    """Another agent has the volume, or had it until its lease is over (``fencing``)."""
+    """Another agent uses the volume, or its lease has not expired yet (``volume_lease``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What was found just now: disks by cid, the one mounted last, and which are mounted (cids, or "").
+    """State found by one look: disks by cid, the one mounted last, and the mounted ones (cids, or "").
 
-    ``has_stranger``: a volume is on the store that no Director has ever had to do with, a StatefulSet's say.
+    ``has_stranger``: the store holds a volume unknown to the Director, for example one of a StatefulSet.
     """
 
     disks: dict[str, Disk]
@@ -45,7 +45,7 @@ class View:
 
 
 class DiskMounts:
-    """The store, the migration target, and the volumes that may come there."""
+    """Mounts of the store, the migration target, and the volumes that may be placed there."""
 
     def __init__(
         self,
@@ -53,21 +53,21 @@ class DiskMounts:
         settings: Callable[[], Effective],
         instance: Callable[[], str],
         hold: Callable[[Path], str],
-        let_go: Callable[[Path], None],
+        release: Callable[[Path], None],
     ) -> None:
         self._paths = paths
         self._settings = settings
         self._instance = instance
         self._hold = hold
-        self._let_go = let_go
+        self._release = release
         self._binds: bool | None = None
         self._taken_down: set[str] = set()
-        """Disks that are down although their marker, on a broken or full volume, could not be made to say so."""
+        """Unmounted disks whose marker could not be updated, on a broken or full volume."""
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
     def known(self) -> dict[str, DiskSettings]:
-        """All disks that the settings or a hint name."""
+        """Return all disks that the settings or a hint name."""
         source = self._settings().source
         return hints.known(source.disks.persistent, source.env, hints.load(self._paths.disk_hints))
 
@@ -90,7 +90,7 @@ class DiskMounts:
     def _find(self, cid: str, known: DiskSettings) -> Disk:
         place = known.place
         if place is None and mounts.is_mount_point(self._paths.store) and not self._paths.store.is_symlink():
-            place = self._paths.store  # the CPI names none: whoever made the container has put it there
+            place = self._paths.store  # the CPI names none: the volume was mounted there when the container was made
         if place is None or not volumes.is_directory(place):
             return Disk(cid, place)
         if self.is_bare(place):
@@ -101,10 +101,10 @@ class DiskMounts:
         return Disk(cid, place, place, marker)
 
     def is_bare(self, place: Path) -> bool:
-        """True for a directory that is no mount point: there a volume is missing.
+        """Return True for a directory that is not a mount point: its volume is missing.
 
-        What it lies on does not matter. A directory of the node, into which volumes are mounted while the pod runs, is
-        a mount itself; a file that is written there before the volume arrives, or after it has left, stays on the node.
+        The mount below it is irrelevant. A directory of the node into which volumes are mounted while the pod runs is
+        itself a mount; a file written there before the volume arrives, or after it left, would stay on the node.
         """
         return self._paths.is_system and volumes.is_directory(place) and not mounts.is_mount_point(place)
 
@@ -114,10 +114,11 @@ class DiskMounts:
                 continue
             if disk.marker is not None:
                 return disk.cid if disk.role else ""
-            # Without a marker: ours when it was mounted last, or when somebody has brought it here from elsewhere.
+            # Without a marker: mounted by this agent if it was mounted last, or if its volume was bound here from
+            # elsewhere.
             is_up = disk.cid not in self._taken_down and (disk.cid == managed or disk.volume != place)
             return disk.cid if is_up else ""
-        if place.is_symlink() or mounts.is_mount_point(place):  # a disk whose hint is gone
+        if place.is_symlink() or mounts.is_mount_point(place):  # a disk whose hint was removed
             marker = markers.read(place)
             return marker.cid if marker and marker.role else ""
         return ""
@@ -127,26 +128,26 @@ class DiskMounts:
 
     # --- bringing it there ------------------------------------------------------------------------------------------
 
-    def settle(self) -> View:
-        """Bring what was mounted to its place: after a restart, or after a step that was cut off."""
+    def restore(self) -> View:
+        """Restore the mounts after a restart or an interrupted step."""
         view = self.look()
         decided = self.plan(view)
         for cid in {decided.store, decided.target, *decided.replaced} - {""}:
             self._take(view.disks[cid])
         for cid in decided.replaced:
-            self._release(view.disks[cid], view.disks[cid].volume)
-            self._let_go(view.disks[cid].there / markers.DIRECTORY)
+            self._mark_unmounted(view.disks[cid], view.disks[cid].volume)
+            self._release(view.disks[cid].there / markers.DIRECTORY)
         if decided.store:
             if view.store not in ("", decided.store):
                 self._make_way(view, decided)
             self._put(view.disks[decided.store], self._paths.store)
             self._claim(view.disks[decided.store], "store")
-        self._settle_target(view, decided)
+        self._restore_target(view, decided)
         return self.look()
 
-    def _settle_target(self, view: View, decided: Plan) -> None:
+    def _restore_target(self, view: View, decided: Plan) -> None:
         place, there = self._paths.store_migration_target, view.disks.get(view.target)
-        is_unmarked = there is not None and there.marker is None  # an older agent's, and nothing tells that it is wrong
+        is_unmarked = there is not None and there.marker is None  # of an older agent, and no evidence against it
         if decided.target == view.target or (is_unmarked and not decided.target):
             return
         if view.target:
@@ -155,7 +156,7 @@ class DiskMounts:
             self._put(view.disks[decided.target], place)
 
     def _make_way(self, view: View, decided: Plan) -> None:
-        """Take away what is on the store because a swap was cut off; anything else stays."""
+        """Unmount a disk that an interrupted swap left on the store; any other disk stays."""
         there = view.disks.get(view.store)
         if there is None or not (there.role == "target" or there.cid in decided.replaced):
             raise ActionError(f"disk {decided.store} belongs on {self._paths.store}, but disk {view.store} is there")
@@ -163,7 +164,7 @@ class DiskMounts:
             volumes.take_away(self._paths.store)
 
     def _take(self, disk: Disk) -> None:
-        """Have a volume to ourselves before it is touched."""
+        """Acquire the lease of a volume before it is used."""
         if rival := self._hold(disk.there / markers.DIRECTORY):
             raise InUseError(f"disk {disk.cid} is in use by {rival}")
 
@@ -178,14 +179,14 @@ class DiskMounts:
             logger.warning("%s", exc)
 
     def binds(self) -> bool:
-        """True if this container may mount; found out once."""
+        """Return True if this container may mount; detected once."""
         if self._binds is None:
             self._binds = volumes.can_bind(self._paths.bosh)
-            logger.info("disks come to their places by %s", "bind mounts" if self._binds else "links")
+            logger.info("disks are placed with %s", "bind mounts" if self._binds else "links")
         return self._binds
 
     def _claim(self, disk: Disk, role: Role) -> None:
-        """Mark a disk that was put in its place. A full or read-only one is used all the same."""
+        """Mark a disk that was placed. A full or read-only one is used without a marker."""
         before = disk.marker if disk.marker and not disk.is_another else Marker(disk.cid)
         source = before.source if before.role == role or before.is_unfinished else ""
         marker = msgspec.structs.replace(before, role=role, source=source, instance=self._instance())
@@ -193,7 +194,7 @@ class DiskMounts:
             try:
                 markers.write(disk.there, marker)
             except HostError as exc:
-                logger.warning("%s; only this container knows where it belongs", exc)
+                logger.warning("%s; another container would not recognize the disk", exc)
         self._taken_down.discard(disk.cid)
         if role == "store":
             self._remember(disk.cid)
@@ -205,8 +206,8 @@ class DiskMounts:
                 return
         files.write_atomic(path, cid.encode())
 
-    def _release(self, disk: Disk, volume: Path | None) -> None:
-        """Mark a disk, visible at ``volume``, as one that does not come back by itself."""
+    def _mark_unmounted(self, disk: Disk, volume: Path | None) -> None:
+        """Mark a disk, visible at ``volume``, as unmounted, so that no restart mounts it."""
         before = disk.marker
         if before is None or volume is None:
             return
@@ -215,14 +216,14 @@ class DiskMounts:
             markers.write(volume, msgspec.structs.replace(before, role="", source=source, instance=self._instance()))
         except HostError as exc:
             logger.warning("%s", exc)
-            with suppress(OSError):  # a full disk still lets go of a name
+            with suppress(OSError):  # a full disk still allows an unlink
                 markers.remove(volume)
 
     # --- mount and unmount ------------------------------------------------------------------------------------------
 
     def mount(self, cid: str) -> None:
-        """Bring a disk that is there to the store, or to the migration target while another one is on the store."""
-        view = self.settle()
+        """Mount a present disk on the store, or on the migration target while another one is on the store."""
+        view = self.restore()
         disk = view.disks[cid]
         if disk.is_another and disk.marker:
             raise ActionError(
@@ -246,9 +247,9 @@ class DiskMounts:
         self._claim(disk, "store")
 
     def _mount_older(self, view: View, new: Disk) -> str:
-        """Mount what must be the former disk when a new, empty one comes and no marker tells; its cid, or "".
+        """Mount the former disk when a new, empty one arrives and no marker identifies it; return its cid, or "".
 
-        CPIs that make the container anew to attach a second disk lose all that an agent without markers knew.
+        CPIs that recreate the container to attach a second disk remove all state of an agent without markers.
         """
         associated = {wanted.cid for wanted in self._settings().update.disk_associations}
         if new.role == "store" or not copytree.is_empty(new.there, spared=OURS):
@@ -270,24 +271,24 @@ class DiskMounts:
         return others[0].cid
 
     def _refuse_strangers(self, view: View) -> None:
-        """Nothing is mounted over, and no link changed, that leads to a place nobody knows."""
+        """Raise ``ActionError`` if the store is a mount or link of unknown origin, which must not be covered."""
         store = self._paths.store
         if not (mounts.is_mount_point(store) or (store.is_symlink() and store.exists())):
             return
         if not any(disk.volume and volumes.shows(store, disk.volume) for disk in view.disks.values()):
             mount = mounts.mount_of(store)
             what = f"{mount.kind} {mount.source}" if mount else "nothing known"
-            raise ActionError(f"{store} leads to a place that is no known disk ({what})")
+            raise ActionError(f"{store} is not a known disk ({what})")
 
     def take_down(self, view: View, cid: str) -> None:
-        """Take a disk away from where it is mounted; it does not come back by itself."""
+        """Unmount a disk and mark it, so that no restart mounts it."""
         disk = view.disks.get(cid)
         volume = disk.volume if disk else None
         place = self.place_of(view, cid)
         if volume is not None:
             try:
                 files.sync_filesystem(volume)
-            except HostError as exc:  # a broken disk has to go all the same
+            except HostError as exc:  # a broken disk must be unmounted all the same
                 logger.warning("%s", exc)
         if place is not None and place != volume:
             try:
@@ -295,18 +296,18 @@ class DiskMounts:
             except HostError as exc:
                 if exc.errno != errno.EPERM:
                     raise
-                # Whoever made the container has mounted it twice; what may not be undone counts as undone.
+                # The container was made with a second mount of it; a mount that may not be removed counts as unmounted.
                 logger.warning("%s; the disk is no longer counted as mounted", exc)
         self._taken_down.add(cid)
         if view.managed == cid:
             self._paths.managed_disk.unlink(missing_ok=True)
         if disk is not None and not disk.is_another:
-            self._release(disk, volume)
+            self._mark_unmounted(disk, volume)
         if volume is not None:
-            self._let_go(volume / markers.DIRECTORY)
+            self._release(volume / markers.DIRECTORY)
 
     def place_of(self, view: View, cid: str) -> Path | None:
-        """Where a disk is mounted; None where it is not, and for the empty cid, which names no disk."""
+        """Return the mount point of a disk; None if it is not mounted, and for the empty cid, which names no disk."""
         if not cid:
             return None
         if cid == view.store:
@@ -316,34 +317,32 @@ class DiskMounts:
     # --- migrate ----------------------------------------------------------------------------------------------------
 
     def prepare(self, old: Disk, new: Disk) -> None:
-        """See that the copy may be made, note on the new disk that it is one, and keep others from writing."""
+        """Check that the copy is allowed, mark the new disk as an unfinished copy, and make the old one read-only."""
         if not self.binds() and not self._paths.store.is_symlink():
-            raise ActionError(
-                f"disk {old.cid} is mounted on {self._paths.store} for good: this container may not mount"
-            )
+            raise ActionError(f"disk {old.cid} cannot leave {self._paths.store}: this container may not mount")
         is_filled = not copytree.is_empty(new.there, spared=OURS)
         if is_filled and (new.marker is None or new.marker.source != old.cid):
-            raise ActionError(f"disk {new.cid} holds files that are no copy of disk {old.cid}")
+            raise ActionError(f"disk {new.cid} holds files that are not a copy of disk {old.cid}")
         if is_filled and copytree.is_empty(old.there, spared=OURS):
             raise ActionError(f"disk {old.cid} is empty and disk {new.cid} is not")
         markers.write(new.there, self._copy_of(old, new, "target"))
         self._put(old, self._paths.store, "ro")
 
     def swap(self, old: Disk, new: Disk) -> None:
-        """Put the finished copy in the place of its source. It counts from the moment its marker says ``store``.
+        """Put the finished copy in the place of its source. It is valid as soon as its marker says ``store``.
 
-        What fails before that is undone by the next ``settle``.
+        A failure before that is undone by the next ``restore``.
         """
         store = self._paths.store
-        # The new disk may come to hide the old one, which has to be marked after that.
+        # The new mount may hide the old disk, which is marked after it.
         held = os.open(old.there, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if self.binds() and old.volume != store:
                 volumes.take_away(store)
             self._put(new, store)
             markers.write(new.there, self._copy_of(old, new, "store"))
-            self._release(old, Path(f"/proc/self/fd/{held}"))
-            self._let_go(old.there / markers.DIRECTORY)
+            self._mark_unmounted(old, Path(f"/proc/self/fd/{held}"))
+            self._release(old.there / markers.DIRECTORY)
         finally:
             os.close(held)
         volumes.take_away(self._paths.store_migration_target)
@@ -355,19 +354,19 @@ class DiskMounts:
     # --- links ------------------------------------------------------------------------------------------------------
 
     def link(self, wanted: DiskAssociation) -> None:
-        """Link ``instance/disks/NAME`` to a disk, of whatever kind (agent/action/update_settings.go)."""
+        """Link ``instance/disks/NAME`` to a disk of any kind (agent/action/update_settings.go)."""
         disk = self.look().disks.get(wanted.cid)
         if disk is None:
             raise ActionError(f"Persistent disk with volume id '{wanted.cid}' could not be found")
         if disk.place is None or not disk.place.exists():
-            raise ActionError(f"there is nothing at {disk.place or 'the place of the disk, which nobody named'}")
+            raise ActionError(f"there is nothing at {disk.place or 'the path, which the CPI has not named'}")
         if self.is_bare(disk.place):
             raise ActionError(f"nothing is mounted at {disk.place}")
         files.make_dir(self._paths.instance_disks, 0o755)
         files.swap_link(disk.place, self._paths.instance_disks / plain(wanted.name))
 
     def linked(self, view: View) -> dict[str, list[Path]]:
-        """The links that lead to disks, by cid, in the order of the associations."""
+        """Return the links to disks by cid, in the order of the associations."""
         found: dict[str, list[Path]] = {}
         for wanted in self._settings().update.disk_associations:
             disk = view.disks.get(wanted.cid)
@@ -378,7 +377,7 @@ class DiskMounts:
 
 
 def plain(name: str) -> str:
-    """``name`` itself; raises ``ActionError`` when it is more than the name of a file."""
+    """Return ``name``; raises ``ActionError`` unless it is a plain file name."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ActionError(f"cannot use {name!r} as the name of a link")
     return name

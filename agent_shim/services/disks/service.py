@@ -1,7 +1,7 @@
-"""What the Director asks of disks: the half that waits.
+"""Disk requests of the Director: the asynchronous part of the disk service.
 
-Every request looks anew at settings, hints, markers and places, so that nothing remembered can be wrong. What changes
-anything comes through the task lane, one request at a time. Failures are ``ActionError`` or ``HostError``.
+Every request reads settings, hints, markers and mounts again, so that no cached state can be wrong. Changes come
+through the task lane, one request at a time. Failures are ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ SHARED_MEMORY: Final = DEVICES / "shm"
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds."""
+class Timeouts:
+    """Timeouts in seconds."""
 
     arrival: float = 30.0
-    """A volume may come this much later than the request that names it."""
+    """For a volume to arrive after the request that names it."""
     use: float = 20.0
-    """Whoever uses a disk that has to go has this long to leave it."""
+    """For processes to release a disk that is being unmounted."""
     grace: float = 5.0
-    """Between TERM and KILL for a process of a job among them."""
+    """Between TERM and KILL for processes of jobs among them."""
     look: float = 0.2
     rival: float = 40.0
-    """The agent of a VM that is gone may have died with the disk: its lease is over when it was not renewed for a while
-    before our own eyes, which begin to look when the Director asks (``fencing.Pace``)."""
+    """For the lease of another agent to expire. The agent of a deleted VM may have lost the disk without releasing the
+    lease, which expires after it was not renewed during an observation that starts with the request
+    (``volume_lease.Pace``).
+    """
 
 
 class Disks:
-    """The persistent and dynamic disks of this instance.
+    """Persistent and dynamic disks of this instance.
 
-    ``settings`` and ``instance`` (the id in the apply spec, or "") are asked each time; ``of_jobs`` gives the numbers
-    of processes that may be ended when they keep a disk busy that has to go. ``hold`` gets a private directory on a
-    volume, keeps other agents from it, and says who has it instead; ``let_go`` gives it back.
+    ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time; ``of_jobs`` returns the pids
+    that may be terminated to release a disk. ``hold`` gets a private directory on a volume, locks the volume against
+    other agents, and returns the agent that holds it, or ""; ``release`` unlocks it.
     """
 
     def __init__(
@@ -64,34 +66,34 @@ class Disks:
         of_jobs: Callable[[], Collection[int]],
         *,
         hold: Callable[[Path], str] = lambda _: "",
-        let_go: Callable[[Path], None] = lambda _: None,
+        release: Callable[[Path], None] = lambda _: None,
         copy: Copy | None = None,
-        patience: Patience = Patience(),
+        timeouts: Timeouts = Timeouts(),
     ) -> None:
         self._paths = paths
         self._settings = settings
         self._of_jobs = of_jobs
         self._copy = copy or in_worker(paths)
-        self._patience = patience
-        self._places = DiskMounts(paths, settings, instance, hold, let_go)
-        self._doing = ""
-        self._trouble = ""
+        self._timeouts = timeouts
+        self._places = DiskMounts(paths, settings, instance, hold, release)
+        self._running = ""
+        self._error = ""
         self._progress: Progress | None = None
         self._is_mounted = False
 
     def is_mounted(self) -> bool:
-        """True while a disk is on the store, also one that nobody named, as of the last look; free to ask."""
+        """Return True if a disk, known or not, was on the store at the last look; makes no system call."""
         return self._is_mounted
 
     def progress(self) -> Progress | None:
-        """How far a migration is; None when there is none."""
+        """Return the progress of a running migration, or None."""
         return self._progress
 
     # --- restarts ---------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Put every disk that was mounted back in its place; what cannot be done is said by ``problem``."""
-        await self._settled()
+        """Mount every disk where it was before a restart; ``problem`` reports failures."""
+        await self._restored()
         for wanted in self._settings().update.disk_associations:
             try:
                 await asyncio.to_thread(self._places.link, wanted)
@@ -99,23 +101,23 @@ class Disks:
                 logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
 
     async def problem(self) -> str:
-        """Why no job may be started: a disk that belongs on the store is not there. "" where there is no reason."""
-        if self._doing:
-            return f"{self._doing} is under way"
+        """Return the reason why no job may start (a disk that belongs on the store is missing), or ""."""
+        if self._running:
+            return f"{self._running} is in progress"
         view = await self._look()
         decided = self._places.plan(view)
         if decided.problem or decided.store in ("", view.store):
             return decided.problem
-        return f"disk {decided.store} is not on {self._paths.store}: {self._trouble or 'nobody has mounted it'}"
+        return f"disk {decided.store} is not on {self._paths.store}: {self._error or 'it has not been mounted'}"
 
-    async def _settled(self) -> View:
-        """A look, after what was mounted has come back to its place as far as that goes."""
+    async def _restored(self) -> View:
+        """Restore the mounts as far as possible, then look."""
         try:
-            await asyncio.to_thread(self._places.settle)
-            self._trouble = ""
+            await asyncio.to_thread(self._places.restore)
+            self._error = ""
         except (ActionError, OSError) as exc:
-            self._trouble = str(exc)
-            logger.warning("cannot bring the disks to their places: %s", exc)
+            self._error = str(exc)
+            logger.warning("cannot restore the mounts of disks: %s", exc)
         return await self._look()
 
     async def _look(self) -> View:
@@ -126,16 +128,16 @@ class Disks:
     # --- hints ------------------------------------------------------------------------------------------------------
 
     async def add(self, cid: str, hint: Any) -> None:
-        """Keep what the CPI says of a disk; raises ``ActionError`` for a disk without a cid.
+        """Keep a disk hint of the CPI; raises ``ActionError`` for a disk without a cid.
 
-        The Go agent keeps such a hint. In a :class:`View` the empty cid means a place without a known disk.
+        The Go agent keeps such a hint. In a :class:`View` the empty cid means a mount without a known disk.
         """
         if not cid:
             raise ActionError("cannot keep the hint: the disk has no cid")
         await asyncio.to_thread(self._change_hints, cid, hints.from_hint(cid, hint, self._settings().source.env))
 
     async def remove(self, cid: str) -> None:
-        """Forget a hint, if there is one."""
+        """Remove the hint, if any."""
         await asyncio.to_thread(self._change_hints, cid, None)
 
     def _change_hints(self, cid: str, disk: DiskSettings | None) -> None:
@@ -147,32 +149,32 @@ class Disks:
             hints.save(self._paths.disk_hints, after)
 
     async def find(self, cid: str) -> DiskSettings:
-        """What is known of a disk; raises ``ActionError`` in the Go agent's words (settings/service.go)."""
+        """Return the settings of a disk; raises ``ActionError`` in the Go agent's words (settings/service.go)."""
         known = await asyncio.to_thread(self._places.known)
         if cid in known:
             return known[cid]
         view = await self._look()
-        if self._places.place_of(view, cid) is not None:  # mounted, though its hint is gone
+        if self._places.place_of(view, cid) is not None:  # mounted, though its hint was removed
             return DiskSettings(cid=cid)
         raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
 
     # --- list, mount, unmount ---------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """The disks that are mounted, the one on the store first; what belongs there and is not is mounted before."""
-        view = await (self._look() if self._doing else self._settled())
+        """Return the mounted disks, the one on the store first; missing mounts are restored before."""
+        view = await (self._look() if self._running else self._restored())
         linked = await asyncio.to_thread(self._places.linked, view)
         return list(dict.fromkeys(cid for cid in (view.store, view.target, *linked) if cid))
 
     async def mount(self, cid: str) -> None:
-        """Mount a disk on the store, or on the migration target while another is there; twice is as good as once."""
-        with self._alone(f"mount_disk {cid}"):
-            await self._arrival(cid)
+        """Mount a disk on the store, or on the migration target while another is on the store. Idempotent."""
+        with self._exclusively(f"mount_disk {cid}"):
+            await self._wait_for_volume(cid)
             await self._mount(cid)
             await self._look()
 
     async def _mount(self, cid: str) -> None:
-        deadline = time.monotonic() + self._patience.rival
+        deadline = time.monotonic() + self._timeouts.rival
         while True:
             try:
                 await asyncio.to_thread(self._places.mount, cid)
@@ -180,17 +182,17 @@ class Disks:
             except InUseError:
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(self._patience.look)
+                await asyncio.sleep(self._timeouts.look)
 
     async def unmount(self, cid: str) -> str:
-        """Take a disk down from wherever it is mounted; the text to answer with."""
+        """Unmount a disk wherever it is mounted; return the text of the reply."""
         known = await self.find(cid)
-        with self._alone(f"unmount_disk {cid}"):
+        with self._exclusively(f"unmount_disk {cid}"):
             view = await self._look()
             links = (await asyncio.to_thread(self._places.linked, view)).get(cid, [])
             place = self._places.place_of(view, cid)
             if place is not None:
-                await self._rest(place, view.disks.get(cid))
+                await self._wait_until_unused(place, view.disks.get(cid))
             await asyncio.to_thread(self._places.take_down, view, cid)
             for link in links:
                 await asyncio.to_thread(files.remove_tree, link)
@@ -198,18 +200,18 @@ class Disks:
         return f"Unmounted partition of {known}" if place or links else f"Partition of {known} is not mounted"
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        if self._doing:
-            raise ActionError(f"cannot {what}: {self._doing} is under way")
-        self._doing = what
+    def _exclusively(self, what: str) -> Iterator[None]:
+        if self._running:
+            raise ActionError(f"cannot {what}: {self._running} is in progress")
+        self._running = what
         try:
             yield
         finally:
-            self._doing = ""
+            self._running = ""
 
-    async def _arrival(self, cid: str) -> None:
-        """Wait for the volume of a known disk to be there."""
-        deadline = time.monotonic() + self._patience.arrival
+    async def _wait_for_volume(self, cid: str) -> None:
+        """Wait for the volume of a known disk."""
+        deadline = time.monotonic() + self._timeouts.arrival
         while True:
             disk = (await self._look()).disks.get(cid)
             if disk is None:
@@ -218,29 +220,29 @@ class Disks:
                 return
             if _is_device(disk.place):
                 raise ActionError(
-                    f"cannot use disk {cid}: {disk.place} is a block device, and no directory with its files "
+                    f"cannot use disk {cid}: {disk.place} is a block device, not a directory with its files "
                     "(have the CPI mount the volume into the container and name that directory as path in the hint)"
                 )
             if time.monotonic() > deadline:
                 raise ActionError(f"the volume of disk {cid} is not there: {_missing(disk.place)}")
-            await asyncio.sleep(self._patience.look)
+            await asyncio.sleep(self._timeouts.look)
 
-    async def _rest(self, place: Path, disk: Disk | None) -> None:
-        """Wait until nobody uses a disk; of those that do, only processes of jobs are ended."""
+    async def _wait_until_unused(self, place: Path, disk: Disk | None) -> None:
+        """Wait until no process uses a disk; only processes of jobs are terminated."""
         used = [path for path in {place, disk.volume if disk else None} if path is not None]
-        deadline = time.monotonic() + self._patience.use
+        deadline = time.monotonic() + self._timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
             if not await self._end_jobs(holders) and time.monotonic() > deadline:
                 raise ActionError(f"{place} is in use: {'; '.join(map(str, holders))}")
-            await asyncio.sleep(self._patience.look)
+            await asyncio.sleep(self._timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
-        """Whether any ended: then it is worth another look."""
+        """Return True if a process ended, which makes another look worthwhile."""
         of_jobs, ended = await asyncio.to_thread(self._of_jobs), False
         for holder in holders:
             if holder.pid in of_jobs and (leftover := process.adopt(holder.pid, holder.start_ticks)):
-                logger.warning("ending a process of a job: %s", holder)
-                await leftover.terminate(self._patience.grace)
+                logger.warning("terminating a process of a job: %s", holder)
+                await leftover.terminate(self._timeouts.grace)
                 ended |= not leftover.is_alive
         return ended
 
@@ -249,29 +251,28 @@ class Disks:
     async def migrate(self, old: str = "", new: str = "") -> None:
         """Copy the disk on the store to the one on the migration target, compare, and swap them.
 
-        Without cids those are meant that are mounted there. A migration that was interrupted at any point goes on; one
-        that was finished is not done again.
+        Empty cids stand for the disks mounted there. An interrupted migration resumes; a finished one is not repeated.
         """
-        with self._alone(f"migrate_disk {old} {new}".rstrip()):
-            view = await asyncio.to_thread(self._places.settle)
+        with self._exclusively(f"migrate_disk {old} {new}".rstrip()):
+            view = await asyncio.to_thread(self._places.restore)
             if _is_migrated(view, old, new):
                 return
             source, target = self._pair(view, old, new)
-            await self._rest(self._paths.store, source)
+            await self._wait_until_unused(self._paths.store, source)
             try:
                 await asyncio.to_thread(self._places.prepare, source, target)
                 await self._copy(source.there, target.there, self._advance)
-                await self._rest(self._paths.store, source)
+                await self._wait_until_unused(self._paths.store, source)
                 await asyncio.to_thread(self._places.swap, source, target)
             finally:
                 self._progress = None
-                await self._settled()
+                await self._restored()
 
     def _advance(self, progress: Progress) -> None:
         self._progress = progress
 
     def _pair(self, view: View, old: str, new: str) -> tuple[Disk, Disk]:
-        """The disks to copy from and to; what is asked for must be what is mounted."""
+        """Return the disks to copy from and to; the requested cids must be the mounted ones."""
         found = []
         places = (self._paths.store, view.store, old), (self._paths.store_migration_target, view.target, new)
         for place, there, wanted in places:
@@ -294,41 +295,41 @@ class Disks:
                     f"Fetching disk settings: Persistent disk with volume id '{each.cid}' could not be found"
                 )
             try:
-                await self._existence(known[each.cid].place)
+                await self._wait_for_path(known[each.cid].place)
                 await asyncio.to_thread(self._places.link, each)
             except (ActionError, OSError) as exc:
                 raise ActionError(f"Associating disk with name {each.name}: {exc}") from exc
 
     async def add_dynamic(self, cid: str, hint: Any) -> None:
-        """Link ``data/dynamic_disks/CID`` to what the hint names (platform/linux_platform.go, SetupDynamicDisk)."""
+        """Link ``data/dynamic_disks/CID`` to the path of the hint (platform/linux_platform.go, SetupDynamicDisk)."""
         place = hints.from_hint(cid, hint, self._settings().source.env).place
         link = self._paths.dynamic_disks / plain(cid)
         try:
-            await self._existence(place)
+            await self._wait_for_path(place)
         except ActionError as exc:
             raise ActionError(f"Timed out resolving device path for {cid}: {exc}") from exc
         assert place is not None, "it exists"
         await asyncio.to_thread(files.swap_link, place, link)
 
     async def remove_dynamic(self, cid: str) -> None:
-        """Remove that link, if it is there."""
+        """Remove that link, if it exists."""
         link = self._paths.dynamic_disks / plain(cid)
         await asyncio.to_thread(link.unlink, missing_ok=True)
 
-    async def _existence(self, place: Path | None) -> None:
-        """Wait for a volume, a device or a file to be at ``place``."""
-        deadline = time.monotonic() + self._patience.arrival
+    async def _wait_for_path(self, place: Path | None) -> None:
+        """Wait for a volume, a device or a file at ``place``."""
+        deadline = time.monotonic() + self._timeouts.arrival
         while place is None or not await asyncio.to_thread(self._is_there, place):
             if place is None or time.monotonic() > deadline:
                 raise ActionError(_missing(place))
-            await asyncio.sleep(self._patience.look)
+            await asyncio.sleep(self._timeouts.look)
 
     def _is_there(self, place: Path) -> bool:
         return place.exists() and not self._places.is_bare(place)
 
 
 def _is_migrated(view: View, old: str, new: str) -> bool:
-    """True when the disk on the store is the finished copy that is asked for."""
+    """Return True if the disk on the store is the requested, finished copy."""
     there = view.disks.get(view.store)
     if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.target:
         return False
@@ -336,7 +337,7 @@ def _is_migrated(view: View, old: str, new: str) -> bool:
 
 
 def _is_device(place: Path | None) -> bool:
-    """True for a block device, and for the name of one that this container does not have: waiting brings neither."""
+    """Return True for a block device, and for a device name that this container lacks: waiting provides neither."""
     if place is None:
         return False
     return place.is_block_device() or (place.is_relative_to(DEVICES) and not place.is_relative_to(SHARED_MEMORY))
@@ -347,4 +348,4 @@ def _missing(place: Path | None) -> str:
         return "the CPI has named no path"
     if not place.exists():
         return f"there is no {place}"
-    return f"nothing is mounted at {place}" if place.is_dir() else f"{place} is no directory"
+    return f"nothing is mounted at {place}" if place.is_dir() else f"{place} is not a directory"

@@ -1,8 +1,8 @@
-"""Logs as archives: sent to where the Director wants them, or left on disk for somebody who fetches them by ssh.
+"""Archives of logs: uploaded for the Director, or kept on disk for a download over ssh.
 
 Kinds, names in the archive, patterns and texts are the Go agent's (agent/logstarprovider/logs_tar_provider.go,
-agent/action/fetch_logs.go, bundle_logs.go). What differs: the logs are not copied before they are packed, no link is
-followed, and what changed or vanished meanwhile is listed in the archive instead of failing the request.
+agent/action/fetch_logs.go, bundle_logs.go). Differences: logs are not copied before they are packed, no link is
+followed, and changed or vanished files are listed in the archive instead of failing the request.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, worker_client
 
 REMARKS: Final = "agent_shim.remarks.txt"
-"""The entry of an archive that says what is not in it as it was on disk; there is none when all is."""
+"""Entry of an archive that lists its deviations from the files on disk; absent without any."""
 KEPT: Final = 24 * 3600.0
-"""Seconds after which an archive that nobody has removed goes."""
+"""Age at which an archive on disk is removed."""
 NICE: Final = 5
-"""How much nicer than the agent packing is: jobs go first."""
+"""Niceness of packing relative to the agent: jobs have priority."""
 
 PACK_TIMEOUT_S: Final = 1500.0
-"""For all of it: the packer stops by itself before that, unless a disk does not answer."""
+"""Timeout for a whole archive; the packer ends before it unless a disk hangs."""
 
 _GENTLY: Final = partial(worker_client.work, nice=NICE)
 _BUNDLE: Final = re.compile(r"logs-[0-9a-f]{16}\.tgz")
 
 
 class Logs:
-    """All methods raise ``ActionError``."""
+    """Packs and uploads logs. All methods raise ``ActionError``."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Logs:
         signed_url: str = "",
         headers: Mapping[str, str] = {},
     ) -> worker_client.Done:
-        """Upload an archive, to the signed URL or else the blobstore; returns its digests and the id of the blob.
+        """Upload an archive to the signed URL, else to the blobstore; return its digests and the blob id.
 
-        ``kinds`` are ``job``, ``agent``, ``system`` with commas between them; without patterns all files are meant.
-        ``report`` is told what is being done.
+        ``kinds`` is a comma-separated list of ``job``, ``agent``, ``system``; without patterns all files are packed.
+        ``report`` is called with each step.
         """
         archive = files.sibling(self._paths.tmp / "logs")
         try:
@@ -77,9 +77,10 @@ class Logs:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
-        """Leave an archive on disk: its path and its sha512 (hex). It belongs to ``owner``, a user or ``user:group``.
+        """Leave an archive on disk; return its path and its sha512 (hex). It belongs to ``owner``, a user or
+        ``user:group``.
 
-        One is made at a time.
+        Calls run one after another.
         """
         async with self._turn:
             await self.tidy()
@@ -94,9 +95,9 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive that ``bundle`` has left, or a file in the directory for temporary ones, if it is there.
+        """Remove an archive of ``bundle`` or a temporary file; a missing file is no error, whatever its path.
 
-        A link goes itself: what it leads to stays.
+        A link is removed itself, its target stays.
         """
         try:
             if self._is_bundle(Path(path)):
@@ -109,22 +110,22 @@ class Logs:
         except OSError as exc:
             raise ActionError(str(exc)) from exc
         if await asyncio.to_thread(os.path.lexists, path):
-            what = f"neither an archive that bundle_logs has left nor a file in {self._paths.tmp}"
+            what = f"neither an archive of bundle_logs nor a file in {self._paths.tmp}"
             raise ActionError(f"cannot remove {path}: it is {what}")
 
     async def tidy(self) -> None:
-        """Remove half an archive, and whole ones that have been waiting for long."""
+        """Remove incomplete and expired archives."""
         try:
             await asyncio.to_thread(_tidy, self._paths.bundled_logs)
         except OSError as exc:
             raise ActionError(f"Making logs tarball: {exc}") from exc
 
     def _is_bundle(self, path: Path) -> bool:
-        """True for a name that only we give, in a directory where only root writes."""
+        """Return True for a name of ``bundle`` in its directory, which only root can write."""
         return path.parent == self._paths.bundled_logs and _BUNDLE.fullmatch(path.name) is not None
 
     async def _pack(self, kinds: str, patterns: Sequence[str], archive: Path) -> worker_client.Done:
-        # Of equal names the later kind counts: a kind that is named again is packed once, in its last place.
+        # The last of equal names counts: a repeated kind is packed once, in its last place.
         named = reversed(dict.fromkeys(reversed(kinds.split(","))))
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
         try:
@@ -133,7 +134,7 @@ class Logs:
                     "Making logs tarball", worker_client.Pack(trees, str(archive), remarks=REMARKS)
                 )
         except TimeoutError:
-            raise ActionError(f"Making logs tarball: it has taken more than {PACK_TIMEOUT_S:g} seconds") from None
+            raise ActionError(f"Making logs tarball: no result within {PACK_TIMEOUT_S:g} seconds") from None
 
     def _tree(self, kind: str, patterns: list[str]) -> worker_client.Tree:
         match kind:
@@ -153,7 +154,7 @@ class Logs:
 
 
 def _tidy(directory: Path) -> None:
-    """Make the directory, through which others may reach what they know the name of, and remove what is old in it."""
+    """Create the directory, traversable but not readable for others, and remove old archives."""
     files.make_dir(directory, 0o711)
     os.utime(directory)
     now = directory.stat().st_mtime

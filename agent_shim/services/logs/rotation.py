@@ -1,11 +1,11 @@
-"""The logs of jobs do not fill the disk: what is too large is rotated, what is too old goes.
+"""Rotation of job logs: large logs are rotated and old archives removed, so that they do not fill the disk.
 
-A stemcell has logrotate and cron for that, by rules that the Go agent writes at each apply
-(platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives, copied and
-cut. Here it is the same, each minute, by a worker process that packs; beyond that all archives together have a limit.
+A stemcell has logrotate and cron for that, with rules that the Go agent writes at each apply
+(platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives,
+copytruncate. Here a worker process does the same every minute; in addition, all archives together have a size limit.
 
-Two who copy and cut the same file make each other lose lines: so the Go agent's rule is out of force while this agent
-works, and by ``handback`` into force again.
+Two programs that copy and truncate the same file lose lines for each other: so the Go agent's rule is disabled while
+this agent runs, and enabled again by ``handback``.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from agent_shim.host import files, guarded, worker_client
 logger = logging.getLogger(__name__)
 
 DEPTH: Final = 3
-"""Levels below ``sys/log`` that are looked at."""
+"""Levels below ``sys/log`` that are searched."""
 MAX_JOB_ENTRIES: Final = 20_000
-"""In the directories of a job that are looked at."""
+"""Entries read in the directories of one job."""
 MAX_DUE: Final = 500
 MAX_REMOVED: Final = 500
-"""Logs that are rotated, archives that are removed in one round; others wait for the next."""
+"""Logs rotated and archives removed in one round; others wait for the next."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 BLOCK: Final = 512
-"""Bytes of what ``st_blocks`` counts."""
+"""Unit of ``st_blocks``."""
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
 OUT_OF_FORCE: Final = ".disabled"
-"""A suffix that logrotate passes over (``tabooext``)."""
+"""Suffix that logrotate skips (``tabooext``)."""
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Bytes of ``50M``, as logrotate spells them; raises ``ValueError``."""
+    """Parse a size as logrotate spells it, ``50M``; raises ``ValueError``."""
     found = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is no size: a number, and k, M or G")
+        raise ValueError(f"{text!r} is not a size: a number, and k, M or G")
     return int(found[1]) * UNITS[found[2].lower()]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``size`` of a file, ``keep`` archives of each, ``total`` bytes of all archives; ``period`` in seconds."""
+    """Rotation limits: ``size`` of a file, ``keep`` archives of each, ``total`` bytes of all; ``period`` in seconds."""
 
     size: int = 50 << 20
     keep: int = 7
@@ -64,16 +64,15 @@ class Limits:
 
     @property
     def most(self) -> int:
-        """Bytes that are kept of one log at a time.
+        """Bytes kept of one log in one rotation.
 
-        Even if they do not shrink, and half as many come while they are packed, their archive has its place within
-        ``total``, beside others.
+        Its archive fits into ``total`` beside others, even if it does not compress and grows by half meanwhile.
         """
         return self.total // 2
 
 
 class Found(NamedTuple):
-    """A file below ``sys/log``; ``size`` is what it takes, without a hole."""
+    """A file below ``sys/log``; ``size`` is its content without holes."""
 
     path: str
     size: int
@@ -81,17 +80,17 @@ class Found(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """``due`` are logs to rotate, the smaller first: a huge one delays no other.
+    """Result of a search. ``due`` are logs to rotate, smallest first: a huge one does not delay the others.
 
-    ``archived`` are the bytes of all archives, ``oldest`` some of them, the oldest first: however many there are, few
-    are kept in memory.
+    ``archived`` is the size of all archives in bytes, ``oldest`` some of them, oldest first: memory use does not grow
+    with their number.
     """
 
     due: Sequence[Found] = ()
     archived: int = 0
     oldest: Sequence[Found] = ()
 
-    def __add__(self, more: Findings) -> Findings:  # type: ignore[override]  # a tuple's would put them side by side
+    def __add__(self, more: Findings) -> Findings:  # type: ignore[override] # a tuple's would concatenate them
         return Findings(
             heapq.nsmallest(MAX_DUE, [*self.due, *more.due], key=lambda log: log.size),
             self.archived + more.archived,
@@ -100,7 +99,7 @@ class Findings(NamedTuple):
 
 
 class Rotation:
-    """``run`` is the root task. ``spec_size`` tells what the deployed spec says of the size, or nothing."""
+    """Rotates the logs. ``spec_size`` returns the size in the deployed spec, or ""."""
 
     def __init__(self, paths: Paths, limits: Limits, spec_size: Callable[[], str]) -> None:
         self._root = paths.log
@@ -109,22 +108,22 @@ class Rotation:
         self._spec_size = spec_size
 
     async def run(self) -> NoReturn:
-        """Look for ever."""
+        """Rotate logs in every period, for ever."""
         while True:
             await asyncio.sleep(self._limits.period)
             try:
                 if await asyncio.to_thread(_put_out_of_force, self._rule):
                     await self.rotate()
             except (ActionError, OSError) as exc:
-                logger.error("logs of jobs grow on: %s", exc)
+                logger.error("cannot rotate the logs of jobs: %s", exc)
 
     async def rotate(self) -> None:
-        """Rotate what is too large now, then remove the oldest archives above the limit."""
+        """Rotate logs above the limit, then remove the oldest archives above theirs."""
         limit = self._size()
         found = await self._look(limit)
         if found.due:
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in found.due))
-            most = max(self._limits.most, 2 * limit)  # who lets logs grow so large wants to keep them
+            most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants the content
             paths = [os.fsencode(log.path) for log in found.due]
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
                 done = await worker_client.work(
@@ -135,7 +134,7 @@ class Rotation:
                     logger.error("%s", outcome.error)
                 elif outcome.left_out:
                     logger.warning(
-                        "%s was too large to keep: its first %d bytes are gone, the last %d are in its archive",
+                        "%s was too large to keep: its first %d bytes are lost, the last %d are in its archive",
                         guarded.shown(log.path),
                         outcome.left_out,
                         most,
@@ -143,22 +142,22 @@ class Rotation:
             found = await self._look(limit)
         for path in surplus(found, self._limits.total):
             shown = guarded.shown(path)
-            logger.info("removing %s: archives of logs take more than %d bytes", shown, self._limits.total)
+            logger.info("removing %s: archives of logs exceed %d bytes", shown, self._limits.total)
             await guarded.aside(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Look at the files of each job by itself: a volume that does not answer keeps no other job from it."""
+        """Search the files of each job separately: a hanging volume of one job does not affect the others."""
         findings = Findings()
         for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
             try:
                 look = partial(look_at, self._root, job, limit)
                 findings += await guarded.aside(_whose(job), look, timeout=LOOK_TIMEOUT_S)
             except OSError as exc:
-                logger.warning("logs of %s are not rotated: %s", guarded.shown(job) or self._root, exc)
+                logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, exc)
         return findings
 
     def _size(self) -> int:
-        """What the deployment says goes before our own option, if it can be read."""
+        """Return the size in the deployed spec if it is valid, else our own option."""
         told = self._spec_size()
         try:
             return size(told) if told else self._limits.size
@@ -168,43 +167,43 @@ class Rotation:
 
 
 def _put_out_of_force(rule: Path) -> bool:
-    """False where that is not possible: then logrotate goes on, and alone. Blocks."""
+    """Disable the rule of the Go agent; False on failure, which leaves rotation to logrotate. Blocks."""
     try:
         rule.rename(f"{rule}{OUT_OF_FORCE}")
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as exc:
-        logger.warning("logs of jobs are left to logrotate: cannot rename %s: %s", rule, exc.strerror)
+        logger.warning("cannot rename %s: %s; logrotate rotates the logs of jobs", rule, exc.strerror)
         return False
-    logger.info("logs of jobs are rotated here: %s is out of force", rule)
+    logger.info("the agent rotates the logs of jobs: %s is disabled", rule)
     return True
 
 
 def put_into_force(rule: Path) -> None:
-    """Have logrotate rotate the logs of jobs again, if it ever has; raises ``HostError``."""
+    """Let logrotate rotate the logs of jobs again, if it did before; raises ``HostError``."""
     try:
         rule.with_name(f"{rule.name}{OUT_OF_FORCE}").rename(rule)
     except FileNotFoundError:
         pass
     except OSError as exc:
-        raise files.failed(f"put {rule} into force", exc) from exc
+        raise files.failed(f"enable {rule}", exc) from exc
 
 
 def leave_to_logrotate(rule: Path) -> None:
-    """As ``put_into_force``; where that fails it is said, for nobody rotates then. Blocks."""
+    """Call ``put_into_force`` and log its failure, after which nothing rotates the logs. Blocks."""
     try:
         put_into_force(rule)
     except HostError as exc:
-        logger.error("nobody rotates the logs of jobs: %s", exc)
+        logger.error("cannot leave the logs of jobs to logrotate: %s", exc)
 
 
 def _whose(path: str) -> str:
-    """What names a job's files while they are looked at."""
+    """Return the key of a job's files for ``guarded``."""
     return f"sys/log/{path.partition('/')[0]}"
 
 
 def _jobs(root: Path) -> list[str]:
-    """Directories of jobs, and "" for what lies beside them. Blocks."""
+    """Return the directories of jobs, and "" for files beside them. Blocks."""
     with guarded.held(root) as top:
         directory = guarded.open_directory(top, "")
         try:
@@ -214,9 +213,9 @@ def _jobs(root: Path) -> list[str]:
 
 
 def look_at(root: Path, job: str, limit: int) -> Findings:
-    """The logs of a job (or of none, "") of more than ``limit`` bytes, and its archives. Blocks.
+    """Find the logs of a job (or of none, "") above ``limit`` bytes, and its archives. Blocks.
 
-    No link is followed or named. Of a job with too many files only so many are looked at.
+    Links are neither followed nor listed. The search of one job ends at ``MAX_JOB_ENTRIES``.
     """
     logs: list[Found] = []
     archives: list[Found] = []
@@ -232,7 +231,7 @@ def look_at(root: Path, job: str, limit: int) -> Findings:
 
 
 def surplus(found: Findings, total: int) -> list[str]:
-    """The oldest archives, whose removal brings all together to ``total`` bytes, or nearer to that."""
+    """Return the oldest archives whose removal brings the total to or towards ``total`` bytes."""
     excess = found.archived - total
     paths = []
     for each in found.oldest:
@@ -244,7 +243,7 @@ def surplus(found: Findings, total: int) -> list[str]:
 
 
 def remove(root: Path, path: str) -> None:
-    """Remove a file below ``root``, through no link. Blocks."""
+    """Remove a file below ``root`` without following links. Blocks."""
     parent, _, name = path.rpartition("/")
     try:
         with guarded.held(root / parent, root) as directory:

@@ -1,8 +1,8 @@
-"""The log files of jobs as one stream of lines, each with where it comes from; whatever rotates them meanwhile.
+"""Log files of jobs as one stream of lines, each with its source, across rotations.
 
-Below ``sys/log`` users of jobs may write, so no link there is followed, by no part of a path. What follows a file keeps
-it open: one that was renamed is read to its end before the new one of that name begins, one that was cut to nothing
-(copytruncate) begins again.
+Users of jobs may write below ``sys/log``, so no link is followed in any part of a path. A followed file stays open: a
+renamed one is read to its end before the new one of that name starts, and one truncated to nothing (copytruncate)
+starts again.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from agent_shim.core import safetext
 from agent_shim.host import guarded
 
 RATE: Final = 256 * 1024
-"""Bytes a second of a file that go on to a stream; what is more is left out, and how much that was is told."""
+"""Bytes per second of one file that reach a stream; the excess is skipped, and its size reported."""
 PERIOD: Final = 0.5
-"""Seconds between looks."""
+"""Poll interval of files."""
 SEARCH: Final = 2.0
-"""Seconds between searches for new files."""
+"""Interval of searches for new files."""
 LONGEST: Final = 16 * 1024
-"""Bytes of a line; the rest of it comes as the next one."""
+"""Limit of a line; the rest follows as the next one."""
 MAX_FILES: Final = 500
-"""That are followed, shared among the jobs: the files of one keep no other's out."""
+"""Limit of followed files, divided among the jobs: one job cannot use up the share of another."""
 MIN_JOB_FILES: Final = 10
 DEPTH: Final = 8
 """Levels of directories of a job that are searched."""
 MAX_JOB_ENTRIES: Final = 5_000
-"""In the directories of a job that are looked at."""
+"""Entries read in the directories of one job."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
-"""In which the last lines are looked for."""
+"""Part at the end of a file in which the last lines are searched."""
 JOB_FILES: Final = (".log", ".out", ".err")
-"""Endings of files that are being written; rotated ones have others."""
+"""Suffixes of files that are being written; rotated ones have others."""
 AGENT_FILES: Final = ("current",)
 
 
 class Line(NamedTuple):
-    """``file`` is the path below the directory of the job, ``raw`` what was written there, without its line break."""
+    """A line of a log; ``file`` is the path below the directory of the job, ``raw`` the line without its line break."""
 
     job: str
     file: str
@@ -51,27 +51,27 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The line with U+FFFD for each byte that is no UTF-8; not yet safe for a terminal."""
+        """The line with U+FFFD for each byte of invalid UTF-8; not yet safe for a terminal."""
         return self.raw.decode(errors="replace").rstrip("\r")
 
     def plain(self) -> str:
-        """For people: ``job/file | text``."""
+        """Format for a terminal: ``job/file | text``."""
         return safetext.lines(f"{self.job}/{self.file} | {self.text}")
 
     def as_json(self) -> str:
-        """For collectors, beside the JSON lines of the agent."""
+        """Format for log collectors, like the agent's own JSON lines."""
         members = {"logger": "job", "job": self.job, "file": self.file, "message": self.text}
         return safetext.line(json.dumps(members, ensure_ascii=False))
 
 
 class _File:
-    """One that is followed; ``position`` is where the next byte is read."""
+    """A followed file; ``position`` is the offset of the next read."""
 
     def __init__(self, descriptor: int, position: int) -> None:
         self.descriptor = descriptor
         self.position = position
         self.rest = b""
-        """A line that has no end yet."""
+        """Last line, still without a line break."""
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -80,10 +80,10 @@ class _File:
 
 
 class Follower:
-    """Follows the files of one job (or of all, "") below ``directory``; blocking, for a thread or a command.
+    """Follows the files of one job (or of all, "") below ``directory``. Blocks: for a thread or a command.
 
-    With a ``rate`` (bytes a second) only so much of a file is passed on. Files are known by their paths below the
-    directory, with surrogates for what is no UTF-8.
+    With a ``rate`` (bytes per second) the excess of a file is skipped. Files are keyed by their paths below the
+    directory, with surrogates for invalid UTF-8.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Follower:
         rate: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names`` are endings of the names of files."""
+        """Follow files whose names end in one of ``names``."""
         self._directory = directory
         self._job = job
         self._names = names
@@ -103,19 +103,19 @@ class Follower:
         self._clock = clock
         self._files: dict[str, _File] = {}
         self._crowded: set[str] = set()
-        """Jobs of which it was told that not all their files are followed."""
+        """Jobs reported to have more files than are followed."""
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
     def last(self, count: int) -> Iterator[Line]:
-        """The last ``count`` lines of each file, file by file; what comes after them is for ``poll``."""
+        """Yield the last ``count`` lines of each file, file by file; ``poll`` continues after them."""
         yield from self._search(at_end=True)
         for name in sorted(self._files):
             one = self._files[name]
             yield from (self._line(name, text) for text in last_lines(one.descriptor, one.position, count))
 
     def poll(self) -> Iterator[Line]:
-        """What was written since the last look. A file that is new is read from its beginning."""
+        """Yield the lines written since the last call. A new file is read from its start."""
         now = self._clock()
         elapsed, self._looked_at = now - self._looked_at, now
         if now - self._searched_at >= SEARCH:
@@ -126,12 +126,12 @@ class Follower:
                 yield self._line(name, text)
 
     def begin_at_end(self) -> None:
-        """Pass over what is there already."""
+        """Skip the present content."""
         for _ in self._search(at_end=True):
             pass
 
     def close(self) -> None:
-        """Let all files go."""
+        """Close all files."""
         for one in self._files.values():
             os.close(one.descriptor)
         self._files.clear()
@@ -141,7 +141,7 @@ class Follower:
         return Line(job, guarded.shown(file), text)
 
     def _search(self, *, at_end: bool) -> Iterator[Line]:
-        """Open what is new, of each job the files written to last; a line for a job that has too many."""
+        """Open new files, in each job the most recently written; yields a line for a job with too many."""
         self._searched_at = self._clock()
         with suppress(OSError), guarded.held(self._directory) as top:
             jobs = [self._job] if self._job else self._jobs(top)
@@ -155,7 +155,7 @@ class Follower:
                     self._open(top, each.path, at_end=at_end)
                 if len(wanted) > max(0, room) and job not in self._crowded:
                     self._crowded.add(job)
-                    yield Line(job, "*", b"(of this job %d files are followed: it has more)" % share)
+                    yield Line(job, "*", b"(only %d files of this job are followed: it has more)" % share)
 
     def _jobs(self, top: int) -> list[str]:
         directory = guarded.open_directory(top, "")
@@ -165,7 +165,7 @@ class Follower:
             os.close(directory)
 
     def _found(self, top: int, job: str) -> Iterator[guarded.Entry]:
-        """Log files of a job, in any of its directories."""
+        """Yield log files of a job in any of its directories."""
         for entry in guarded.walk(top, job, depth=DEPTH, limit=MAX_JOB_ENTRIES):
             if entry.path.endswith(self._names):
                 yield entry
@@ -195,7 +195,7 @@ class Follower:
                 yield from _read(self._files[name], allowed)
 
     def _is_another(self, name: str, one: _File) -> bool:
-        """Whether the name leads elsewhere now, or nowhere."""
+        """Return True if the name belongs to another file now, or to none."""
         try:
             found = guarded.status(self._directory / name, self._directory)
         except OSError:
@@ -204,19 +204,21 @@ class Follower:
 
 
 def _read(one: _File, allowed: int | None) -> Iterator[bytes]:
-    """Whole lines from where we were; what is beyond ``allowed`` bytes is passed over and told, and so are holes."""
+    """Yield whole lines from the last position; an excess over ``allowed`` bytes is skipped and reported, holes are
+    skipped.
+    """
     size = os.fstat(one.descriptor).st_size
     if size < one.position:
         one.position, one.rest = 0, b""
     if allowed is not None and size - one.position > allowed:
         left_out = size - one.position - allowed
-        yield one.rest + f"({left_out} bytes are left out here: more than may pass in a second)".encode()
+        yield one.rest + f"({left_out} bytes left out here: over the limit per second)".encode()
         one.position, one.rest = size - allowed, b""
     yield from _lines(one, size)
 
 
 def _lines(one: _File, end: int) -> Iterator[bytes]:
-    """Whole lines up to ``end``, the beginning of the next one kept; long ones in pieces, holes left out."""
+    """Yield whole lines up to ``end`` and keep the start of the next one; long lines are split, holes skipped."""
     for place, chunk in guarded.chunks(one.descriptor, one.position, end):
         one.position = place + len(chunk)
         *lines, one.rest = (one.rest + chunk).split(b"\n")
@@ -228,7 +230,7 @@ def _lines(one: _File, end: int) -> Iterator[bytes]:
 
 
 def last_lines(descriptor: int, size: int, count: int) -> Iterator[bytes]:
-    """The last ``count`` lines of the first ``size`` bytes of a file, of at most ``MAX_TAIL_BYTES``."""
+    """Yield the last ``count`` lines of the first ``size`` bytes of a file, searched in at most ``MAX_TAIL_BYTES``."""
     one = _File(descriptor, _begin_of_last(descriptor, size, count))
     yield from _lines(one, size)
     if one.rest:
@@ -254,15 +256,15 @@ def _begin_of_last(descriptor: int, size: int, count: int) -> int:
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
-    """Pass on to ``out`` what jobs write from now on, from a thread of its own: whoever reads it may stop to."""
-    # Unbuffered: a thread that waits for its reader must hold no lock that the interpreter wants at its end.
+    """Write new lines of jobs to ``out`` from a daemon thread, whose reader may block."""
+    # Unbuffered: a blocked thread must not hold a lock that the interpreter needs at exit.
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
 
     def run() -> None:
         follower = Follower(directory, rate=RATE)
         follower.begin_at_end()
         pause = threading.Event()
-        with suppress(OSError, ValueError):  # nobody is there to read any more
+        with suppress(OSError, ValueError):  # the reader is gone
             while not pause.wait(PERIOD):
                 for line in follower.poll():
                     data = f"{line.as_json() if as_json else line.plain()}\n".encode(errors="backslashreplace")

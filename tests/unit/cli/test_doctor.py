@@ -135,7 +135,7 @@ def test_every_limit_says_what_follows_and_what_to_change() -> None:
         verdicts.name_servers(("10.0.0.2",), 0, {"bus.example": "Name or service not known"}),
         verdicts.addresses("", {}),
         verdicts.addresses("10.0.0.3", {"10.0.0.9": "network default of the settings"}),
-        verdicts.firewall("there is no program nft"),
+        verdicts.firewall("nft is not installed"),
         verdicts.watches(errno.EMFILE, 128, 8192),
         verdicts.kernel("4.4", {"pidfd": "ends are noticed late"}),
         verdicts.first_process("sleep", is_init=False),

@@ -52,7 +52,7 @@ def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptu
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
     assert said[0].startswith("the client certificate of the bus ends at 20")
-    assert said[0].endswith(" UTC: it has to be rotated before")
+    assert said[0].endswith(" UTC: rotate it before then")
     assert said[1].endswith(" UTC: the agent cannot come back to the bus")
     assert expiry.warnings == said[1:]
 

@@ -70,7 +70,7 @@ async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
 def fill(paths: Paths, text: str = "x") -> dict[Path, str]:
     """Something in every file that is kept."""
     contents = {}
-    for name, file in state_backup.kept(paths).items():
+    for name, file in state_backup.backup_files(paths).items():
         file.path.parent.mkdir(parents=True, exist_ok=True)
         file.path.write_text(f"{name} {text}")
         contents[file.path] = f"{name} {text}"
@@ -78,7 +78,9 @@ def fill(paths: Paths, text: str = "x") -> dict[Path, str]:
 
 
 def found(paths: Paths) -> dict[Path, str]:
-    return {file.path: file.path.read_text() for file in state_backup.kept(paths).values() if file.path.exists()}
+    return {
+        file.path: file.path.read_text() for file in state_backup.backup_files(paths).values() if file.path.exists()
+    }
 
 
 async def test_new_root_file_system_gets_everything_back(paths: Paths, restart: Container) -> None:
@@ -125,7 +127,7 @@ async def test_what_did_not_change_is_not_written(paths: Paths) -> None:
 
 async def test_change_that_no_action_made_is_found(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPI may write update_settings.json into a running container."""
-    monkeypatch.setattr(state_backup, "PERIOD", 0.01)
+    monkeypatch.setattr(state_backup, "POLL_S", 0.01)
     agent = await start(paths)
     watching = asyncio.create_task(agent.watch())
 
@@ -256,9 +258,9 @@ async def test_used_volume_of_another_agent_is_set_aside(paths: Paths, restart: 
     assert not paths.supervisor_state.exists()
     assert not agent.root_is_new
     aside = paths.mirror / "set_aside/a-1"
-    assert sorted(path.read_text() for path in aside.iterdir() if path.name in state_backup.kept(paths)) == sorted(
-        contents.values()
-    )
+    assert sorted(
+        path.read_text() for path in aside.iterdir() if path.name in state_backup.backup_files(paths)
+    ) == sorted(contents.values())
     assert (aside / "supervisor.json").exists()
 
 
@@ -293,7 +295,7 @@ async def test_own_volume_behind_the_root_file_system_of_another_agent(paths: Pa
 
     await start(paths, "a-1")
 
-    assert set(found(paths).values()) == {f"{name} mine" for name in state_backup.kept(paths)}
+    assert set(found(paths).values()) == {f"{name} mine" for name in state_backup.backup_files(paths)}
 
 
 async def test_new_volume_gets_a_copy(paths: Paths) -> None:

@@ -117,7 +117,7 @@ async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, witho
     first.hold(tmp_path)
     assert second.hold(tmp_path)
 
-    first.let_all_go()
+    first.release_all()
 
     assert second.hold(tmp_path) == ""
 
@@ -163,7 +163,7 @@ def test_agent_that_was_replaced_leaves_the_lease_of_its_successor(tmp_path: Pat
     second.hold(tmp_path)
     raw = (tmp_path / volume_lease.NAME).read_bytes()
 
-    first.let_all_go()
+    first.release_all()
 
     assert (tmp_path / volume_lease.NAME).read_bytes() == raw
     assert second.renew(tmp_path) == ""
@@ -195,7 +195,7 @@ async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) ->
     """Somebody may be writing it."""
     (tmp_path / volume_lease.NAME).write_bytes(raw)
     one = fence()
-    assert one.hold(tmp_path) == "an agent that does not say who it is"
+    assert one.hold(tmp_path) == "an agent that does not identify itself"
 
     await until_held(one, tmp_path)
 
@@ -213,7 +213,7 @@ def test_lease_that_became_shorter_is_whole(tmp_path: Path) -> None:
     """Nothing of the longer one is left behind it."""
     first = fence("a-long-name-of-a-pod" * 10)
     first.hold(tmp_path)
-    first.let_all_go()
+    first.release_all()
 
     assert fence().hold(tmp_path) == ""
     assert lease(tmp_path).host == "pod-0"

@@ -137,7 +137,7 @@ def test_a_flood_is_cut_and_told(tmp_path: Path, clock: Clock) -> None:
     lines = [line.text for line in follower.poll()]
     follower.close()
 
-    assert lines[0] == "(99000 bytes are left out here: more than may pass in a second)"
+    assert lines[0] == "(99000 bytes left out here: over the limit per second)"
     assert lines[1:] == ["y" * 99] * 10
 
 
@@ -198,7 +198,7 @@ def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, 
     found = news(follower, clock)
 
     share = tail.MAX_FILES // 2
-    assert found[0] == f"evil/* | (of this job {share} files are followed: it has more)"
+    assert found[0] == f"evil/* | (only {share} files of this job are followed: it has more)"
     assert "good/x.log | theirs" in found
     assert len(found) == share + 2
     assert f"evil/{tail.MAX_FILES + 99}.log | noise" in found
