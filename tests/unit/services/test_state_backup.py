@@ -334,7 +334,7 @@ async def test_state_of_a_newer_version_is_refused_and_stays(paths: Paths) -> No
         before = stamp.read_text()
         stamp.write_text(json.dumps(newer))
 
-        with pytest.raises(BootError, match=f"schema {state_backup.SCHEMA + 1} of a newer version"):
+        with pytest.raises(BootError, match=f"schema {state_backup.SCHEMA + 1} is of a newer version"):
             StateBackup(paths).begin()
 
         assert json.loads(stamp.read_text()) == newer
