@@ -262,6 +262,14 @@ def user(pid: int) -> int | None:
     return None
 
 
+def has_our_root(pid: int) -> bool:
+    """Return True if its root directory is ours; False also where the kernel does not show it."""
+    try:
+        return Path(f"/proc/{pid}/root").samefile("/")
+    except OSError:
+        return False
+
+
 def groups(pid: int) -> dict[str, str]:
     """Return its cgroup path by controller, as ``/proc/PID/cgroup`` shows it to us; ``""`` is version 2."""
     return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))

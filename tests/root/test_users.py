@@ -139,6 +139,25 @@ def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None
             each.wait()
 
 
+def test_where_process_numbers_are_those_of_the_host_no_process_is_ended(box: Machine, inside: Inside) -> None:
+    """Another container may have a user with the same number: process 1 has another root directory then."""
+    inside(setup("bosh_seen"))
+    box.run(
+        "mkdir -p /mnt/own && mount -t tmpfs tmpfs /mnt/own && cd / && for each in *; do"
+        " if test -L $each; then cp -d $each /mnt/own; elif test -d $each -a $each != mnt;"
+        " then mkdir /mnt/own/$each && mount --rbind /$each /mnt/own/$each; fi; done"
+    )
+    other = box.popen(["setpriv", "--reuid", "bosh_seen", "--regid", "bosh_seen", "--clear-groups", "sleep", "600"])
+    try:
+        box.run("until pgrep -u bosh_seen sleep >/dev/null; do sleep 0.02; done")
+        assert inside(cleanup("^bosh_seen"), "chroot", "/mnt/own") == ["bosh_seen"]
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+        box.run("umount -l /mnt/own")
+
+
 def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> None:
     """The error names the group."""
     group = box.root / "etc/group"
