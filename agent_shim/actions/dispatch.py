@@ -270,7 +270,7 @@ def _fingerprint(data: bytes) -> bytes:
 
 
 def _is_of_a_director(reply_to: str) -> bool:
-    """``director.<uuid>.<agent id>.<request id>`` (nats_rpc.rb of the Director)."""
+    """True for ``director.<uuid>.<agent id>.<request id>`` (nats_rpc.rb of the Director)."""
     return reply_to.startswith("director.") and len(reply_to.rpartition(".")[2]) == len(str(uuid.UUID(int=0)))
 
 

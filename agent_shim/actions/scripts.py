@@ -16,7 +16,7 @@ from agent_shim.services.scripts import DrainSpec, drain_arguments
 
 
 class ScriptOptions(msgspec.Struct, frozen=True):
-    """The second argument of ``run_script``."""
+    """Second argument of ``run_script``."""
 
     env: dict[str, str] = {}
 

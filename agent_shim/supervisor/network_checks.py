@@ -171,7 +171,7 @@ async def _speak(line: _Line, connection: Connection) -> None:
         while len(line.received) < len(greeting) and await line.more():
             pass
         if not line.received.startswith(greeting):
-            raise _WrongError(f"does not greet as {protocol.name} does")
+            raise _WrongError(f"does not greet like {protocol.name}")
 
 
 async def _require_no_refusal(line: _Line) -> None:
@@ -243,7 +243,7 @@ class _Page:
             self.parser.feed_data(data)
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
-                raise _WrongError("does not answer as http does") from exc
+                raise _WrongError("does not answer like an http server") from exc
             # An invalid header: monit still counts the status, and there is no page.
             self.status = self.parser.get_status_code()
             self.is_whole = True
@@ -259,7 +259,7 @@ async def _http(line: _Line, connection: Connection) -> None:
     page, received = _Page(), 0
     while not page.has_head:
         if received > MAX_HEAD_BYTES or not await line.more():
-            raise _WrongError("does not answer as http does")
+            raise _WrongError("does not answer like an http server")
         received += len(line.received)
         page.read(line.taken())
     if page.status >= BAD_STATUS:
@@ -276,7 +276,7 @@ def _judge_page(page: bytes, protocol: Protocol, path: str) -> None:
     if protocol.checksum:
         name = "md5" if len(protocol.checksum) == hashlib.md5(usedforsecurity=False).digest_size * 2 else "sha1"
         if hashlib.new(name, page, usedforsecurity=False).hexdigest() != protocol.checksum:
-            raise _WrongError(f"has another page at {path} than its checksum says")
+            raise _WrongError(f"serves a page at {path} that does not match its checksum")
     if protocol.content:
         is_there = posix_regex.compiled(protocol.content).search(page)
         if is_there != (protocol.content_operator == "="):

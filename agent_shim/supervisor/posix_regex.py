@@ -83,10 +83,10 @@ def _refuse_huge(pattern: bytes) -> bool:
     sizes, last = [0], 0  # of each open group so far, and of the last piece
     for piece in _PIECE.finditer(pattern):
         if re.fullmatch(rb"\\[1-9]", piece[0]):
-            raise ValueError("a back reference: looking for it may take for ever")
+            raise ValueError("a back reference: matching it may take forever")
         if piece[0] == b"(":
             if len(sizes) > MAX_DEPTH:
-                raise ValueError(f"more than {MAX_DEPTH} parentheses inside each other")
+                raise ValueError(f"more than {MAX_DEPTH} nested parentheses")
             sizes.append(0)
             last = 0
         elif piece[0] == b")" and len(sizes) > 1:
@@ -102,7 +102,7 @@ def _refuse_huge(pattern: bytes) -> bool:
             last = 1
             sizes[-1] += 1
         if sum(sizes) > MAX_STATES:
-            raise ValueError(f"more than {MAX_STATES} characters, repetitions written out")
+            raise ValueError(f"more than {MAX_STATES} characters with repetitions expanded")
     return is_balanced
 
 

@@ -56,7 +56,7 @@ UNUSED_BPM_FACTOR: Final = 5
 
 
 class Saved(msgspec.Struct):
-    """The file ``supervisor.json``."""
+    """Content of ``supervisor.json``."""
 
     schema: int
     incarnation: str
@@ -421,7 +421,7 @@ class Supervisor:
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def job_state(self) -> str:
-        """The state of the instance (jobsupervisor/monit_job_supervisor.go)."""
+        """Return the state of the instance (jobsupervisor/monit_job_supervisor.go)."""
         states = [service.reported for service in self._services.values() if service.spec.is_vcap]
         is_stopped = self._paths.stopped_marker.exists()
         if self._obstacle and not is_stopped:
@@ -442,7 +442,7 @@ class Supervisor:
         return list(self._services.values())
 
     def services(self) -> list[ServiceInfo]:
-        """All services, in the order of the files."""
+        """Describe all services, in the order of the files."""
         return self._readings.describe(self._services.values())
 
     # --- persistent state -------------------------------------------------------------------------------------------

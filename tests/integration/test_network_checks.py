@@ -111,9 +111,11 @@ async def test_http_may_come_in_pieces_and_must_be_http() -> None:
     slow = saying(*[bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\n\r\n"], after=b"\r\n\r\n")
 
     assert await asked(slow, HTTP) == ""
-    assert "does not answer as http does" in await asked(saying(b"SSH-2.0\r\n\r\n"), HTTP)
-    assert "does not answer as http does" in await asked(saying(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 9999), HTTP)
-    assert "does not answer as http does" in await asked(saying(b"HTTP/1.1 200"), HTTP)
+    assert "does not answer like an http server" in await asked(saying(b"SSH-2.0\r\n\r\n"), HTTP)
+    assert "does not answer like an http server" in await asked(
+        saying(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 9999), HTTP
+    )
+    assert "does not answer like an http server" in await asked(saying(b"HTTP/1.1 200"), HTTP)
 
 
 async def test_page_is_judged_by_checksum_and_content() -> None:
@@ -124,7 +126,7 @@ async def test_page_is_judged_by_checksum_and_content() -> None:
 
     assert await asked(exact, Protocol("http", "/", checksum=good)) == ""
     assert await asked(page("200 OK", body), Protocol("http", "/", checksum=hashlib.sha1(body).hexdigest())) == ""
-    assert "another page at /" in await asked(page("200 OK", b"ill"), Protocol("http", "/", checksum=good))
+    assert "a page at / that does not match" in await asked(page("200 OK", b"ill"), Protocol("http", "/", checksum=good))
     assert await asked(exact, Protocol("http", "/", content="is w[a-e]")) == ""
     assert "has no 'more'" in await asked(exact, Protocol("http", "/", content="more"))
     assert "has 'well'" in await asked(exact, Protocol("http", "/", content="well", content_operator="!="))
@@ -175,8 +177,8 @@ async def test_dialogue_is_sent_and_expected() -> None:
 async def test_greeting_tells_the_protocol(name: str, greeting: bytes) -> None:
     """The right one, another one, and the end of the connection."""
     assert await asked(saying(greeting), Protocol(name)) == ""
-    assert f"does not greet as {name} does" in await asked(saying(b"-ERR go away\r\n"), Protocol(name))
-    assert f"does not greet as {name} does" in await asked(saying(), Protocol(name))
+    assert f"does not greet like {name}" in await asked(saying(b"-ERR go away\r\n"), Protocol(name))
+    assert f"does not greet like {name}" in await asked(saying(), Protocol(name))
 
 
 async def test_unix_socket_is_asked(tmp_path: Path) -> None:
@@ -261,4 +263,4 @@ async def test_chunks_are_put_together_and_bounded(monkeypatch: pytest.MonkeyPat
     ],
 )
 async def test_what_has_no_status_is_no_http(answer: bytes) -> None:
-    assert "does not answer as http does" in await asked(saying(answer, after=b"\r\n\r\n"), HTTP)
+    assert "does not answer like an http server" in await asked(saying(answer, after=b"\r\n\r\n"), HTTP)

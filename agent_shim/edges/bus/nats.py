@@ -298,7 +298,7 @@ class _Link(Client):
             raise BusError(self._ended.result())
         size = len(subject.encode())
         if size > MAX_SUBJECT_BYTES:
-            raise BusError(f"a subject of {size} bytes would end the link")
+            raise BusError(f"a subject of {size} bytes would close the connection")
         if self.pending_data_size > MAX_BACKLOG_BYTES:
             raise BusError("the server does not accept data")
         try:

@@ -383,7 +383,7 @@ def _decoded(node: yaml.ScalarNode) -> str | None:
 
 
 def _number(node: yaml.Node) -> int | None:
-    """Also in base 2, 8 (``0o17`` and ``017``) or 16, with underscores, or with a point: then it is cut off."""
+    """Parse a number, also in base 2, 8 (``0o17`` and ``017``) or 16, or with underscores; truncates a fraction."""
     if not isinstance(node, yaml.ScalarNode):
         return None
     digits = node.value[:1] + node.value[1:].replace("_", "")
