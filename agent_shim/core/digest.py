@@ -15,7 +15,7 @@ from typing import Final
 from agent_shim.core.errors import DigestError
 
 KNOWN: Final = ("sha512", "sha256", "sha1")
-"""What can be computed, strongest first."""
+"""Supported algorithms, strongest first."""
 
 # Go accepts every decimal digit of Unicode, as ``\d`` does.
 _WORD: Final = re.compile(r"[a-zA-Z\d]+")
@@ -23,7 +23,7 @@ _WORD: Final = re.compile(r"[a-zA-Z\d]+")
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """One algorithm and its value, in the spelling it came in."""
+    """One algorithm and its value, spelled as received."""
 
     algorithm: str
     value: str
@@ -34,13 +34,13 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class MultipleDigest:
-    """At least one digest, no two of the same algorithm, in the order they came."""
+    """At least one digest, no two of the same algorithm, in the order received."""
 
     digests: tuple[Digest, ...]
 
     @classmethod
     def parse(cls, text: str) -> MultipleDigest:
-        """Read a digest string; raises ``DigestError`` with the text the Go agent has for it."""
+        """Parse a digest string; raises ``DigestError`` with the text of the Go agent."""
         parsed = cls(tuple(_parse_piece(piece) for piece in text.split(";") if piece))
         if not parsed.digests:
             raise DigestError("no digest algorithm found. Supported algorithms: sha1, sha256, sha512")
@@ -54,16 +54,16 @@ class MultipleDigest:
 
     @property
     def strongest(self) -> Digest:
-        """The one that is compared; the first when none is of a known algorithm."""
+        """The digest that is compared; the first if no algorithm is known."""
         by_name = {digest.algorithm: digest for digest in self.digests}
         return next((by_name[name] for name in KNOWN if name in by_name), self.digests[0])
 
     def hasher(self) -> Hasher:
-        """What to feed a stream to before :meth:`check`."""
+        """Return a hasher to feed before :meth:`check`."""
         return Hasher(self.strongest.algorithm)
 
     def check(self, hasher: Hasher) -> None:
-        """Compare with what came through ``hasher``, letter by letter; raises ``DigestError``."""
+        """Compare with the digest of ``hasher``, exactly; raises ``DigestError``."""
         expected, actual = self.strongest, hasher.digest().strongest
         if expected != actual:
             raise DigestError(f"Expected stream to have digest '{expected}' but was '{actual}'")
@@ -87,12 +87,12 @@ class Hasher:
         self._hashes = {name: hashlib.new(name, usedforsecurity=False) for name in algorithms}
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes of the stream; other threads run meanwhile when they are many."""
+        """Add the next bytes of the stream; for many bytes other threads run meanwhile."""
         for each in self._hashes.values():
             each.update(data)
 
     def digest(self) -> MultipleDigest:
-        """The digests of all bytes so far, in the order the algorithms were named."""
+        """Return the digests of all bytes so far, in the order of the algorithms."""
         return MultipleDigest(tuple(Digest(name, each.hexdigest()) for name, each in self._hashes.items()))
 
 

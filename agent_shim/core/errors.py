@@ -1,7 +1,7 @@
-"""What can go wrong, one class for each thing that somebody catches.
+"""Exceptions, one class for each kind that is caught.
 
-Texts read ``cannot X: why`` and name the thing and the place; what a Director compares (a few texts of the Go agent) is
-kept to the letter where it is raised.
+Texts read ``cannot X: why`` and name thing and place; texts that a Director compares (some of the Go agent) are kept
+exactly where they are raised.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 
 class ShimError(Exception):
-    """Anything we say on purpose; ``exit_code`` is what a command ends with when nobody catches it."""
+    """Any deliberate error; ``exit_code`` is that of a command that ends with it."""
 
     exit_code = 70
 
 
 class ConfigError(ShimError):
-    """A file given to us is wrong: agent.json, settings, monit file, bpm.yml."""
+    """An input file is invalid: agent.json, settings, monit file, bpm.yml."""
 
     exit_code = 78
 
@@ -27,7 +27,7 @@ class SettingsError(ConfigError):
 
 
 class BootError(ShimError):
-    """A boot step that nothing can do without has failed."""
+    """A required boot step has failed."""
 
 
 class AlreadyRunningError(ShimError):
@@ -43,7 +43,7 @@ class BusError(ShimError):
 
 
 class CredentialsError(BusError):
-    """Our side of a bus cannot be used as it is: certificate, key or CA are unreadable, or the server refuses them."""
+    """Our side of a bus is unusable: certificate, key or CA cannot be read, or the server refuses them."""
 
 
 class NoAgentError(ShimError):
@@ -69,11 +69,11 @@ class TaskNotFoundError(ActionError):
 
 
 class DigestError(ActionError):
-    """A digest string cannot be read, or bytes do not have the digest they should have."""
+    """A digest string is invalid, or data does not match its digest."""
 
 
 class ArchiveError(ActionError):
-    """An archive is broken or hostile; nothing of it is in place."""
+    """An archive is invalid or hostile; none of it was unpacked."""
 
 
 class BlobError(ActionError):
@@ -81,16 +81,16 @@ class BlobError(ActionError):
 
 
 class NoRoomError(BlobError):
-    """The disk of this machine does not take a blob: another attempt would fail too."""
+    """The disk of this machine has no space for a blob: another attempt would fail too."""
 
 
 class HostError(OSError):
-    """The kernel said no: keeps ``errno`` and says what was tried (``cannot mount /a on /b``)."""
+    """A system call failed: keeps ``errno`` and names the attempt (``cannot mount /a on /b``)."""
 
 
 @contextmanager
 def errors_as(what: str) -> Iterator[None]:
-    """Whatever the system refuses in the block is an ``ActionError`` with the text ``WHAT: why``."""
+    """Raise an ``OSError`` of the block as ``ActionError`` "WHAT: why"."""
     try:
         yield
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Endless work: what fails though nothing should is said, counted and begun again, and nothing else is disturbed."""
+"""Restart crashed endless tasks: log, count, back off; other tasks are not affected."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 60.0
-"""Seconds before it is begun again; each pause is twice the one before, until it has lasted that long."""
+"""Maximum pause before a restart; each pause is twice the one before. A run of this length resets it."""
 WINDOW: Final = 60.0
 OFTEN: Final = 5
-"""More failures than that in so many seconds are too many for what is vital."""
+"""Failures within a period above which a vital task is given up."""
 
 failures: Final[Counter[str]] = Counter()
-"""How often which has failed, since the process began."""
+"""Failures by task since the process started."""
 
 
 async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
-    """Keep ``run`` going: whatever ends it is a bug. Raises that error when what ``is_vital`` fails too often."""
+    """Restart ``run`` whenever it ends, which is a bug. Raises its error if it ``is_vital`` and fails too often."""
     pause = FIRST_PAUSE
     recent: deque[float] = deque(maxlen=OFTEN + 1)
     while True:
@@ -35,7 +35,7 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
             if is_asked_to_end():
                 raise
             error: BaseException = exc
-        except Exception as exc:  # noqa: BLE001 - whatever it is: the others have done nothing wrong
+        except Exception as exc:  # noqa: BLE001 - whatever the error, other tasks must continue
             error = exc
         now = time.monotonic()
         failures[name] += 1
@@ -50,6 +50,6 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
 
 
 def is_asked_to_end() -> bool:
-    """Whether a cancellation that was caught is meant for the asyncio task that caught it, and not from within."""
+    """Return True if a caught cancellation is addressed to the current task and does not come from within."""
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

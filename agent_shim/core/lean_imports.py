@@ -1,4 +1,4 @@
-"""Importing libraries without what they load or do at import and nobody here needs."""
+"""Imports of libraries without dependencies and side effects that this program does not use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def without(*absent: str, empty: str) -> Iterator[None]:
-    """Imports as if some modules were not installed and one had nothing in it."""
+    """Import as if some modules were not installed and one were empty."""
     stand_ins: dict[str, Any] = dict.fromkeys(absent) | {empty: ModuleType(empty)}
     own = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     sys.modules.update(own)
@@ -25,7 +25,7 @@ def without(*absent: str, empty: str) -> Iterator[None]:
 
 @contextmanager
 def without_authorities() -> Iterator[None]:
-    """Imports that make a TLS context for later get one that trusts nobody.
+    """Give contexts for TLS that are created at import no authorities.
 
     Reading the authorities of a system takes 30 to 70 ms and 0.8 MB.
     """

@@ -1,6 +1,6 @@
-"""Logging: one line per fact, JSON for collectors or text for people, never a secret.
+"""Logging: one line per fact, JSON for collectors or text for a terminal, never a secret.
 
-INFO is what an operator wants in a timeline; WARNING is for somebody to look at if it repeats; ERROR needs a person.
+INFO is a timeline for operators; WARNING needs attention if it repeats; ERROR needs an operator.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from agent_shim.core.errors import HostError, ShimError
 logger = logging.getLogger(__name__)
 
 LARGEST: Final = 10_000_000
-"""Bytes of a log file; with the one before it twice as many."""
+"""Size at which a log file is rotated; one older file is kept."""
 
 MAX_WAITING: Final = 10_000
-"""Lines that wait for somebody to read stderr."""
+"""Limit of lines waiting for a reader of stderr."""
 FAREWELL: Final = 1.0
-"""Seconds in which what waits may leave at the end."""
+"""For waiting lines to be written at exit."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -43,13 +43,13 @@ _SECRETS: Final = (
 )
 """Private keys, ``user:password`` of a URL, query strings (signed links carry their signature there)."""
 _SIGNS: Final = ("-----BEGIN ", "://", "?")
-"""What each of them has to have: most lines have none."""
+"""Text that each of them contains: most lines have none."""
 
 _encode: Final = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def redacted(text: str) -> str:
-    """The text without what must not be written down; a net below the rule that nobody logs a secret."""
+    """Remove secrets from a text; a safety net, as no secret should be logged."""
     if any(sign in text for sign in _SIGNS):
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
@@ -57,13 +57,13 @@ def redacted(text: str) -> str:
 
 
 def _members(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line carries beside its message: ``logger.info(text, extra={"members": {…}})``."""
+    """Return the extra members of a line: ``logger.info(text, extra={"members": {…}})``."""
     members: dict[str, Any] = getattr(record, "members", {})
     return {name: redacted(value) if isinstance(value, str) else value for name, value in members.items()}
 
 
 def _trace(error: BaseException | None) -> str:
-    """Where an error arose, and those it came from before it. Only our own have a text: any other may hold a secret."""
+    """Describe an error and its causes by location. Only our own errors have a text: any other may contain a secret."""
     parts: list[str] = []
     known: set[int] = set()
     while error is not None and id(error) not in known:
@@ -110,9 +110,9 @@ class _Json(logging.Formatter):
 
 
 class _File(logging.Handler):
-    """Appends to a file, the only one that writes there; a large one makes room and stays beside it for a while.
+    """Appends to a file as its only writer; a large file is renamed and kept for a while.
 
-    What cannot be written (a full disk, no such directory yet) is left out: standard error has it as well.
+    Failed writes (a full disk, a missing directory) are ignored: standard error has the line too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,9 +136,9 @@ class _File(logging.Handler):
 
 
 class _Stderr(logging.Handler):
-    """Lines to stderr from a thread of its own: whoever reads them may stop to, and the event loop must not care.
+    """Writes lines to stderr from a thread of its own: its reader may block without blocking the event loop.
 
-    What a full queue cannot take is dropped and counted in the next line that goes out.
+    Lines beyond a full queue are dropped and counted in the next line.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class _Stderr(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """Give what waits a moment to leave."""
+        """Wait briefly for the remaining lines."""
         if self._writer.is_alive():
             with suppress(queue.Full):
                 self._lines.put_nowait(None)
@@ -179,12 +179,12 @@ class _Stderr(logging.Handler):
 
 
 def is_json(form: str) -> bool:
-    """Whether lines are JSON; without a ``form`` a terminal gets text and anything else JSON."""
+    """Return True for JSON lines; without a ``form`` a terminal gets text and anything else JSON."""
     return form == "json" or (form != "text" and not sys.stderr.isatty())
 
 
 def turn(steps: int) -> None:
-    """Say more (``steps`` below 0) or less; what is said last of all is errors."""
+    """Log more (``steps`` below 0) or less; errors are always logged."""
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]
     now = names.index(logging.getLevelName(root.level))
@@ -194,7 +194,7 @@ def turn(steps: int) -> None:
 
 
 def _is_svlogds(directory: Path) -> bool:
-    """Whether stderr is a pipe and a svlogd works on the directory: it holds the lock there as long as it runs."""
+    """Return True if stderr is a pipe and a svlogd holds the lock of the directory, as it does while it runs."""
     try:
         if not stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
             return False
@@ -208,9 +208,9 @@ def _is_svlogds(directory: Path) -> bool:
 
 
 def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
-    """Send all logging to stderr and, when given, to ``file`` as well; ``form`` is json, text or "" (``is_json``).
+    """Send all logging to stderr and, if given, to ``file``; ``form`` is json, text or "" (``is_json``).
 
-    Not to ``file`` where a svlogd writes what comes by stderr into its directory, as on a stemcell with runit.
+    Not to ``file`` where a svlogd writes our stderr into its directory, as on a stemcell with runit.
     """
     handlers: list[logging.Handler] = [_Stderr()]
     if file is not None and not _is_svlogds(file.parent):
@@ -226,4 +226,4 @@ def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> N
     root.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")
     logging.getLogger("nats").setLevel("ERROR")
-    logging.raiseExceptions = False  # a full disk must not end up as tracebacks on stderr
+    logging.raiseExceptions = False  # a full disk must not cause tracebacks on stderr

@@ -1,8 +1,8 @@
-"""Texts of others made safe to show: for a terminal, a line of a log, JSON, a label of a metric.
+"""Escaping of untrusted text for a terminal, a log line, JSON or a metric label.
 
-Log lines, last words, names of files and processes, titles: a job chooses them. An escape sequence in one speaks to the
-terminal of whoever reads it, a line break forges a line, a bidirectional override shows another text than is there,
-and a lone surrogate (a byte that was no UTF-8) ends whatever encodes it. Each such character is shown by its number.
+Jobs choose log lines, last words, names of files and processes, titles. An escape sequence controls the terminal of the
+reader, a line break forges a line, a bidirectional override disguises text, and a lone surrogate (a byte of invalid
+UTF-8) breaks its encoder. Each such character is replaced by its number.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ MAX_LABEL_CHARS: Final = 200
 
 
 def line(text: str) -> str:
-    r"""The text in one line, for terminals and logs: what is no printable character as ``\u001b``."""
+    r"""Return the text in one line for terminals and logs, other characters escaped like ``\u001b``."""
     return text if text.isprintable() else _escaped(text, "")
 
 
 def lines(text: str) -> str:
-    """The same for a text of several lines, whose line breaks and tabs stay."""
+    """Escape a text of several lines; line breaks and tabs stay."""
     return text if text.isprintable() else _escaped(text, "\n\t")
 
 
@@ -29,18 +29,18 @@ def _escaped(text: str, kept: str) -> str:
 
 
 def _number(character: str) -> str:
-    """As JSON writes it: the text of a JSON document stays one."""
+    """Format as JSON does, so that a JSON document stays valid."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))
 
 
 def label(text: str) -> str:
-    """The text as the value of a label: in one line, and no longer than ``MAX_LABEL_CHARS``."""
+    """Return the text as a label value: in one line, at most ``MAX_LABEL_CHARS`` long."""
     return line(text[:MAX_LABEL_CHARS])
 
 
 def value(found: Any) -> Any:
-    """A value of JSON with each text in it, keys too, made a ``line``: what an agent answers, before it is shown."""
+    """Escape each text in a JSON value, keys included: for answers of an agent before they are shown."""
     match found:
         case str():
             return line(found)

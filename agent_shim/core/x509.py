@@ -1,4 +1,4 @@
-"""When a certificate is good. Pure: just enough DER (X.690, RFC 5280) to find two stamps; nothing is verified here."""
+"""Validity of certificates. Pure: only the DER (X.690, RFC 5280) needed to find two times; nothing is verified."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
 class Validity(NamedTuple):
-    """From and until when, in seconds since 1970."""
+    """Start and end in seconds since 1970."""
 
     begins: int
     ends: int
 
 
 def blocks(pem: str) -> Iterator[str]:
-    """Each certificate in ``pem`` from its first line to its last, read or not, in time that grows with the length."""
+    """Yield each certificate block of ``pem``, valid or not, in linear time."""
     end = 0
     while (begin := pem.find(_BEGIN, end)) >= 0 and (end := pem.find(_END, begin)) >= 0:
         end += len(_END)
@@ -30,14 +30,14 @@ def blocks(pem: str) -> Iterator[str]:
 
 
 def validity(pem: str) -> Validity:
-    """Of the first certificate in ``pem``; raises ``ValueError`` if there is none that can be read."""
+    """Return the validity of the first certificate in ``pem``; raises ``ValueError`` without a readable one."""
     for block in blocks(pem):
         return _of_block(block)
     raise ValueError("there is no PEM certificate")
 
 
 def validities(pem: str) -> list[Validity]:
-    """Of all certificates in ``pem``, in their order; what cannot be read is left out."""
+    """Return the validity of all certificates in ``pem``, in order; unreadable ones are skipped."""
     found = []
     for block in blocks(pem):
         with suppress(ValueError):
@@ -68,7 +68,7 @@ def _validity(certificate: bytes) -> Validity:
 
 
 def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int]:
-    """The content of the element at ``at``, which must have the tag ``wanted``, and where the next one begins."""
+    """Return the content of the element at ``at``, which must have tag ``wanted``, and the offset of the next one."""
     tag, size, at = data[at], data[at + 1], at + 2
     if wanted is not None and tag != wanted:
         raise ValueError("the certificate has another structure")
