@@ -1,1 +1,1 @@
-"""The commands: ``agent-shim``, ``bosh-agent``, ``monit`` and ``bpm``; nothing imports them."""
+"""The commands ``agent-shim``, ``bosh-agent``, ``monit`` and ``bpm``; no module imports them."""

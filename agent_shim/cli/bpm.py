@@ -1,8 +1,8 @@
-"""The command ``bpm``: what release scripts and operators call, answered by the running agent.
+"""The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
 Verbs, flags, texts and exit codes are those of bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
-reads its command line with cobra. Drain scripts call it in loops: a call takes no more than two starts of an
-interpreter, so only a few modules are loaded here, and what one verb needs is imported there.
+reads its command line with cobra. Drain scripts call it in loops: a call takes at most two starts of an
+interpreter, so this module imports little, and each verb imports its own modules.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
-"""For the agent's answer; a start waits for its hook, a stop for its process."""
+"""Timeout of the agent's answer; a start waits for its hook, a stop for its process."""
 POLL_S = 0.1
-"""Between looks at what ``run`` has to print."""
+"""Pause between two reads of the output of ``run``."""
 SOCKET = "data/sys/run/agent_shim/control.sock"
-"""Below the base; ``paths`` would load too much."""
+"""Path of the socket below the base; importing ``paths`` would load too many modules."""
 
 NOT_ROOT = "bpm must be run as root. Please run 'sudo -i' to become the root user."
 NOT_RUNNING = "process is not running or could not be found"
 
 
 class BpmError(Exception):
-    """What bpm tells after ``Error:``, and its exit code."""
+    """A message after bpm's ``Error:``, and the exit code."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -41,11 +41,11 @@ class BpmError(Exception):
 
 
 class UsageError(BpmError):
-    """A command line that cannot be read: the usage is shown before the error."""
+    """An invalid command line: the usage precedes the error."""
 
 
 class Flag:
-    """``--name`` or ``-short``; ``kind`` is "" for a switch, else what its value is called."""
+    """``--name`` or ``-short``; ``kind`` is "" for a switch, else the name of the value."""
 
     def __init__(self, name: str, short: str, kind: str, about: str) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class Verb:
 
 
 class Call:
-    """A command line, read: the base directory, the words, and the values of flags."""
+    """A parsed command line: the base directory, the words, and the values of flags."""
 
     def __init__(self, base: str, name: str) -> None:
         self.base = base
@@ -82,7 +82,7 @@ class Call:
         return self.value("process") or self.job
 
     def value(self, name: str, default: str = "") -> str:
-        """The last one that was given."""
+        """The last value of a repeated flag."""
         return self.values.get(name, [default])[-1]
 
     def has(self, name: str) -> bool:
@@ -126,7 +126,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Root may, and the user of an agent that is not root."""
+    """Allow root, and the user of an agent without root."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - slow to load
     except OSError:
@@ -137,7 +137,7 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
-    """Flags and words in any order, as pflag reads them; raises ``UsageError``."""
+    """Parse flags and words in any order, as pflag does; raises ``UsageError``."""
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
     flags = [*(verb.flags if verb else [Flag("help", "h", "", "show this")]), VERSION]
@@ -172,7 +172,7 @@ def _read_long(call: Call, flags: list[Flag], word: str, rest: list[str]) -> Non
 
 
 def _read_short(call: Call, flags: list[Flag], word: str, rest: list[str]) -> None:
-    """Switches may stand together; what follows the letter of one with a value is its value."""
+    """Parse short flags: switches can be combined; the text after the letter of a flag with a value is the value."""
     letters = word[1:]
     while letters:
         letter, letters = letters[0], letters[1:]
@@ -203,7 +203,7 @@ def _help(name: str) -> int:
 
 
 def _usage(name: str) -> str:
-    """As cobra writes it."""
+    """The usage text in cobra's format."""
     if not name:
         width = max(map(len, VERBS)) + 1
         verbs = "\n".join(f"  {each:<{width}} {verb.about}" for each, verb in sorted(VERBS.items()))
@@ -305,7 +305,7 @@ def _log(call: Call, stream: str) -> Log:
 
 
 def _trace(call: Call) -> int:
-    """Of all that it has started, too: bpm shows its init. An interrupt is a good end."""
+    """Trace the process and its children (bpm traces the init). Ctrl-C ends the trace with exit code 0."""
     import signal
 
     _load_libraries()
@@ -339,14 +339,14 @@ def _shell(call: Call) -> int:
 
 
 def _load_libraries() -> None:
-    """The launcher leaves the site module out, which takes a third of an interpreter's start."""
+    """The launcher omits the site module, a third of an interpreter's start."""
     import site
 
     site.main()
 
 
 def _run(call: Call) -> int:
-    """Print what the process writes into its logs until it ends; a signal ends it."""
+    """Print the logs of the process until it ends; a signal ends the process."""
     import signal
     import threading
     import time
@@ -407,7 +407,7 @@ VERBS = {
         "show the logs of a process",
         Flag("all", "a", "", "both stdout and stderr"),
         Flag("err", "e", "", "stderr"),
-        Flag("follow", "f", "", "go on with what is written"),
+        Flag("follow", "f", "", "follow the files"),
         Flag("lines", "n", "int", "the last ones that are shown (25)"),
         _PROCESS,
         Flag("quiet", "q", "", "without names of files"),

@@ -1,7 +1,7 @@
 """The logs of a process as ``bpm logs`` and ``bpm run`` show them.
 
-The process may have put anything into the place of a log, so ``tail`` does not look: files are opened by
-``host.guarded``, which follows no link below ``sys/log`` and waits for no pipe. All of this blocks.
+The process can replace a log by any file, so ``host.guarded`` opens it instead of ``tail``: it follows no link below
+``sys/log`` and waits for no pipe. All functions block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agent_shim.host import guarded
 from agent_shim.services.logs import tail
 
 POLL_S: Final = 0.1
-"""Between looks at what is written."""
+"""Pause between two reads."""
 
 
 class Log:
@@ -31,12 +31,12 @@ class Log:
         self.path = path
         self._root = root
         self._place = 0
-        """Bytes that were shown, or were there before."""
+        """Offset of the next read: bytes already shown or skipped."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        """Keeps the beginning of a character whose end is not written yet."""
+        """Holds an incomplete character until its end is written."""
 
     def open(self) -> bool:
-        """Go to its end; False when there is none. Raises ``OSError`` for what is no log file."""
+        """Open the file and seek to its end; False if it is missing. Raises ``OSError`` if it is not a regular file."""
         try:
             self._place = guarded.status(self.path, self._root).st_size
             os.close(guarded.open_file(self.path, self._root))
@@ -47,7 +47,7 @@ class Log:
         return True
 
     def last(self, count: int) -> list[bytes]:
-        """The last ``count`` lines before the place that :meth:`open` went to."""
+        """The last ``count`` lines before the end that :meth:`open` found."""
         descriptor = guarded.open_file(self.path, self._root)
         try:
             return list(tail.last_lines(descriptor, self._place, count))
@@ -55,7 +55,7 @@ class Log:
             os.close(descriptor)
 
     def news(self) -> Iterator[bytes]:
-        """What was written since the last look, without holes; from the beginning where the file was cut."""
+        """Bytes written since the last read, without holes; from the beginning of a truncated file."""
         try:
             descriptor = guarded.open_file(self.path, self._root)
         except OSError:
@@ -69,21 +69,21 @@ class Log:
             os.close(descriptor)
 
     def shown(self, data: bytes, out: BinaryIO) -> bytes:
-        """The next bytes of it for ``out``: safe text for a terminal, which would obey escape sequences, else as is."""
+        """Format the next bytes for ``out``: escape sequences made visible for a terminal, else unchanged."""
         return safetext.lines(self._decoder.decode(data)).encode() if out.isatty() else data
 
 
 def copy(log: Log, out: BinaryIO) -> None:
-    """Write to ``out`` what has come since the last look."""
+    """Write bytes since the last read to ``out``."""
     out.writelines(log.shown(chunk, out) for chunk in log.news())
     out.flush()
 
 
 def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> None:
-    """Print the last ``count`` lines of each, with names as ``tail`` has them, and what comes, until interrupted."""
+    """Print the last ``count`` lines of each file with headers as by ``tail``, then follow them until interrupted."""
     out = sys.stdout.buffer
     latest: Log | None = None
-    with contextlib.suppress(KeyboardInterrupt):  # enough was seen
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the regular end
         for log in logs:
             latest = _head(out, log, latest) if is_named else log
             out.write(log.shown(b"".join(line + b"\n" for line in log.last(count)), out))

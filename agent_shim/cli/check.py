@@ -1,4 +1,4 @@
-"""``agent-shim check``: is this file what it should be? Looks at the files alone, never at this machine.
+"""``agent-shim check``: validate configuration files without regard to this machine.
 
 Users, paths and modes do not matter; a ``depends on`` target that no given file defines is a warning, because it may
 live in another job.
@@ -22,7 +22,7 @@ WRONG: Final = 78
 
 
 def kind_of(name: str) -> str:
-    """What a file is, by its base name; "" where the name does not tell."""
+    """The kind of a file by its base name; "" if the name is ambiguous."""
     if name == "monit" or name.endswith((".monit", ".monitrc")):
         return "monit"
     if name == "bpm.yml" or name.endswith(".bpm.yml"):
@@ -33,7 +33,7 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None) -> int:
-    """Check each file, as ``kind`` where its name does not tell; the exit code of the worst of them."""
+    """Check each file, as ``kind`` if its name is ambiguous; return the exit code of the worst."""
     kinds = {path: kind_of(path.name) or kind or "" for path in files}
     unknown = [path for path, found in kinds.items() if not found]
     if unknown:

@@ -27,22 +27,22 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""What a service has come to when it was done."""
+"""The phases of a service after a completed action."""
 
 CHANGES: Final = {
-    "start": "start services, and what they depend on",
-    "stop": "stop services, and what depends on them",
+    "start": "start services and their dependencies",
+    "stop": "stop services and their dependents",
     "restart": "stop services and start them again",
-    "monitor": "watch services, which starts those that do not run",
-    "unmonitor": "leave services to themselves",
+    "monitor": "monitor services, and start those that do not run",
+    "unmonitor": "stop monitoring services",
 }
-"""What may be done to services by name."""
+"""Actions on services by name, with their help texts."""
 
 KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 
 def main(argv: Sequence[str]) -> int:
-    """``agent-shim``: the exit code says who has to act (docs/operations.md lists them)."""
+    """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/operations.md)."""
     args = parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.run
     try:
@@ -51,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
         print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
         return exc.exit_code
     except BrokenPipeError:
-        # Somebody closed the pipe we print into, as `head` does: no news for anybody.
+        # The reader closed the pipe, as `head` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
-    """``bosh-agent``: the same daemon with the flags CPIs and unit files pass, in the manner of Go's flag package.
+    """``bosh-agent``: the daemon with the flags of CPIs and unit files, in the syntax of Go's flag package.
 
     ``bosh-agent compile`` compiles releases instead.
     """
@@ -75,7 +75,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bosh-agent",
         description="The BOSH agent of this container.",
-        epilog="bosh-agent compile --help tells of compiling releases without a Director.",
+        epilog="bosh-agent compile --help describes the compilation of releases without a Director.",
     )
     _daemon_options(parser)
     parser.add_argument("-v", action="store_true", dest="version", help="print the version")
@@ -109,11 +109,11 @@ EXAMPLES: Final[dict[str, str]] = {
     "monitor": """
   agent-shim monitor web""",
     "unmonitor": """
-  agent-shim unmonitor web      # leave it alone while you look at it""",
+  agent-shim unmonitor web      # during an investigation""",
     "logs": """
   agent-shim logs               # the last lines of every job
   agent-shim logs web -f -n 100
-  agent-shim logs --agent -f    # what the agent itself has to say""",
+  agent-shim logs --agent -f    # the agent's own log""",
     "call": """
   agent-shim call ping
   agent-shim call get_state full
@@ -123,7 +123,7 @@ EXAMPLES: Final[dict[str, str]] = {
   agent-shim check --as settings warden-cpi-agent-env""",
     "probe": """
   agent-shim probe live
-  agent-shim probe ready        # exit code 1, and why, when it is not""",
+  agent-shim probe ready        # exit code 1 and the reason if not ready""",
     "drain": """
   agent-shim drain
   agent-shim drain --timeout 50 # in a preStop hook of a pod with 60 seconds""",
@@ -136,11 +136,11 @@ EXAMPLES: Final[dict[str, str]] = {
     "demo": """
   agent-shim demo""",
 }
-"""What ``--help`` shows below the options of a command."""
+"""Examples that ``--help`` shows below the options of a command."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of ``agent-shim``; each command's function is ``run`` of what is parsed."""
+    """The grammar of ``agent-shim``; ``run`` of the parsed arguments is the command's function."""
     top = argparse.ArgumentParser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
@@ -164,78 +164,80 @@ def parser() -> argparse.ArgumentParser:
     _add_for_operators(command)
     for action, text in CHANGES.items():
         change = command(action, _change, text)
-        change.add_argument("names", nargs="+", metavar="NAME", help="of a service, or all")
-        change.add_argument("--wait", action="store_true", help="until it is done; 1 if it could not be")
+        change.add_argument("names", nargs="+", metavar="NAME", help="name of a service, or all")
+        change.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 on failure")
         _base_option(change)
         change.set_defaults(action=action)
     _add_for_tools(command)
-    command("demo", _demo, "a Director deploys a small release to an agent of its own")
+    command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
     return top
 
 
 Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-"""Adds one, by name, function and text."""
+"""Adds a command with its name, function and help text."""
 
 
 def _add_daemon(command: Command) -> None:
-    run = command("run", _run, "the daemon, in the foreground")
+    run = command("run", _run, "run the daemon in the foreground")
     _daemon_options(run)
-    run.add_argument("--http", metavar="ADDR:PORT|off", help="where metrics and probes are served")
+    run.add_argument("--http", metavar="ADDR:PORT|off", help="address of metrics and probes")
     run.add_argument("--log-format", choices=("json", "text"), default="", help="text on a terminal, else json")
     run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="")
-    run.add_argument("--job-logs", action="store_true", help="pass on to stdout what jobs write into their log files")
+    run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
 
 
 def _add_for_operators(command: Command) -> None:
-    status = command("status", _status, "bus, vitals and a table of processes")
+    status = command("status", _status, "show the bus, vitals and a table of processes")
     status.add_argument("--json", action="store_true", help="for programs")
-    status.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
-    status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between (default: 2)")
+    status.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    status.add_argument(
+        "--every", type=_seconds, default=2.0, metavar="S", help="refresh interval in seconds (default: 2)"
+    )
     _base_option(status)
 
-    logs = command("logs", _logs, "what jobs write into their log files")
-    logs.add_argument("job", nargs="?", default="", metavar="JOB", help="one job alone")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is written next")
-    logs.add_argument("-n", "--lines", type=int, default=25, help="of the end of each file (default: 25)")
-    logs.add_argument("--agent", action="store_true", help="the agent's own log instead")
+    logs = command("logs", _logs, "print the log files of jobs")
+    logs.add_argument("job", nargs="?", default="", metavar="JOB", help="only this job")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow the files")
+    logs.add_argument("-n", "--lines", type=int, default=25, help="last N lines of each file (default: 25)")
+    logs.add_argument("--agent", action="store_true", help="the agent's own log")
     _base_option(logs)
 
-    doctor = command("doctor", _doctor, "what this container allows, what follows, and what to change in its manifest")
+    doctor = command("doctor", _doctor, "probe what this container allows, and list the changes to its manifest")
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
     _base_option(doctor)
 
     drain = command(
-        "drain", _drain, "stop all jobs in order, as before the end of the container: pre-stop, drain, stop, post-stop"
+        "drain", _drain, "stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop"
     )
-    drain.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for all of it (default: the grace)")
+    drain.add_argument("--timeout", type=_seconds, metavar="S", help="total seconds (default: the grace)")
     _base_option(drain)
 
 
 def _add_for_tools(command: Command) -> None:
-    call = command("call", _call, "ask the running agent what the Director would ask over the bus")
+    call = command("call", _call, "send a Director's request to the running agent")
     call.add_argument("method")
-    call.add_argument("arguments", nargs="*", metavar="ARG", help="JSON, or else a plain string")
+    call.add_argument("arguments", nargs="*", metavar="ARG", help="JSON, or a plain string")
     _base_option(call)
 
-    check = command("check", _check, "look at files for mistakes")
-    check.add_argument("--as", dest="kind", choices=KINDS, help="what the files are, where their names do not say it")
+    check = command("check", _check, "validate configuration files")
+    check.add_argument("--as", dest="kind", choices=KINDS, help="kind of the files if their names are ambiguous")
     check.add_argument("files", nargs="+", type=Path, metavar="FILE")
 
-    probe = command("probe", _probe, "the answer of /healthz or /readyz, for exec probes")
+    probe = command("probe", _probe, "print the answer of /healthz or /readyz, for exec probes")
     probe.add_argument("kind", choices=("live", "ready"))
     _base_option(probe)
 
     handback = command(
         "handback",
         _handback,
-        "leave state and jobs so that the BOSH agent and monit can take over (end this agent first)",
+        "prepare state and jobs for the BOSH agent and monit (end this agent first)",
     )
     _base_option(handback)
 
 
 def _seconds(text: str) -> float:
-    """A positive number; more than a day is a mistake."""
+    """A positive number of seconds, at most a day."""
     value = float(text)
     if not 0 < value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
@@ -243,7 +245,9 @@ def _seconds(text: str) -> float:
 
 
 def _base_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="what stands for /var/vcap")
+    parser.add_argument(
+        "-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="root directory instead of /var/vcap"
+    )
 
 
 def _daemon_options(parser: argparse.ArgumentParser) -> None:
@@ -324,7 +328,7 @@ def _status(args: argparse.Namespace) -> int:
         return 0
     from agent_shim.cli import ansi
 
-    # A terminal shows one page that changes, a pipe one after the other.
+    # A terminal redraws one page, a pipe gets one page after the other.
     begin = ansi.CLEAR if ansi.is_for_people(sys.stdout) else ""
     try:
         while True:
@@ -362,7 +366,7 @@ def _logs(args: argparse.Namespace) -> int:
 
     def show(line: tail.Line) -> None:
         prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
-        # A terminal would obey escape sequences in it; a pipe or file gets what the job has written.
+        # A terminal would execute escape sequences; a pipe or file gets the original bytes.
         text = safetext.lines(line.text).encode() if is_terminal else line.raw
         sys.stdout.buffer.write(prefix.encode() + text + b"\n")
         if args.follow:

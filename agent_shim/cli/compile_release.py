@@ -1,8 +1,8 @@
-"""``bosh-agent compile``: compile releases without a Director, in a container of the stemcell that they are for.
+"""``bosh-agent compile``: compile releases without a Director, in a container of their stemcell.
 
 Flags, lines on standard error, exit code and the name of the result are the Go agent's (main/compile.go,
-releasetarball/compile.go, stemcellmetadata/slug_linux.go). What differs: ``-b``, packages of jobs stay in use, an agent
-that works here is not disturbed, and sources and single blobs are removed at the end.
+releasetarball/compile.go, stemcellmetadata/slug_linux.go). Differences: ``-b``, packages of jobs stay in use, a running
+agent is not disturbed, and sources and single blobs are removed at the end.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file th
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when all releases are compiled, 1 at the first that cannot be, 2 for wrong flags, 130 after SIGINT or SIGTERM.
+    """Return 0 when all releases are compiled, 1 at the first failure, 2 for wrong flags, 130 after SIGINT or SIGTERM.
 
-    However it ends, nothing that a compilation has started or unpacked is left.
+    In each case processes and unpacked files of the compilation are removed.
     """
     args = parser().parse_args([_LONG_FLAG.sub("--", word) for word in argv])
     paths = Paths(args.base.absolute())
     process.default_signals()
     process.disable_core_dumps()
-    # What asyncio makes of SIGINT, a cancelled task and KeyboardInterrupt outside a loop, SIGTERM means too.
+    # SIGTERM acts as SIGINT does in asyncio: a cancelled task, KeyboardInterrupt outside a loop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     date = time.strftime("%Y/%m/%d %H:%M:%S ")  # of the first line alone, as from the Go agent
@@ -90,9 +90,11 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=DEFAULT_OUTPUT,
         metavar="DIR",
-        help=f"directory for compiled releases, made with mode 0700 if need be (default: {DEFAULT_OUTPUT})",
+        help=f"directory for compiled releases, created with mode 0700 if missing (default: {DEFAULT_OUTPUT})",
     )
-    parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="what stands for /var/vcap")
+    parser.add_argument(
+        "-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="root directory instead of /var/vcap"
+    )
     parser.add_argument("tarballs", nargs="*", type=Path, metavar="TARBALL", help="release with sources, .tgz or .tar")
     return parser
 
@@ -116,7 +118,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _Release:
-    """One release on its way; ``_sources`` and ``_results`` are its files in ``data/blobs``, by package."""
+    """The compilation of one release; ``_sources`` and ``_results`` are its files in ``data/blobs``, by package."""
 
     tarball: Path
     output: Path
@@ -128,7 +130,7 @@ class _Release:
     _results: dict[str, Path] = field(default_factory=dict)
 
     def compile(self) -> Path:
-        """The path of the compiled release. Raises ``ActionError``."""
+        """Compile the release and return its path; raises ``ActionError``."""
         manifest = self._read()
         self._extract(manifest)
         _log("Starting packages compilation")
@@ -139,7 +141,7 @@ class _Release:
         return self._write(manifest)
 
     def remove_blobs(self) -> None:
-        """Remove what is in the compiled release by now, or of no use without it."""
+        """Remove sources and results of this release from ``data/blobs``."""
         for path in [*self._sources.values(), *self._results.values()]:
             files.remove_tree(path)
 
@@ -159,7 +161,7 @@ class _Release:
                 _log(f"Copying package {name} to {path}")
 
     async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
-        with reaper.reaping():  # as process 1 of a container nothing else does
+        with reaper.reaping():  # as process 1 of a container, no other process does
             try:
                 for package in release_tarball.in_order(packages):
                     with _failing_to(f"compile package {package.name}/{package.version}"):
@@ -199,7 +201,7 @@ class _Release:
 
 
 def stemcell_slug(paths: Paths) -> str:
-    """``OS-CODENAME/VERSION`` of the stemcell that this container is; raises ``ConfigError``."""
+    """``OS-CODENAME/VERSION`` of this container's stemcell; raises ``ConfigError``."""
     version_file, release_file = paths.bosh_etc / "stemcell_version", paths.etc / "os-release"
     try:
         version, release = version_file.read_text().strip(), release_file.read_text()
@@ -230,7 +232,7 @@ def _assigned(line: str) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """As Go writes one of more than a millisecond: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``."""
+    """A duration of more than a millisecond in Go's format: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``."""
     if seconds < 1:
         return f"{_plain(seconds * 1000)}ms"
     whole, rest = divmod(seconds, 60)

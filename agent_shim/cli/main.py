@@ -1,6 +1,6 @@
-"""The doors ``agent-shim`` and ``bosh-agent``; probes, which run every few seconds, go through with little of Python.
+"""Entry points ``agent-shim`` and ``bosh-agent``, with a fast path for probes, which run every few seconds.
 
-Everything else is in ``commands``, whose imports alone cost more than a probe may.
+The other commands are in ``commands``, whose imports alone exceed the budget of a probe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``agent-shim``: the exit code says who has to act (docs/operations.md lists them)."""
+    """``agent-shim``: run the command and return the exit code (listed in docs/operations.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["probe"]:
         from agent_shim.cli import probe
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bosh_agent(argv: Sequence[str] | None = None) -> int:
-    """``bosh-agent``: the daemon under the name and with the flags that CPIs and unit files use."""
+    """``bosh-agent``: run the daemon with the name and flags of CPIs and unit files."""
     from agent_shim.cli import commands
 
     return commands.bosh_agent(sys.argv[1:] if argv is None else argv)

@@ -1,7 +1,7 @@
-"""The command ``monit``: what release scripts and operators call, answered by the running agent.
+"""The command ``monit`` for release scripts and operators: sends requests to the running agent.
 
 Options, texts and exit codes are those of monit 5.2.5 (monitor.c, control.c, http/cervlet.c), which scripts grep.
-Quick to start: the standard library alone, and what only one action needs is imported there.
+Quick to start: imports the standard library alone, and modules of single actions inside them.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ USAGE: Final = """\
 usage: monit [-g GROUP] [-b DIR] ACTION
 
   summary                                     a line for each service
-  status                                      all that is known of each service
-  start|stop|restart|monitor|unmonitor NAME   a service, or "all", or with -g those of a group
-  reload, validate, quit                      as monit has them
+  status                                      details of each service
+  start|stop|restart|monitor|unmonitor NAME   a service, "all", or with -g those of a group
+  reload, validate, quit                      as in monit
   -t [FILE...]                                check the syntax of monit files
   -V                                          the version
 
-  -b DIR                                      what stands for /var/vcap"""
+  -b DIR                                      root directory instead of /var/vcap"""
 
 CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 
 class MonitError(Exception):
-    """What monit tells after its name; the exit code is 1."""
+    """A message after the name of the command; the exit code is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, read."""
+    """A parsed command line."""
 
     name: str
-    """What it was called as: its messages begin with it."""
+    """Name of the program, the prefix of its messages."""
     paths: Paths
     options: Mapping[str, str]
     words: Sequence[str]
@@ -58,7 +58,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``monit``: 0 done or no agent to ask for a status, 1 not done."""
+    """``monit``: return 0 on success, and for a status without an agent; 1 on failure."""
     name = Path(sys.argv[0]).name
     try:
         options, words = getopt.gnu_getopt(list(sys.argv[1:] if argv is None else argv), "b:c:d:g:l:p:s:iItvVh")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
-        # Somebody closed the pipe we print into, as `grep -q` does: no news for anybody.
+        # The reader closed the pipe, as `grep -q` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
@@ -99,7 +99,7 @@ def _run(command: Command) -> int:
 
 
 def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """What the agent says; raises ``MonitError`` if it refuses, ``NoAgentError`` if there is none."""
+    """Send a request and return the answer; raises ``MonitError`` on a refusal, ``NoAgentError`` without an agent."""
     request = {"command": "services", "action": action, "names": list(names), "group": command.group}
     reply: dict[str, Any] = control_client.ask(command.paths.control_socket, request)
     if "exception" in reply:
@@ -107,11 +107,11 @@ def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, 
     return reply
 
 
-# --- what is asked to happen -----------------------------------------------------------------------------------------
+# --- actions --------------------------------------------------------------------------------------------------------
 
 
 def _change(command: Command, action: str) -> int:
-    """Silent; returns when it is asked for, not when it is done."""
+    """Request an action without output; returns when the agent has accepted it, not at its end."""
     names = command.words[1:2]
     if not names and not command.group:
         raise MonitError(f"please specify a service name or 'all' after {action}")
@@ -131,23 +131,23 @@ def _why_none(exc: NoAgentError) -> str:
 
 
 def _reload(command: Command) -> int:
-    """There is nothing to read again: the agent takes files from the Director as they come."""
+    """Print monit's message; the agent reads files only from the Director."""
     _need(command, "show")
     print("Reinitializing monit daemon", file=sys.stderr)
     return 0
 
 
 def _quit(command: Command) -> int:
-    """What comes after the end of monit: jobs run on and nobody restarts them. The agent itself stays."""
+    """Unmonitor all services, the effect of an ended monit. The agent itself keeps running."""
     pid = _need(command, "quit")["pid"]
     print(f"monit daemon with pid [{pid}] killed")
     return 0
 
 
 def _validate(command: Command) -> int:
-    """The agent always looks, so this only tells what it has found; 1 if that is anything.
+    """Print the failing services that the agent knows; return 1 if there are any.
 
-    5.2.5 has the exit codes the wrong way round (validate.c), and newer monits as here.
+    monit 5.2.5 swaps the exit codes (validate.c); newer versions return these.
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
@@ -157,7 +157,7 @@ def _validate(command: Command) -> int:
 
 
 def _check(command: Command) -> int:
-    """Judge the named files, else those of the deployed jobs."""
+    """Check the named files, else those of the deployed jobs."""
     from agent_shim.supervisor.monit import parser
 
     named = [*command.words, *filter(None, [command.options.get("-c")])]
@@ -172,11 +172,11 @@ def _check(command: Command) -> int:
     return 0
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def _show(command: Command) -> int:
-    """``summary`` and ``status``: always of all services, names and groups are ignored. Without an agent still 0."""
+    """Print all services for ``summary`` and ``status``, ignoring names and groups. Returns 0 also without an agent."""
     try:
         shown = _ask(command, "show")
     except NoAgentError as exc:

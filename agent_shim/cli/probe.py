@@ -1,6 +1,6 @@
-"""``agent-shim probe live|ready``: one question over the control socket, with as little of Python as it takes.
+"""``agent-shim probe live|ready``: one request over the control socket, with minimal imports.
 
-A pod may ask every second, and an interpreter is not cheap: this imports neither the daemon nor the other commands.
+A pod may probe every second, and an interpreter is expensive: this imports neither the daemon nor other commands.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import socket
 import sys
 
 SOCKET = "data/sys/run/agent_shim/control.sock"
-"""``paths.Paths.control_socket`` below the base, which a test compares."""
+"""``paths.Paths.control_socket`` below the base; a test compares both."""
 PATIENCE = 10.0
-"""Seconds for the answer: an event loop that is held longer is not alive."""
+"""Timeout of the answer: an event loop blocked for longer counts as dead."""
 NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Kind and base of a probe as manifests write it; None for what else may stand there, which a parser explains."""
+    """Kind and base of a probe in the usual form of manifests; None for any other form, left to the full parser."""
     if len(words) == 3 and words[1] == "-b":
         kind, base = words[0], words[2]
     elif len(words) == 1:
@@ -27,7 +27,7 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Print why, and return 0 for yes, 1 for no, 69 when nobody answers."""
+    """Print the reason; return 0 for yes, 1 for no, 69 without an answer."""
     kind, base = question
     path = f"{base}/{SOCKET}"
     try:

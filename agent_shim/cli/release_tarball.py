@@ -1,7 +1,7 @@
-"""Tarballs of BOSH releases: reading one with sources, writing it with compiled packages in their place.
+"""Read tarballs of BOSH source releases, and write them with compiled packages.
 
 The members of release.MF, the order of packages and the layout of the result are the Go agent's
-(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). What differs: entries belong to root, ``./`` before
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). Differences: entries belong to root, ``./`` before
 a name and an entry for the directory ``packages`` are optional in the source, and a release that cannot be compiled is
 refused before anything is compiled. Only short-lived processes import this module.
 """
@@ -72,7 +72,7 @@ class License(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """release.MF, its members in the order in which they are written."""
+    """release.MF, with the members in their order in the file."""
 
     name: str = ""
     version: str = ""
@@ -86,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Loader(yaml.BaseLoader):
-    """Reads every scalar as the text that stands there (a version ``1.10`` is no number), but for null."""
+    """Reads every scalar except null as its text (a version ``1.10`` is no number)."""
 
 
 _NULL: Final = "tag:yaml.org,2002:null"
@@ -138,7 +138,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """Its names make paths: refuse those that lead elsewhere; refuse a release without sources to compile."""
+    """Refuse names that lead outside the directory, since they become paths, and a release without sources."""
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)
     for package in manifest.packages:
@@ -150,11 +150,11 @@ def _checked(manifest: Manifest) -> Manifest:
 
 
 def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
-    """Each package after those it depends on, else by name; raises ``ConfigError`` for a cycle or an unknown name."""
+    """Order packages after their dependencies, else by name; raises ``ConfigError`` for a cycle or an unknown name."""
     by_name = {package.name: package for package in packages}
     done: dict[str, SourcePackage] = {}
 
-    # Without recursion: a release may chain as many packages as it likes.
+    # Iterative: a release may have chains of any length.
     for name in sorted(by_name):
         above: dict[str, Iterator[str]] = {}
         waiting = [name]
@@ -224,7 +224,7 @@ def _opened(tarball: Path) -> Iterator[BinaryIO]:
 
 
 def compiled_manifest(source: Manifest, packages: list[CompiledPackage]) -> Manifest:
-    """``source`` with compiled packages in the place of its own."""
+    """``source`` with compiled packages instead of sources."""
     return msgspec.structs.replace(source, packages=[], compiled_packages=packages)
 
 
@@ -239,7 +239,7 @@ def render_manifest(manifest: Manifest) -> bytes:
 def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapping[str, Path]) -> None:
     """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
 
-    Entries keep their order; compiled packages come where the sources were. ``into`` is whole or absent.
+    Entries keep their order; compiled packages replace the sources in place. ``into`` is complete or absent.
     """
     with _opened(tarball) as source, files.replacing(into, mode=FILE_MODE) as out:
         sink = packing.Sink(out, compressed=not manifest.no_compression, newest=None)
@@ -274,7 +274,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _header(path: str, member: archive.Member | None = None, *, size: int = 0) -> tarfile.TarInfo:
-    """An entry of root without a time: the same sources give the same bytes."""
+    """An entry of root without a time: equal sources give equal bytes."""
     header = tarfile.TarInfo(f"./{path}")
     header.size, header.mode = size, FILE_MODE
     header.uname = header.gname = "root"

@@ -1,4 +1,4 @@
-"""The status of a running agent as people read it. Pure."""
+"""The status of a running agent as text. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COLOURS: Final = {
     "stopped": "faint",
     "unmonitored": "faint",
 }
-"""Of states, those of the Director and ours; another one has none."""
+"""Colours of states, the Director's and the agent's; other states have none."""
 
 
 def render(status: dict[str, Any], paint: Paint = plain) -> str:
-    """Header lines and a table of processes from what the control socket answers to ``status``."""
+    """Header lines and a table of processes, from the control socket's answer to ``status``."""
     lines = [
         f"{paint(f'{label:<11}', 'faint')}{text}"
         for label, text in (*_header(status, paint), *_machine(status.get("vitals", {}), paint))
@@ -63,7 +63,7 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
-    """Memory, processors and disks in two lines; what could not be measured is left out."""
+    """Memory, processors and disks in two lines; unavailable figures are omitted."""
     parts = []
     if memory := vitals.get("mem"):
         parts.append(f"memory {_share(memory['percent'], paint)} ({size(int(memory['kb']))})")
@@ -78,7 +78,7 @@ def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _share(percent: str, paint: Paint) -> str:
-    """Percent of what there is, louder the nearer to all of it."""
+    """Percent of a size, coloured by fullness."""
     number = float(percent)
     return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
 
@@ -109,11 +109,11 @@ def _aligned(column: str, text: str, width: int) -> str:
 
 
 def isolation(found: dict[str, Any]) -> str:
-    """What processes of bpm.yml can have here (``host.sandbox.Isolation``)."""
+    """Isolation of bpm.yml processes (``host.sandbox.Isolation``) in a line."""
     level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
-    # Without a mount namespace there is no other /tmp to be had: TMPDIR alone is the job's own.
+    # Without a mount namespace /tmp is shared; only TMPDIR is the job's own.
     temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
     return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}{temporary}"
 

@@ -1,7 +1,7 @@
-"""``agent-shim doctor``: what this container allows, found out by trying, what follows and what to change.
+"""``agent-shim doctor``: probe what this container allows, and name consequences and changes.
 
-Run inside the container, as the user the agent runs as. It changes nothing: each trial ends with the child process that
-made it. ``judgement`` says what facts mean, this module gathers them.
+Run inside the container as the agent's user. It changes nothing: the effects of each probe end with its child process.
+This module collects facts, ``verdicts`` interprets them.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from agent_shim.host import (
 from agent_shim.services import address_watch
 
 PATIENCE: Final = 3.0
-"""Seconds for an answer over the network."""
+"""Timeout of an answer over the network."""
 MAX_GREETING_BYTES: Final = 65536
-"""Of a NATS server; the line has some 500."""
+"""Maximum length of a NATS server's greeting; a typical line has 500 bytes."""
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/)")
-"""Where a kubelet has, on its node, what it mounts into each container: hosts file and termination log."""
+"""The directory on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 
 
 @dataclass(frozen=True)
 class ContainerView:
-    """What is looked at: the tree, the configuration, and what the settings and a running agent say, if they do."""
+    """The subject of an examination: tree, configuration, and settings and status of a running agent, if any."""
 
     paths: Paths
     scratch: Path
@@ -84,7 +84,7 @@ class ContainerView:
 
 
 def examine(paths: Paths, config: Path | None) -> Report:
-    """Look at everything; ``config`` is agent.json, by default the one of stemcells."""
+    """Examine the container; ``config`` is agent.json, by default that of stemcells."""
     with _scratch(paths) as scratch:
         patient = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []
@@ -99,14 +99,14 @@ def examine(paths: Paths, config: Path | None) -> Report:
 
 
 def runtime(settings: Effective | None) -> Runtime:
-    """What made the container: mounts of the kubelet tell a pod, settings with a bus tell a CPI."""
+    """The creator of the container: mounts of a kubelet imply a pod, settings with a bus a CPI."""
     if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in mounts.mounts()):
         return "pod"
     return "cpi" if settings is not None and settings.mbus.urls else "engine"
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
-    """A directory to try things in; a pod whose root file system is read-only may have no /tmp."""
+    """A directory for probes; a pod with a read-only root file system may lack /tmp."""
     for place in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
@@ -124,7 +124,7 @@ def _config(paths: Paths, config: Path | None) -> AgentConfig:
 
 
 def _settings(paths: Paths) -> Effective | None:
-    """What the agent has read last; None before there were any, or where they are not ours to read."""
+    """The settings that the agent read last; None if there are none or they are unreadable."""
     try:
         source = parse(paths.settings_cache.read_bytes(), origin=str(paths.settings_cache))
     except (OSError, ConfigError):
@@ -179,7 +179,7 @@ def _isolation(patient: ContainerView) -> Iterator[Finding]:
         "processes": privilege_probes.outcome(partial(privilege_probes.process_namespace, patient.scratch)),
         "users": privilege_probes.outcome(partial(privilege_probes.user_namespace, patient.scratch)),
     }
-    # A running agent has decided already; the other way round the same question is asked of the kernel.
+    # A running agent knows its level; without one the probe asks the kernel.
     level = patient.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
     yield verdicts.isolation(level, version, namespaces)
 
@@ -272,7 +272,7 @@ def _kernel(_: ContainerView) -> Iterator[Finding]:
     if not sandbox_exec.landlock_version():
         lacking["Landlock"] = "processes of bpm.yml are not confined to their files"
     if not Path("/proc/pressure/memory").exists():
-        lacking["pressure stall information"] = "nobody can see that memory is short before it runs out"
+        lacking["pressure stall information"] = "memory pressure is invisible until memory runs out"
     yield verdicts.kernel(os.uname().release, lacking)
     yield verdicts.watches(
         privilege_probes.outcome(privilege_probes.watch_files),
@@ -287,7 +287,7 @@ def _sysctl(name: str) -> int:
     return int(Path("/proc/sys/fs/inotify", name).read_text())
 
 
-# --- what is around us ----------------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------------------------
 
 
 def _clock(patient: ContainerView) -> Iterator[Finding]:
@@ -315,7 +315,7 @@ def _ports(patient: ContainerView) -> Iterator[Finding]:
 
 
 def _refuses(host: str, port: int) -> str:
-    """Why no connection can be made; "" if it can."""
+    """The reason a connection fails; "" if it succeeds."""
     place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
     try:
         socket.create_connection((place, port), PATIENCE).close()
@@ -325,9 +325,9 @@ def _refuses(host: str, port: int) -> str:
 
 
 def _without_bus(patient: ContainerView, place: SplitResult) -> str:
-    """Why the agent has no link, else why there would be none; "" if there is or would be one.
+    """The reason the agent has no link, or would have none; "" if it has or would have one.
 
-    The handshake is brought to its end: what is dropped before that, the server logs as an error.
+    Completes the handshake, because the server logs an earlier disconnect as an error.
     """
     if held := patient.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "there is no link yet"
@@ -345,7 +345,7 @@ def _without_bus(patient: ContainerView, place: SplitResult) -> str:
 
 
 def _read_line(one: socket.socket) -> None:
-    """Read the greeting of the server, byte for byte: what follows belongs to TLS."""
+    """Read the greeting of the server byte by byte, because TLS starts directly after it."""
     for _ in range(MAX_GREETING_BYTES):
         if one.recv(1) in (b"", b"\n"):
             return
@@ -379,7 +379,7 @@ def _names(_: ContainerView) -> Iterator[Finding]:
 
 
 def _no_firewall(patient: ContainerView) -> str:
-    """What a running agent says, else what the kernel would say to one."""
+    """The answer of a running agent, else that of the kernel."""
     if held := patient.status.get("firewall"):
         return str(held["why"])
     if not patient.is_root:

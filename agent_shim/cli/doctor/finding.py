@@ -1,4 +1,4 @@
-"""What the doctor says of one thing, and of all of them together. Pure."""
+"""A single finding of the doctor, and the report of all. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Verdict = Literal["good", "limited", "wrong"]
 
 GOOD: Final[Verdict] = "good"
 LIMITED: Final[Verdict] = "limited"
-"""Something does less than it could; jobs may never notice."""
+"""A feature works with limits; jobs may never notice."""
 WRONG: Final[Verdict] = "wrong"
-"""Something that is relied on does not work."""
+"""A required feature does not work."""
 
 WIDTH: Final = 120
-"""Columns of a line at most."""
+"""Maximum columns of a line."""
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 
 Runtime = Literal["pod", "cpi", "engine"]
-"""What made the container, and so where a change is written: a pod's manifest, ``cloud_properties`` of a CPI outside
+"""The creator of the container, and thus the place of a change: a pod's manifest, ``cloud_properties`` of a CPI outside
 of Kubernetes, options of ``docker run`` and ``podman run``."""
 
 
 class Change(str):
-    """What to change, in the words of a pod's manifest; ``cpi`` and ``engine`` are the same in the other two."""
+    """The change for a pod's manifest; ``cpi`` and ``engine`` are the same change for the other two."""
 
     __slots__ = ("cpi", "engine")
 
@@ -45,7 +45,7 @@ class Change(str):
 
 
 class Finding(NamedTuple):
-    """``found`` is what was seen, ``follows`` what it means, ``change`` what to write, and where."""
+    """One result: ``found`` is the observation, ``follows`` its consequence, ``change`` the remedy and its place."""
 
     topic: str
     verdict: Verdict
@@ -54,12 +54,12 @@ class Finding(NamedTuple):
     change: str = ""
 
     def told(self, runtime: Runtime) -> Finding:
-        """With the change in the words of the runtime at hand; one that is the same in all of them stays."""
+        """A copy with the change for ``runtime``; a change common to all runtimes stays."""
         return self._replace(change=self.change.words(runtime)) if isinstance(self.change, Change) else self
 
 
 class Report(NamedTuple):
-    """All findings; ``tier`` is the kind of container this is."""
+    """All findings; ``tier`` is the kind of this container."""
 
     tier: str
     findings: Sequence[Finding]
@@ -70,7 +70,7 @@ class Report(NamedTuple):
 
 
 def table(report: Report, paint: Paint = plain) -> str:
-    """Lines for people: one a finding, and below it what follows and what to change."""
+    """The report as text: one line for each finding, its consequence and change below."""
     lines = [f"This container is {report.tier}.", ""]
     width = max(len(finding.topic) for finding in report.findings)
     for finding in report.findings:
@@ -85,7 +85,7 @@ def table(report: Report, paint: Paint = plain) -> str:
 
 
 def _hanging(label: str, text: str, indent: int, paint: Paint) -> list[str]:
-    """``label`` and behind it ``text``, wrapped, one below the other."""
+    """``label`` followed by wrapped ``text``."""
     margin = " " * (indent + 8)
     wrapped = textwrap.wrap(text, max(40, WIDTH - len(margin)), break_long_words=False, break_on_hyphens=False)
     first = f"{' ' * indent}{paint(f'{label:<7}', 'faint')} {wrapped[0]}"

@@ -1,6 +1,6 @@
-"""What follows from what a container allows. Pure: facts in, findings out.
+"""Verdicts about a container. Pure: facts in, findings out.
 
-The advice has three forms where the places differ: for a pod, for a CPI outside of Kubernetes, whose
+Advice has three forms if the places differ: for a pod, for a CPI outside of Kubernetes, whose
 ``cloud_properties`` are those of the Docker CPI (keys of Docker's HostConfig), and for options of docker and podman.
 """
 
@@ -27,7 +27,7 @@ NEEDED: Final = {
     "SETGID": "jobs cannot run as vcap",
     "KILL": "processes of vcap cannot be stopped",
 }
-"""What it takes as root to run jobs as another user."""
+"""Capabilities that root needs to run jobs as another user."""
 USEFUL: Final = {
     "NET_BIND_SERVICE": "jobs (and sshd) cannot listen on ports below 1024",
     "SYS_CHROOT": "sshd cannot confine itself: bosh ssh does not work",
@@ -41,7 +41,7 @@ STRONG: Final = {
     "NET_RAW": "jobs cannot ping",
     "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",
 }
-"""What the containers of CPIs have and pods seldom."""
+"""Capabilities that containers of CPIs usually have, and pods rarely."""
 
 PRIVILEGED: Final = "privileged"
 ROOT: Final = "root with few capabilities"
@@ -50,7 +50,7 @@ RESTRICTED: Final = "restricted: no root"
 _SECURITY: Final = "securityContext"
 _CPI: Final = "cloud_properties of the VM"
 _PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all"
-"""The Docker and warden CPIs make every container privileged, whatever ``cloud_properties`` say."""
+"""The Docker and warden CPIs create privileged containers and ignore ``cloud_properties`` for this."""
 
 
 def _capabilities(names: Collection[str], more: str = "") -> Change:
@@ -66,12 +66,12 @@ _DNS: Final = "dns of the network in the cloud-config"
 
 
 def tier(*, is_root: bool, mounts: bool) -> str:
-    """The kind of container, by which docs/operations.md tells what can run in it."""
+    """The kind of container in the table of docs/operations.md."""
     return RESTRICTED if not is_root else PRIVILEGED if mounts else ROOT
 
 
 def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
-    """``becomes`` and ``gives`` are what being vcap and giving it a file ended with (errno)."""
+    """Judge the user: ``becomes`` and ``gives`` are the errnos of switching to vcap and of a chown to it."""
     name = "root" if uid == 0 else f"user {uid}"
     where = ", of a user namespace" if is_mapped else ""
     if uid != 0:
@@ -99,7 +99,7 @@ def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
 
 
 def capabilities(found: Privileges, *, is_root: bool) -> Finding:
-    """Which are there; each that is missing takes something away."""
+    """Judge the capabilities: each missing one disables a feature."""
     if not is_root:
         return Finding(
             "capabilities", LIMITED, "none, as for every user but root", USEFUL["NET_BIND_SERVICE"], "none without root"
@@ -130,7 +130,7 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
 
 
 def privileges(found: Privileges) -> Finding:
-    """What is taken from every process here, whoever it is."""
+    """Judge no_new_privs and the seccomp filter, which restrict every process."""
     marks = [
         text for text, is_so in (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp)) if is_so
     ]
@@ -150,7 +150,7 @@ def privileges(found: Privileges) -> Finding:
 
 
 def mounts(bind: int, tmpfs: int) -> Finding:
-    """What trying a bind mount and a tmpfs ended with (errno)."""
+    """Judge the errnos of a bind mount and a tmpfs."""
     if not bind and not tmpfs:
         return Finding("mounts", GOOD, "bind mounts and tmpfs work")
     refused = [f"{what}: {os.strerror(code)}" for what, code in (("bind mount", bind), ("tmpfs", tmpfs)) if code]
@@ -169,7 +169,7 @@ def mounts(bind: int, tmpfs: int) -> Finding:
 
 
 def isolation(level: int, landlock: int, namespaces: Mapping[str, int]) -> Finding:
-    """``level`` is that of processes of bpm.yml, ``landlock`` the version of the kernel's, ``namespaces`` errnos."""
+    """Judge isolation: ``level`` of bpm.yml processes, ``landlock`` the kernel's version, ``namespaces`` errnos."""
     can = [name for name, code in namespaces.items() if not code]
     found = f"level {level} (Landlock {landlock or 'missing'}; namespaces that can be made: {', '.join(can) or 'none'})"
     if level <= 2:
@@ -184,14 +184,14 @@ def isolation(level: int, landlock: int, namespaces: Mapping[str, int]) -> Findi
 
 
 def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | None) -> list[Finding]:
-    """``memory`` (bytes) and ``cpus`` are the limits of the container, None without one."""
+    """Judge cgroups: ``memory`` (bytes) and ``cpus`` are the limits of the container, None without one."""
     if version == 0:
         return [
             Finding(
                 "cgroups",
                 LIMITED,
                 "not visible",
-                "memory and processor in heartbeats are those of the machine; nobody says that memory ran out",
+                "memory and processor in heartbeats are the host's; kills by the memory limit go unreported",
                 Change(
                     "mount /sys/fs/cgroup (read-only is enough)",
                     cpi="the property mount_cgroupfs of the CPI",
@@ -219,7 +219,7 @@ def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | 
 
 
 def open_files(hard: int, processes: int) -> Finding:
-    """The highest limits that jobs can have; a negative number is none."""
+    """Judge the hard limits of jobs; a negative number means unlimited."""
     shown = [f"{'no limit' if value < 0 else value} {what}" for value, what in ((hard, "files"), (processes, "tasks"))]
     if 0 <= hard < 65536:
         return Finding(
@@ -237,7 +237,7 @@ def open_files(hard: int, processes: int) -> Finding:
 
 
 def directory(path: str, refused: int, options: Collection[str], *, is_own_volume: bool, needs: str) -> Finding:
-    """``refused`` is what writing there ended with; ``needs`` names what lives there."""
+    """Judge a directory: ``refused`` is the errno of a write, ``needs`` names its content."""
     if refused:
         why = "read-only" if refused == errno.EROFS else os.strerror(refused)
         return Finding(
@@ -279,7 +279,7 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
 
 
 def plain_directory(path: str, refused: int, follows: str) -> Finding:
-    """A directory that has only to be writable."""
+    """Judge a directory that only needs to be writable."""
     if not refused:
         return Finding(path, GOOD, "writable")
     is_own = path.count("/") == 1 and path != "/etc"
@@ -292,7 +292,7 @@ def plain_directory(path: str, refused: int, follows: str) -> Finding:
 
 
 def space(path: str, free: int, total: int, inodes_free: int, inodes: int) -> Finding:
-    """Bytes and inodes of the file system ``path`` is on; where there are no inodes both numbers are 0."""
+    """Judge the bytes and inodes of the file system of ``path``; both inode numbers are 0 without inodes."""
     text = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     few = inodes > 0 and inodes_free / inodes < 0.05
     text += f", {inodes_free} of {inodes} inodes" if few else ""
@@ -321,7 +321,7 @@ def shared_memory(size: int) -> Finding:
 
 
 def users(*, vcap: int | None, programs: Sequence[str], is_root: bool) -> Finding:
-    """``vcap`` is the uid of that user; ``programs`` are those that bosh ssh takes and that are missing."""
+    """Judge users: ``vcap`` is its uid; ``programs`` are the missing ones that bosh ssh needs."""
     if vcap is None and is_root:
         return Finding(
             "users",
@@ -343,14 +343,14 @@ def users(*, vcap: int | None, programs: Sequence[str], is_root: bool) -> Findin
             "users",
             LIMITED,
             f"vcap is user {vcap}",
-            "volumes that were written elsewhere belong to somebody else here",
+            "files of volumes from other hosts have other owners here",
             "give vcap the number 1000",
         )
     return Finding("users", GOOD, "vcap, and what bosh ssh makes users with" if is_root else "not needed")
 
 
 def port(what: str, number: int, refused: int, *, is_ours: bool) -> Finding:
-    """A port that we want to listen on, and what trying that ended with."""
+    """Judge a port of the agent by the result of listening on it."""
     topic = f"port {number}"
     if is_ours:
         return Finding(topic, GOOD, f"{what}: the agent listens")
@@ -358,17 +358,17 @@ def port(what: str, number: int, refused: int, *, is_ours: bool) -> Finding:
         return Finding(
             topic,
             WRONG,
-            f"{what}: somebody else listens there",
-            "the agent goes on without",
-            "another port in agent.json, or another for what uses it",
+            f"{what}: another program listens there",
+            "the agent runs without it",
+            "another port in agent.json, or for the other program",
         )
     if refused:
-        return Finding(topic, LIMITED, f"{what}: {os.strerror(refused)}", "the agent goes on without", "another port")
+        return Finding(topic, LIMITED, f"{what}: {os.strerror(refused)}", "the agent runs without it", "another port")
     return Finding(topic, GOOD, f"{what}: free")
 
 
 def low_ports(refused: int) -> Finding:
-    """What listening on a port below 1024 ended with."""
+    """Judge the result of listening on a port below 1024."""
     if refused:
         return Finding(
             "ports below 1024",
@@ -381,7 +381,7 @@ def low_ports(refused: int) -> Finding:
 
 
 def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
-    """``drift`` is the age of the machine by /proc/uptime less that by the kernel's clock, in seconds."""
+    """Judge the clock: ``drift`` is the uptime of /proc/uptime minus that of the kernel's clock, in seconds."""
     if year < 2024:
         return Finding(
             "clock", WRONG, f"it shows the year {year}", "certificates are not good yet: no bus", "the time of the node"
@@ -405,7 +405,7 @@ def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
 
 
 def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> Finding:
-    """Of the bus, or of the HTTPS door; seconds until its end and its beginning."""
+    """Judge a certificate of the bus or of HTTPS by the seconds until its end and its start."""
     days, topic = ends_in / 86400, "bus certificate"
     now, later = "no connection to the bus", "the Director does not reach this instance any more"
     advice = "rotate the certificates of the Director's NATS and deploy"
@@ -423,7 +423,7 @@ def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> F
 
 
 def own_names(resolved: Mapping[str, str]) -> Finding:
-    """``resolved`` maps ``localhost`` and the host name to an error, "" for those that have an address."""
+    """Judge own names: ``resolved`` maps ``localhost`` and the host name to an error, "" for success."""
     failed = {name: why for name, why in resolved.items() if why}
     if failed:
         return Finding(
@@ -437,7 +437,7 @@ def own_names(resolved: Mapping[str, str]) -> Finding:
 
 
 def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, str]) -> Finding:
-    """``resolved`` maps names we need to an error, "" for those that were found."""
+    """Judge DNS: ``resolved`` maps required names to an error, "" for success."""
     failed = {name: why for name, why in resolved.items() if why}
     if not servers:
         return Finding(
@@ -467,7 +467,7 @@ def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, st
 
 
 def addresses(own: str, missing: Mapping[str, str]) -> Finding:
-    """``own`` is the address the default route leads out of; ``missing`` are those expected that no interface has."""
+    """Judge addresses: ``own`` is that of the default route; ``missing`` are expected ones that no interface has."""
     if missing:
         return Finding(
             "addresses",
@@ -496,7 +496,7 @@ def addresses(own: str, missing: Mapping[str, str]) -> Finding:
 
 
 def bus(reached: Mapping[str, str]) -> Finding | None:
-    """Addresses of the bus, each with an error or ""."""
+    """Judge the addresses of the bus, each with an error or ""."""
     if not reached:
         return None
     failed = {place: why for place, why in reached.items() if why}
@@ -516,7 +516,7 @@ def bus(reached: Mapping[str, str]) -> Finding | None:
 
 
 def firewall(obstacle: str) -> Finding:
-    """``obstacle`` is why rules of the packet filter do not keep jobs from the bus, or could not."""
+    """Judge the firewall: ``obstacle`` is the reason the rules do not, or could not, keep jobs from the bus."""
     if not obstacle:
         return Finding("firewall", GOOD, "keeps jobs from the bus")
     return Finding(
@@ -529,7 +529,7 @@ def firewall(obstacle: str) -> Finding:
 
 
 def watches(refused: int, instances: int, each: int) -> Finding:
-    """inotify: what opening it ended with, and the node's limits for a user."""
+    """Judge inotify by the result of opening it and the node's limits for a user."""
     limits = f"{instances} instances and {each} watches a user"
     if refused:
         return Finding(
@@ -543,26 +543,26 @@ def watches(refused: int, instances: int, each: int) -> Finding:
 
 
 def kernel(release: str, lacking: Mapping[str, str]) -> Finding:
-    """``lacking`` maps features to what is done without them."""
+    """Judge the kernel: ``lacking`` maps missing features to the fallback."""
     if lacking:
         return Finding(
             "kernel",
             LIMITED,
             f"Linux {release} without {', '.join(lacking)}",
             "; ".join(lacking.values()),
-            "a newer kernel on the node, or a runtime class that hides less",
+            "a newer kernel on the node, or a runtime class with fewer restrictions",
         )
     return Finding("kernel", GOOD, f"Linux {release}")
 
 
 def first_process(name: str, *, is_init: bool) -> Finding:
-    """Who is number 1 here."""
+    """Judge the init, process 1 of the container."""
     if is_init:
         return Finding("process 1", GOOD, name)
     return Finding(
         "process 1",
         LIMITED,
-        f"{name}, no init that we know",
+        f"{name}, no known init",
         "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order",
         Change(
             "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
