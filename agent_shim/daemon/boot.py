@@ -1,7 +1,7 @@
-"""The boot: named steps, each of which may run again at any time, is timed, and says so in a line where it is skipped.
+"""The boot: named idempotent steps, each timed and logged with its outcome or the reason it was skipped.
 
-Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go); what configures machines
-(interfaces, partitions, mounts over system directories) is not done in a container at all.
+Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go); steps that
+configure machines (interfaces, partitions, mounts over system directories) are omitted in a container.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ LEFT_TO_THE_CONTAINER: Final = (
     "shared memory",
     "log, opt and home directories",
 )
-"""What the Go agent sets up on a machine and a container runtime has set up already."""
+"""Steps of the Go agent that the container runtime has already done."""
 
-GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - no secret of anybody
-"""What the Go agent writes into monit.user, to the letter."""
+GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
+"""The Go agent's fixed password in monit.user."""
 
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
@@ -49,7 +49,7 @@ NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 class Step:
     """One idempotent action. ``run`` returns why it was skipped, or None; only a ``vital`` one may stop the boot.
 
-    What is ``late`` is needed neither by the bus nor by a request: it runs beside the connection.
+    A ``late`` step is required neither by the bus nor by a request: it runs in parallel with the connection.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Step:
 
 
 async def boot(steps: list[Step]) -> None:
-    """Run the steps in order and say how each went; raises ``BootError`` when a vital one fails."""
+    """Run the steps in order and log each outcome; raises ``BootError`` if a vital one fails."""
     for step in steps:
         begun_at = time.monotonic()
         try:
@@ -74,7 +74,7 @@ async def boot(steps: list[Step]) -> None:
 
 
 def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
-    """The tree with modes and owners as after the Go agent's bootstrap."""
+    """Directories with modes and owners, as after the Go agent's bootstrap."""
     own = "root:root" if paths.is_system else None
     shared = paths.shared_owner
     return [
@@ -104,7 +104,7 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 
 
 def make_tree(paths: Paths) -> None:
-    """Make the directories and the link ``sys``; a volume of the kubelet keeps the mode it came with."""
+    """Create the directories and the link ``sys``; a volume of the kubelet keeps its mode."""
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue
@@ -114,7 +114,7 @@ def make_tree(paths: Paths) -> None:
 
 
 def steps(agent: Agent, comeback: JobRecovery, *, monit_password: str = "") -> list[Step]:
-    """What follows once there are settings."""
+    """The steps after the settings are known."""
     paths = agent.paths
 
     async def temporary_files() -> str | None:
@@ -131,12 +131,12 @@ def steps(agent: Agent, comeback: JobRecovery, *, monit_password: str = "") -> l
         return None
 
     async def bpm_command() -> str | None:
-        """Scripts and people may call it before anything is applied."""
+        """Install the command before the first ``apply``, for scripts and operators."""
         await asyncio.to_thread(install_bpm_wrapper, paths)
         return None
 
     async def monit_user() -> str | None:
-        """A password stays once it is made: releases read it when they start."""
+        """Keep an existing password, because releases read it at their start."""
         found = await asyncio.to_thread(_text, paths.monit_user)
         known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
         if known and not monit_password:
@@ -167,7 +167,7 @@ def steps(agent: Agent, comeback: JobRecovery, *, monit_password: str = "") -> l
 
 
 def _wishes(agent: Agent) -> list[Step]:
-    """What ``env.bosh`` asks of the machine itself."""
+    """Steps for keys of ``env.bosh`` that configure the machine."""
     paths, bosh = agent.paths, agent.settings.current.source.env.bosh
 
     def step(name: str, run: Callable[[Paths, BoshEnv], Awaitable[str | None]]) -> Step:
@@ -188,7 +188,7 @@ def _wishes(agent: Agent) -> list[Step]:
 
 
 def _memory_step(agent: Agent) -> Step:
-    """What ``env.bosh`` wants to have on no disk: rendered jobs, blobs with secrets, run files."""
+    """Mount tmpfs on the directories that ``env.bosh`` names: rendered jobs, blobs with secrets, run files."""
     paths, bosh = agent.paths, agent.settings.current.source.env.bosh
 
     async def memory() -> str | None:
@@ -208,7 +208,7 @@ def _memory_step(agent: Agent) -> Step:
 
 
 def _put_in_memory(path: Path, size: str, shim_run: Path) -> None:
-    """Mount a tmpfs on a directory, unless the container came with a mount there; our own run files stay visible."""
+    """Mount a tmpfs on a directory that is no mount yet; the agent's own run files stay visible."""
     if mounts.is_mount_point(path):
         return
     held = os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -237,7 +237,7 @@ def _server_steps(agent: Agent) -> list[Step]:
 
 
 def _instance_steps(agent: Agent) -> list[Step]:
-    """What a root file system has that belongs to the spec: a new one gets it again."""
+    """Restore links, instance files and job directories of the spec on a new root file system."""
 
     async def instance() -> str | None:
         spec = await agent.spec.load()
@@ -306,7 +306,7 @@ def _access_steps(agent: Agent) -> list[Step]:
 
 
 def _trust_steps(agent: Agent) -> list[Step]:
-    """What ``update_settings`` and ``sync_dns`` have brought outside the tree: a new container has lost it."""
+    """Restore files of ``update_settings`` and ``sync_dns`` outside the tree, which a new container lacks."""
     settings = agent.settings.current
 
     async def certificates() -> str | None:
@@ -319,17 +319,17 @@ def _trust_steps(agent: Agent) -> list[Step]:
 
 
 def owns_system(paths: Paths) -> bool:
-    """True for root of a container with the real tree: users and /tmp are the agent's business only then."""
+    """True for root in a container with the real tree, the condition for changing users and /tmp."""
     return paths.is_system and os.geteuid() == 0
 
 
 def tree_step(paths: Paths) -> Step:
-    """The step that comes before there are settings."""
+    """The step before the settings are known."""
 
     async def tree() -> str | None:
         try:
             await asyncio.to_thread(make_tree, paths)
-            # Before anything writes there: an agent that is killed while it writes leaves what it had not renamed.
+            # Before the first write: a killed agent leaves temporary files that it had not renamed.
             await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
         except HostError as exc:
             raise BootError(f"cannot boot: {exc}") from exc
@@ -342,7 +342,7 @@ def tree_step(paths: Paths) -> Step:
 
 
 def _text(path: Path) -> str:
-    """A small file; nothing where it is missing or no text."""
+    """The text of a small file; "" if it is missing or no UTF-8."""
     try:
         return path.read_text()
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""The way back: state and jobs are left so that the Go agent and monit can take over, with every process going on.
+"""Prepare state and jobs for a take-over by the Go agent and monit, while every process keeps running.
 
-The files below ``bosh`` have the Go agent's names and shapes anyway. What it would misunderstand is removed: our marks
-on disks (it moves data between disks without them), the copy of the state (it does not keep it up to date), and the
-monit files of jobs that are stopped (monit would start them: its own memory of them is older than ours). The logs of
-jobs are logrotate's again.
+The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would mislead
+it: markers on disks (it moves data between disks without them), the backup of the state (it does not update it), and
+monit files of stopped jobs (monit would start them, because its own state is older). logrotate gets the logs of jobs
+back.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from agent_shim.supervisor.supervisor import Saved, read_saved, write_monit_file
 
 
 def hand_back(paths: Paths) -> list[str]:
-    """Do it, and say what a person should know; doing it twice is harmless.
+    """Prepare the take-over and return a report in lines; repetition is harmless.
 
-    Raises ``AlreadyRunningError`` while an agent runs and ``HostError`` when something cannot be removed.
+    Raises ``AlreadyRunningError`` while an agent runs and ``HostError`` if a file cannot be removed.
     """
     with exclusive_agent(paths, "hand back"):
         saved = read_saved(paths.supervisor_state)
@@ -57,7 +57,7 @@ def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
 
 
 def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
-    """What monit will make of a process."""
+    """Report how monit will treat a process."""
     found = proc.stat(known[0]) if known else None
     if known is None or found is None or found.identity != known or not found.is_alive:
         return f"{spec.name} does not run: monit will start it"
@@ -89,7 +89,7 @@ def _disks(paths: Paths) -> Iterator[str]:
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """The Go agent has a table of its own; ours would keep jobs from a bus that may have moved since."""
+    """Remove the agent's table: the Go agent has its own, and this one would block a bus at a later address."""
     if paths.is_system and nftables.is_installed():
         try:
             asyncio.run(nftables.remove())

@@ -1,9 +1,8 @@
-"""Jobs that ran before the container was restarted run again, before anybody asks.
+"""Start the jobs again after a restart of the container, without a request of the Director.
 
-Nothing of them is started before their disk is on the store and, where the root file system is a new one, before their
-pre-start scripts have run: what those had made outside ``/var/vcap`` is gone. What is in the way is tried again, with
-growing pauses; meanwhile the instance is failing. The Director goes first: a request of it that changes the jobs ends
-the attempt, and a ``start`` ends the waiting.
+The jobs start after their disk is on the store and, on a new root file system, after their pre-start scripts, whose
+files outside ``/var/vcap`` are lost. An obstacle is retried with growing pauses; meanwhile the instance is failing. The
+Director has precedence: a request that changes the jobs ends the attempt, and a ``start`` ends the pause.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 TASK: Final = "bring the jobs back"
 GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"})
-"""What the Director may ask that ends an attempt."""
+"""Actions of the Director that end an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds before the second attempt, and between attempts at most; between looks whether the Director waits."""
+    """Seconds: the first and the longest pause between attempts; the interval of checks for a waiting Director."""
 
     first: float = 1.0
     limit: float = 30.0
@@ -42,21 +41,21 @@ class Pace:
 
 
 class JobRecovery:
-    """``begin`` is the boot step for the jobs, ``run`` the root task that does what takes longer.
+    """``begin`` is the boot step for the jobs, ``run`` the root task for the longer work.
 
-    ``tell`` is called when something new is in the way.
+    ``tell`` is called with an alert for each new obstacle.
     """
 
     def __init__(self, agent: Agent, tell: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
         self.obstacle = ""
-        """Why the jobs cannot be started."""
+        """The reason the jobs cannot be started; "" without one."""
         self._agent = agent
         self._tell = tell
         self._pace = pace
         self._told = ""
 
     async def begin(self) -> str | None:
-        """Adopt what runs and start what shall run, unless that has to wait; why it has to, or None."""
+        """Adopt running processes and start wanted ones; return the reason if that has to wait, else None."""
         agent = self._agent
         obstacle = await self._find_obstacle()
         if obstacle or not agent.mirror.is_prepared:
@@ -71,9 +70,9 @@ class JobRecovery:
         return obstacle or "the pre-start scripts come first"
 
     async def _take_over(self) -> None:
-        """Go on where monit ended, or start what the spec names where our own memory of it is lost.
+        """Take over from monit, or start the jobs of the spec if the supervisor's state is lost.
 
-        Processes that run are adopted: they carry monit's mark (platform of the Go agent: ``monit/job``).
+        Running processes carry monit's mark and are adopted (Go agent: ``monit/job``).
         """
         agent = self._agent
         was_monit = await asyncio.to_thread(lambda: any(agent.paths.monit_job.glob("*.monitrc")))
@@ -86,7 +85,7 @@ class JobRecovery:
             await agent.supervisor.start()
 
     async def run(self) -> None:
-        """Attempt until the jobs are started, by us or by the Director; then there is nothing more to do, for ever."""
+        """Attempt until the jobs are started, by this task or by the Director; then wait for ever."""
         agent, pause = self._agent, self._pace.first
         while agent.supervisor.is_held:
             await agent.tasks.submit(TASK, self._attempt).ended.wait()
@@ -97,7 +96,7 @@ class JobRecovery:
         await asyncio.Event().wait()
 
     async def _attempt(self) -> None:
-        """The work of a task, so that it does not run beside one of the Director's."""
+        """The work as a task in the lane, so it never runs in parallel with one of the Director's."""
         agent = self._agent
         try:
             if agent.supervisor.is_wanted and agent.supervisor.is_held:
@@ -115,7 +114,7 @@ class JobRecovery:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _found(self, obstacle: str) -> None:
-        """Wait, and say what is in the way, once."""
+        """Pause; log and alert a new obstacle once."""
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
         if obstacle not in ("", self._told):
@@ -124,7 +123,7 @@ class JobRecovery:
             self._tell(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
 
     async def _pre_start(self) -> bool:
-        """Run the scripts where they are due; False when the Director has something else in mind."""
+        """Run pre-start scripts if they are due; False if a request of the Director takes precedence."""
         agent = self._agent
         if agent.mirror.is_prepared:
             return True
@@ -150,9 +149,9 @@ class JobRecovery:
 
 
 def twin(fence: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """Which of our disks is in use by an agent with our own id, the one before us perhaps, and where it is.
+    """Name a disk of this agent_id in use by another agent, such as the predecessor, and that agent; "" without one.
 
-    Blocks on the disks. What cannot be looked at is in use by nobody.
+    Blocks on the disks. An unreadable disk counts as unused.
     """
     known = hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints))
     for cid, disk in known.items():

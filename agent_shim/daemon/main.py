@@ -1,6 +1,6 @@
-"""The daemon: the process with its sockets and signals, from its start to the settings that say who it is.
+"""The daemon process: sockets and signals, from its start until the settings name the agent.
 
-From then on the work is that of ``running``; here it is told what operators and observers ask.
+``runtime`` does the further work; this module passes the requests of operators and observers to it.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from agent_shim.supervisor.bpm import bpm_api
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 6
-"""For what blocks, on however many processors."""
+"""Threads for blocking calls, independent of the number of processors."""
 BUG: Final = 70
 """The exit code of an agent under ``AGENT_SHIM_DEBUG`` whose event loop was held."""
 DEBUG: Final = "AGENT_SHIM_DEBUG"
 """With this variable the event loop is guarded (``host.loop_guard``); a directory in it gets the reports as files."""
 RIVAL_LOOK: Final = 1.0
-"""Seconds between looks whether an agent that uses our volumes has ended."""
+"""Interval of checks for the end of another agent on the same volumes, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line of ``agent-shim run``; what is None or empty comes from agent.json."""
+    """The command line of ``agent-shim run``; None or "" means the value of agent.json."""
 
     config: Path | None
     paths: Paths
@@ -91,7 +91,7 @@ def _read_config(path: Path | None) -> settings.AgentConfig:
 
 
 class Daemon:
-    """Everything that lives as long as the process."""
+    """State with the lifetime of the process."""
 
     def __init__(self, options: Options, config: settings.AgentConfig) -> None:
         self._options = options
@@ -109,13 +109,13 @@ class Daemon:
 
     @property
     def _phase(self) -> str:
-        """How far the agent is, for people; ``running`` when it answers."""
+        """The phase of the agent as text; ``running`` when it answers requests."""
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:
-        """Boot, answer, and on SIGTERM or SIGINT go, leaving the jobs as they are.
+        """Boot, answer requests, and end on SIGTERM or SIGINT without touching the jobs.
 
-        As process 1 of a container the same signals are its end: then the jobs are stopped in order first.
+        As process 1 of a container it first stops the jobs in order, because these signals end the container.
         """
         process.default_signals()
         process.disable_core_dumps()
@@ -149,7 +149,7 @@ class Daemon:
             await asyncio.to_thread(self._fence.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:
-        """Wait until no other agent uses our volumes; nothing is touched, and nobody answered, until then."""
+        """Wait until no other agent uses the volumes; until then write nothing and answer no request."""
         said = ""
         while rival := await asyncio.to_thread(find):
             self._stage = f"waiting until another agent ends: {rival}"
@@ -170,7 +170,7 @@ class Daemon:
         elif live.orderly is not None:
             live.orderly.hurry.set()
         else:
-            # The container is killed when the grace is over: a second of it is for our own end.
+            # The container is killed at the end of the grace: one second is reserved for the agent's own end.
             live.begin_orderly_stop(max(1.0, self._config.shim.grace - 1)).add_done_callback(lambda _: self._stop.set())
 
     @asynccontextmanager
@@ -249,7 +249,7 @@ class Daemon:
 
 
 def _was_given_up(paths: Paths, agent_id: str) -> bool:
-    """Whether the Director has sent ``shutdown`` to this very agent before."""
+    """True if the Director has sent ``shutdown`` to this agent_id."""
     try:
         return paths.given_up.read_text() == agent_id
     except OSError:

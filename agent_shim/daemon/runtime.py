@@ -1,8 +1,8 @@
-"""The agent once it knows who it is: services and edges wired, named root tasks, and how it goes away.
+"""The agent with known settings: the wiring of services and edges, named root tasks, and shutdown.
 
-Everything that can go wrong outside is handled inside root tasks, so the end of one is a bug. It is begun again, and
-the others go on; when the bus, the lane of tasks or the heartbeat keeps failing, or the supervisor loses a service, the
-daemon ends with a traceback, and the init of the container starts the agent anew. Jobs go on in any case.
+Root tasks handle the failures of their environment, so the end of one is a bug. It is restarted, and the others are not
+affected. If the bus, the lane of tasks or the heartbeat keeps failing, or the supervisor loses a service, the daemon
+exits with a traceback, and the init of the container restarts the agent. Jobs keep running in each case.
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ logger = logging.getLogger(__name__)
 GIVEN_UP: Final = "shut down by the Director"
 STOPPING: Final = "the container ends and all jobs are being stopped"
 TERMINATION_LOG: Final = Path("/dev/termination-log")
-"""What Kubernetes shows of a container that has ended (kubectl describe pod)."""
+"""The file whose content Kubernetes shows for an ended container (kubectl describe pod)."""
 FENCED_GRACE: Final = 10.0
-"""Seconds for jobs whose volume another agent has taken."""
+"""Stop timeout in seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
-"""Root tasks without which the agent is none: a fresh process is tried when one of them keeps failing."""
+"""Essential root tasks: the agent restarts if one of them keeps failing."""
 LAST_WORDS: Final = 1.0
-"""Seconds in which the replies to held polls may leave before the bus is left."""
+"""Seconds for replies to waiting polls before the agent disconnects from the bus."""
 
 
 class Runtime:
-    """One agent_id with everything it uses; ``serve`` is its life.
+    """One agent_id with its services and edges; ``serve`` runs it.
 
-    ``phase`` says for people how far it is, ``running`` when it answers; ``vitals`` are those of the last heartbeat.
+    ``phase`` is its progress as text, ``running`` when it answers; ``vitals`` are those of the last heartbeat.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Runtime:
         disown: Callable[[], None],
         stop: asyncio.Event,
     ) -> None:
-        """Once ``stop`` is set it ends, and leaves the jobs as they are.
+        """``stop`` ends the agent and leaves the jobs running.
 
-        ``disown`` is called when another agent has taken a volume: nothing of the process writes there then.
+        ``disown`` is called when another agent has taken a volume, and stops all writes of the process to it.
         """
         self.phase = "booting"
         self._begun_at = time.monotonic()
@@ -151,7 +151,7 @@ class Runtime:
         self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
 
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
-        """The first address chooses: the bosh CLI calls over HTTPS, a Director over NATS (mbus/handler_provider.go)."""
+        """Choose the bus by the first address: HTTPS (bosh CLI) or NATS (Director) (mbus/handler_provider.go)."""
         if self._shim.spec:
             from agent_shim.daemon.standalone import NoBus
 
@@ -173,10 +173,10 @@ class Runtime:
             reread=store.other_mbus,
         )
 
-    # --- its life ---------------------------------------------------------------------------------------------------
+    # --- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Boot, then answer until told to stop."""
+        """Boot, then answer requests until ``stop`` is set."""
         agent = self.agent
         steps = boot.steps(agent, self.comeback, monit_password=self._shim.monit.password)
         async with agent.supervisor:
@@ -184,7 +184,7 @@ class Runtime:
                 return
             self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
             await agent.tasks.resume(self.dispatcher.resumed())
-            gc.freeze()  # what boot has made stays: no later collection looks at it again
+            gc.freeze()  # objects of the boot are permanent: later collections skip them
             self.phase = "running"
             async with self._ports():
                 await self._run(self.dispatcher, [step for step in steps if step.late])
@@ -196,7 +196,7 @@ class Runtime:
 
     @asynccontextmanager
     async def _ports(self) -> AsyncIterator[None]:
-        """Be where monit, and the Go agent for monit, would be."""
+        """Serve the ports of monit and of the Go agent's mail server for monit."""
         paths, monit = self.agent.paths, self._shim.monit
         http = monit.http or (MONIT_HTTP if paths.is_system else "off")
         mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
@@ -215,7 +215,7 @@ class Runtime:
             booted.set()
 
         async def come_back() -> None:
-            await booted.wait()  # jobs may ask for the authorities of this machine as soon as they are started
+            await booted.wait()  # jobs need the trusted authorities as soon as they start
             await self.comeback.run()
 
         roots: dict[str, Callable[[], Awaitable[None]]] = {
@@ -255,10 +255,10 @@ class Runtime:
         except BaseExceptionGroup as broken:
             raise broken.exceptions[0] from None
 
-    # --- how it goes away -------------------------------------------------------------------------------------------
+    # --- shutdown ----------------------------------------------------------------------------------------------------
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Stop all jobs in order, once; from now on nothing that changes the machine is done."""
+        """Stop all jobs in order, once; refuse all later changes of the machine."""
         if self.orderly is None or self._ending is None:
             assert self.dispatcher is not None
             self.phase = STOPPING
@@ -273,11 +273,11 @@ class Runtime:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 
     def _shut_down(self) -> None:
-        # Not awaited: the Director does not wait for the answer either, and deletes the container next.
+        # Not awaited: the Director deletes the container without waiting for the reply.
         self._ending = asyncio.create_task(self._give_up(), name="shutdown")
 
     async def _give_up(self) -> None:
-        """Stop all jobs, leave the bus, and stay idle, after a restart too."""
+        """Stop all jobs, disconnect from the bus, and stay idle, also after a restart."""
         agent = self.agent
         self.phase = GIVEN_UP
         try:
@@ -293,11 +293,11 @@ class Runtime:
             self._given_up.set()
 
     def _fenced_off(self, why: str) -> None:
-        """Another agent has taken a volume: it took us for dead. Whatever goes on here does harm."""
+        """End the jobs and the bus: another agent has taken a volume, and further writes would do harm."""
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = f"fenced off: {why}"
-            # At once: a Director that asks would get two answers, and all roots write to the volume.
+            # At once: the Director would get two replies, and all root tasks write to the volume.
             if self.dispatcher is not None:
                 self.dispatcher.refusing = self.phase
             self._given_up.set()
@@ -311,7 +311,7 @@ class Runtime:
         except (HostError, ActionError) as exc:
             logger.error("cannot stop all jobs: %s", exc)
 
-    # --- what the edges ask -----------------------------------------------------------------------------------------
+    # --- requests of the edges --------------------------------------------------------------------------------------
 
     async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
         assert self.dispatcher is not None
@@ -343,7 +343,7 @@ class Runtime:
         )
 
     async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What the command ``monit`` and clients of its API ask, as ``supervisor.monit.monit_api`` has it."""
+        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit.monit_api``)."""
         obstacle = "" if self.phase == "running" else self.phase
         found = await monit_api.answer(self.agent.supervisor, request, obstacle=obstacle)
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
@@ -355,7 +355,7 @@ class Runtime:
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
     async def _announce_shutdown(self) -> None:
-        """Best effort, as the notice only silences the Health Monitor (notification/concrete_notifier.go)."""
+        """Send the shutdown notice; best effort, it only silences the Health Monitor (concrete_notifier.go)."""
         try:
             await self._tell("shutdown", b"null")
         except BusError as exc:
@@ -368,7 +368,7 @@ class Runtime:
         await self.bus.rotate(wanted)
 
     async def _settings_changed(self, found: settings.Effective) -> None:
-        """New settings of the CPI; credentials that cannot be used are no reason to lose the link there is."""
+        """Apply new settings of the CPI; invalid credentials do not end the current link."""
         if found.mbus == self.bus.mbus:
             return
         try:
@@ -385,7 +385,7 @@ class Runtime:
     def _process_event(self, event: Event) -> None:
         agent = self.agent
         ips = {network.ip for network in agent.settings.current.networks.values() if network.ip}
-        # What apply filled in for dynamic networks, of which the settings know no address.
+        # Addresses that apply filled in for dynamic networks, absent from the settings.
         stored = [network for network in agent.spec.current.networks.values() if isinstance(network, dict)]
         ips |= {str(network["ip"]) for network in stored if network.get("ip")}
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
@@ -401,7 +401,7 @@ def assemble(
     fence: VolumeLeases,
     ssh_port: int = 22,
 ) -> Agent:
-    """The services of an agent, wired."""
+    """Create and wire the services of an agent."""
     spec = SpecStore(paths)
     of_jobs = partial(_processes_of_jobs, supervisor)
     environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
@@ -431,19 +431,19 @@ def assemble(
 
 
 def certificates(mbus: settings.Mbus) -> dict[str, str]:
-    """What the agent shows, and what it trusts, as PEM texts by their names in metrics and warnings."""
+    """The agent's certificate and its authority as PEM texts, by their names in metrics and warnings."""
     if is_https(mbus):
         return {certificate_watch.DOOR: mbus.certificate}
     return {"client": mbus.certificate, "CA": mbus.ca}
 
 
 def is_https(mbus: settings.Mbus) -> bool:
-    """Whether the bosh CLI calls, instead of a Director over NATS."""
+    """True if the bosh CLI connects over HTTPS, instead of a Director over NATS."""
     return mbus.scheme == "https"
 
 
 def _no_firewall(paths: Paths, *, is_wanted: bool) -> str:
-    """Why rules of the packet filter are none of our business here, "" where they are."""
+    """The reason the agent manages no packet filter rules here; "" if it does."""
     if not is_wanted:
         return "it is switched off in agent.json"
     if not boot.owns_system(paths):
@@ -452,7 +452,7 @@ def _no_firewall(paths: Paths, *, is_wanted: bool) -> str:
 
 
 async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
-    """Wait for ``work`` or ``stop``; False for the latter."""
+    """Wait for ``work`` or ``stop``; return False for the latter."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -466,13 +466,13 @@ async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
 
 
 def _processes_of_jobs(supervisor: Supervisor) -> set[int]:
-    """The processes of all jobs with all that they have started."""
+    """The processes of all jobs and their descendants."""
     leaders = [service.pid for service in supervisor.services() if service.pid]
     return proc.descent(proc.children(proc.table()), leaders)
 
 
 def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Tell Kubernetes how it ended, where there is one; the file is its mount and is never made."""
+    """Write the outcome for Kubernetes; the file is its mount and is never created."""
     try:
         with path.open("r+") as opened:
             opened.write(text)

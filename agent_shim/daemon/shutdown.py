@@ -1,8 +1,8 @@
-"""The orderly stop of all jobs when their container ends: what a preStop hook, SIGTERM to process 1 and ``drain`` run.
+"""The orderly stop of all jobs at the end of a container, run by a preStop hook, SIGTERM to process 1 and ``drain``.
 
-All of it fits the grace: pre-stop and drain scripts of all jobs (every process stays up until the last drain has
-ended), stop, post-stop. The last seconds belong to KILL. Nothing here is what the Director wants: no marker is left,
-and the jobs come back with the container.
+All steps fit into the grace: pre-stop and drain scripts of all jobs (every process stays up until the last drain has
+ended), stop, post-stop. The last seconds are reserved for KILL. The Director's wanted state is unchanged: no marker is
+written, and the jobs return with the container.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from agent_shim.services.scripts import drain_arguments
 logger = logging.getLogger(__name__)
 
 KILL_RESERVE: Final = 3.0
-"""Seconds before the end of the grace in which scripts are waited for no more."""
+"""Seconds before the end of the grace at which scripts are cut short."""
 SHORTEST: Final = 1.0
-"""Seconds that stopping gets however little is left."""
+"""Minimum seconds for the stop."""
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
 )
@@ -32,13 +32,13 @@ NEXT_STATES: Final = dict.fromkeys(
 
 @dataclass
 class Shutdown:
-    """One stop; ``hurry`` cuts the scripts short, ``reasons`` say what was not clean."""
+    """One stop; ``hurry`` cuts the scripts short, ``reasons`` list deviations from a clean stop."""
 
     grace: float
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     reasons: list[str] = field(default_factory=list)
     ends_at: float = 0.0
-    """Monotonic time at which all of it is over."""
+    """Monotonic time of the end of the grace."""
 
     @property
     def summary(self) -> str:
@@ -46,7 +46,7 @@ class Shutdown:
         return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
 
     async def run(self, agent: Agent) -> None:
-        """Stop the jobs; returns within the grace, whatever they do."""
+        """Stop the jobs; always returns within the grace."""
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE, self.grace / 2)
         jobs = agent.spec.current.job_names
@@ -72,7 +72,7 @@ class Shutdown:
         await agent.scripts.drain(jobs, drain_arguments("shutdown", now, None), now, None, self.hurry)
 
     async def _script(self, name: str, work: Awaitable[None], until: float) -> None:
-        """Run one kind of script until ``until`` (monotonic) or until somebody is in a hurry."""
+        """Run one kind of script until ``until`` (monotonic) or until ``hurry`` is set."""
         working = asyncio.ensure_future(work)
         hurried = asyncio.ensure_future(self.hurry.wait())
         try:
@@ -82,7 +82,7 @@ class Shutdown:
             if not working.done():
                 self.reasons.append(f"{name} scripts were cut short")
                 working.cancel()
-                # Their end may take half of what is left; the other half is for the processes.
+                # Their end may take half of the remaining time; the other half is for the processes.
                 await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
             elif (error := working.exception()) is not None:
                 self.reasons.append(f"{name}: {error}")

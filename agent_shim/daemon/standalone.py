@@ -1,9 +1,9 @@
-"""Without a Director: the jobs and packages of a directory are deployed when the agent starts.
+"""Deploy the jobs and packages of a directory at the start of the agent, without a Director.
 
-``AgentShim.spec`` in agent.json names the directory. It holds ``jobs/NAME`` (templates rendered: ``monit``, ``bin``,
+``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
 ``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
-``instance.json``, if the instance is to have a name. Jobs are copied, since they get modes, owners and links to the
-packages; packages are used where they are. The order is that of the Director: pre-start, start, post-start when all
+optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages;
+packages are used in place. The order is that of the Director: pre-start, start, post-start when all
 processes run. Probes, metrics, restarts and the orderly stop are those of every agent.
 """
 
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 INSTANCE: Final = "instance.json"
 TASK: Final = "deploy"
 LOOK: Final = 0.2
-"""Seconds between two looks whether the jobs run."""
+"""Interval of checks for running jobs, in seconds."""
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """``instance.json``: what a Director would call this instance; ``persistent_disk`` in MiB, for drain scripts."""
+    """``instance.json``: the Director's names for this instance; ``persistent_disk`` in MiB, for drain scripts."""
 
     deployment: str = "standalone"
     name: str = ""
@@ -54,7 +54,7 @@ class Instance(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What lies in the directory: the spec that a Director would have sent, and where its parts are."""
+    """Content of the directory: the spec as a Director would send it, and the paths of its parts."""
 
     spec: ApplySpec
     jobs: Mapping[str, Path]
@@ -63,7 +63,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds before the second attempt, and between attempts at most."""
+    """Seconds: the first and the longest pause between attempts."""
 
     first: float = 1.0
     limit: float = 30.0
@@ -73,7 +73,7 @@ class Pace:
 
 
 def instance(directory: Path) -> Instance:
-    """Who we are: the host's name where nothing else is said. Raises ``ConfigError``."""
+    """Read ``instance.json``; the default is the host name. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Instance)
@@ -85,7 +85,7 @@ def instance(directory: Path) -> Instance:
 
 
 def write_settings(paths: Paths, directory: Path) -> Path:
-    """What a CPI would have written, as far as an agent without a bus needs it; blocks. Raises ``ConfigError``."""
+    """Settings as a CPI would write them for an agent without a bus; blocks. Raises ``ConfigError``."""
     path = paths.bosh / "standalone.json"
     files.make_dir(path.parent, 0o700)
     document = {"agent_id": instance(directory).id.replace(".", "-")}
@@ -94,7 +94,7 @@ def write_settings(paths: Paths, directory: Path) -> Path:
 
 
 def read(directory: Path) -> Rendered:
-    """Look through the directory; blocks. Raises ``ActionError`` when it holds no jobs or a name is no good."""
+    """Read the directory; blocks. Raises ``ActionError`` if it has no jobs or a name is invalid."""
     found = {kind: _members(directory, kind) for kind in ("job", "package")}
     if not found["job"]:
         raise ActionError(f"cannot deploy {directory}: no job lies in {directory / 'jobs'}")
@@ -118,7 +118,7 @@ def read(directory: Path) -> Rendered:
 
 
 def _members(directory: Path, kind: str) -> dict[str, Path]:
-    """The directories below ``jobs`` or ``packages``, without what the kubelet puts beside (``..data``)."""
+    """The directories below ``jobs`` or ``packages``, without entries of the kubelet (``..data``)."""
     try:
         paths = sorted((directory / f"{kind}s").iterdir())
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _members(directory: Path, kind: str) -> dict[str, Path]:
 
 
 def _version(tree: Path) -> str:
-    """Changes when a file of the tree does: its name, size, mode or time."""
+    """A digest of names, sizes, modes and times of all files in the tree."""
     seen = hashlib.sha256()
     for here, directories, names in os.walk(tree):
         directories[:] = sorted(name for name in directories if not name.startswith(".."))
@@ -141,7 +141,7 @@ def _version(tree: Path) -> str:
 
 
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
-    """Put jobs, as copies, and packages, as links, where bundles lie; blocks. Raises ``HostError``."""
+    """Install jobs as copies and packages as links among the bundles; blocks. Raises ``HostError``."""
     for target, (kind, source) in targets.items():
         files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)
         if kind == "package":
@@ -161,7 +161,7 @@ def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
 
 
 class NoBus:
-    """A bus on which nobody is: alerts go to the log."""
+    """A bus without peers: alerts go to the log."""
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -171,19 +171,19 @@ class NoBus:
     async def run(self) -> NoReturn:
         """Wait for ever."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("read-only")
 
     async def drain(self, patience: float) -> None:
-        """There is nothing to wait for."""
+        """Return at once: there is no link."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Log an alert; nobody misses a heartbeat."""
+        """Log an alert; drop a heartbeat."""
         if subject.startswith("hm.agent.alert."):
             alert = msgspec.json.decode(data)
             logger.warning("alert: %s: %s", alert["title"], alert["summary"])
 
     async def rotate(self, mbus: Mbus) -> None:
-        """There is nothing to go over to."""
+        """Do nothing: there is no other bus."""
 
 
 class Standalone:
@@ -191,23 +191,23 @@ class Standalone:
 
     def __init__(self, agent: Agent, directory: Path, *, pace: Pace = Pace()) -> None:
         self.obstacle = "the jobs are being deployed"
-        """Why the jobs are not deployed."""
+        """The reason the jobs are not deployed; "" without one."""
         self._agent = agent
         self._directory = directory
         self._pace = pace
         self._is_new = False
 
     async def run(self) -> NoReturn:
-        """Attempt until it is done; then there is nothing more to do, for ever."""
+        """Attempt until the deployment succeeds, then wait for ever."""
         pause = self._pace.first
         while not await self._is_deployed():
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._pace.limit)
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("read-only")
 
     async def _is_deployed(self) -> bool:
-        """One attempt; what is in the way is told in ``obstacle``."""
+        """Make one attempt; set ``obstacle`` on failure."""
         try:
             rendered = await asyncio.to_thread(read, self._directory)
             if not self._holds(rendered.spec):
@@ -228,14 +228,14 @@ class Standalone:
         return True
 
     async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do it in the lane of tasks, beside no other; raises ``ActionError`` with the text of a failure."""
+        """Run in the lane of tasks, one at a time; raises ``ActionError`` with the text of a failure."""
         task = self._agent.tasks.submit(TASK, work)
         await task.ended.wait()
         if task.state != "done":
             raise ActionError(str(task.outcome))
 
     def _holds(self, wanted: ApplySpec) -> bool:
-        """Whether this very spec was deployed: then the jobs come back by themselves, or stay as somebody left them."""
+        """True if this spec is already deployed: then job recovery starts the jobs, or they stay stopped."""
         agent = self._agent
         has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()
         return has_been and agent.spec.current.configuration_hash == wanted.configuration_hash

@@ -1,4 +1,4 @@
-"""What is shown of an agent that knows who it is, to people and their tools: status, readiness, metrics."""
+"""Status, readiness and metrics of an agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_shim.supervisor.supervisor import ServiceInfo
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
-    """Whether the boot is over (``level`` boot), the bus connected too (agent), and the jobs run too; and why (not)."""
+    """Return readiness and its reason: boot complete (``level`` boot), also bus (agent), also jobs (jobs)."""
     if live.phase != "running":
         return False, live.phase
     if level == "boot":
@@ -37,7 +37,7 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 
 async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
-    """The answer to ``agent-shim status``; the members are there, empty, before there are settings (``live`` None)."""
+    """The answer to ``agent-shim status``; without settings (``live`` None) all members exist with empty values."""
     found: dict[str, Any] = {
         "version": __version__,
         "phase": phase,
@@ -86,13 +86,13 @@ async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any
 
 
 def _firewall(live: Runtime) -> dict[str, Any] | None:
-    """Whether jobs are kept from the bus and why not; None where there is no bus that they could reach."""
+    """``enforced`` and ``why`` not, for the rules that block jobs from the bus; None without a NATS bus."""
     mbus, obstacle = live.bus.mbus, live.firewall.obstacle
     return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
 
 
 def _heartbeat_age(live: Runtime) -> float | None:
-    """Seconds since the last heartbeat; None before the first, and on a bus that has none."""
+    """Seconds since the last heartbeat; None before the first, and on a bus without heartbeats."""
     sent_at = None if is_https(live.bus.mbus) else live.heartbeat.sent_at
     return None if sent_at is None else time.monotonic() - sent_at
 
@@ -111,7 +111,7 @@ def _warnings(live: Runtime) -> list[str]:
 
 
 async def _disk(agent: Agent) -> str:
-    """The persistent disk in a line: how far a migration is, what is wrong, or whether there is one."""
+    """The persistent disk in a line: progress of a migration, a problem, ``mounted`` or ``none``."""
     if (progress := agent.disks.progress()) is not None:
         return f"migration, {progress}"
     return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted() else "none")
@@ -163,7 +163,7 @@ def readings(live: Runtime) -> metrics.Readings:
 
 @functools.cache
 def _stemcell(directory: Path) -> tuple[str, str] | None:
-    """What the image says of itself; None for one that is no stemcell."""
+    """Operating system and version of the stemcell; None for another image."""
     try:
         system, version = ((directory / name).read_text().strip() for name in ("operating_system", "stemcell_version"))
     except OSError:

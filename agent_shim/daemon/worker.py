@@ -1,10 +1,10 @@
-"""The worker: a short-lived process that does one heavy thing and gives its memory back to the system by ending.
+"""The worker: a short-lived process for one heavy request, whose exit returns its memory to the system.
 
-``python -m agent_shim.daemon.worker PARENT`` reads one request from standard input, does it, and writes one answer to
-standard output (shapes and client half: ``host.worker_client``). Foreseen failures are part of the answer; anything
-else ends it with a traceback. It tidies up when it is terminated, which also happens when its parent goes.
+``python -m agent_shim.daemon.worker PARENT`` reads one request from standard input, executes it, and writes one answer
+to standard output (types and client: ``host.worker_client``). Expected failures are part of the answer; any other ends
+the worker with a traceback. It removes temporary files when it is terminated, also at the end of its parent.
 
-Every action that needs one waits for its imports: each kind of request has its own.
+Its start delays the action, so each kind of request imports only its own modules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Do one request; 143 when terminated."""
+    """Execute one request; the exit code is 143 when terminated."""
     worker_client.become_worker(int(sys.argv[1]))
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     temps: list[Path] = []
@@ -53,7 +53,7 @@ def main() -> int:
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     finally:
-        # Here no thread writes any more: each fails when its file is closed, and the loop has waited for them.
+        # No thread writes any more: each fails when its file is closed, and the loop has waited for them.
         for temp in temps:
             files.remove_tree(temp)
     sys.stdout.buffer.write(msgspec.json.encode(done))
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 async def serve(request: Request, temps: list[Path]) -> Done:
-    """Do ``request``; what has to be removed afterwards, however it ends, is added to ``temps``."""
+    """Execute ``request``; add every file to remove afterwards, also on failure, to ``temps``."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -86,7 +86,7 @@ async def serve(request: Request, temps: list[Path]) -> Done:
 
 
 def _refused(request: Request, exc: OSError) -> str:
-    """What the system refused: the file that it names, else the one that was being written, and the room there is."""
+    """Describe a failed system call: its file, else the file being written, and the free space."""
     if exc.filename is not None or not isinstance(request, Get | Pack):
         return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
     free = shutil.disk_usage(Path(request.path).parent).free
@@ -129,7 +129,7 @@ async def _pack(request: Pack) -> Done:
 def _mirror(request: CopyTree) -> Done:
     from agent_shim.host import copytree
 
-    # There is nothing to tidy up: whenever it is killed, the next one goes on where it was.
+    # No clean-up: the next worker resumes an interrupted copy.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     progress = Path(request.progress)
 
@@ -143,7 +143,7 @@ def _mirror(request: CopyTree) -> Done:
 def _rotate(request: Rotate) -> Done:
     from agent_shim.host import copytruncate
 
-    # Each step leaves files whole: it may be killed between any two.
+    # Each step leaves complete files: the worker may be killed between any two.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
     root = os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -163,18 +163,18 @@ def _rotate(request: Rotate) -> Done:
 
 FETCHING = {"job": "Getting job source from blobstore: ", "package": "Fetching package blob: ", "source": ""}
 INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package directory: ", "source": ""}
-"""The words of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
+"""Error texts of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
 
 
 MOST_SYNCS = 4
-"""Directories that are brought to disk one by one; beyond it one call for the file system takes less."""
+"""Maximum number of directories synced one by one; beyond it one sync of the file system is cheaper."""
 
 UNREACHED = Outcome("it was not reached")
 
 
 @dataclass(slots=True)
 class _Piece:
-    """One target on its way: unpacked to ``temp``, which becomes ``target.path`` when all are on disk."""
+    """One target, unpacked to ``temp``; renamed to ``target.path`` when all are on disk."""
 
     target: Target
     temp: Path
@@ -182,7 +182,7 @@ class _Piece:
 
 
 async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
-    """All targets; those from one blob share its transfer. A failed one does not keep the others from succeeding."""
+    """Install all targets; those of one blob share its transfer. The failure of one does not affect the others."""
     from agent_shim.services.blobstore.blobs import Blobs
 
     paths = Paths(Path(request.base))
@@ -232,14 +232,14 @@ def _unpack(file: BinaryIO, piece: _Piece, owner: str | None) -> None:
 
 
 def _newest(tree: Path) -> int:
-    """When the youngest file in it was modified, but for those that claim to come from the future."""
+    """The latest modification time in the tree, without times in the future."""
     now = tree.stat().st_ctime
     found = (Path(here, name).lstat() for here, _, names in os.walk(tree) for name in names)
     return int(max((each.st_mtime for each in found if stat.S_ISREG(each.st_mode) and each.st_mtime <= now), default=0))
 
 
 def _finish(pieces: Sequence[_Piece]) -> None:
-    """Bring what was unpacked to disk, then give it its names: a crash leaves whole directories or none."""
+    """Sync unpacked directories, then rename them: a crash leaves complete directories or none."""
     places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
     for place in places.values():
         files.sync_filesystem(place)
@@ -252,7 +252,7 @@ def _finish(pieces: Sequence[_Piece]) -> None:
             if len(pieces) <= MOST_SYNCS:
                 files.sync_directory(path.parent)
         except OSError as exc:
-            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another worker was faster
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
     if len(pieces) > MOST_SYNCS:
         for place in places.values():
