@@ -48,7 +48,7 @@ def cpu_times(proc: Path = PROC) -> CpuTimes:
 
 
 def memory(proc: Path = PROC) -> Memory:
-    """Memory and swap; memory in use is what is not available."""
+    """Memory and swap; the difference from the available memory is in use."""
     psutil = _psutil(proc)
     try:
         with warnings.catch_warnings():  # about members of psutil's answer that are not used here

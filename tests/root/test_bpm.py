@@ -377,7 +377,7 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
     ),
     "shutdown_signal": lambda found, _: (found["last"], ["got SIGINT", "got SIGTERM"]),
 }
-"""What is seen of each key of bpm.yml, and what the table of docs/bpm.md, by the cell of the level, says that is."""
+"""For each key of bpm.yml: the observed value, and the value that the cell of docs/bpm.md promises for the level."""
 
 
 def test_every_key_of_the_table_is_looked_at() -> None:

@@ -193,7 +193,17 @@ RAW: Mapping[str, Raw] = {
     "host.proc": Raw(
         KERNEL,
         frozenset(
-            {"_read", "boot_id", "incarnation", "last_number", "open_files", "table", "table_of_few", "uses.of_one"}
+            {
+                "_read",
+                "boot_id",
+                "incarnation",
+                "last_number",
+                "open_files",
+                "table",
+                "table_of_few",
+                "has_our_root",
+                "uses.of_one",
+            }
         ),
     ),
     "host.process": Raw(
@@ -245,6 +255,7 @@ RAW: Mapping[str, Raw] = {
                 "Bpm._file",
                 "Bpm._make_directories",
                 "Bpm._memory_limit",
+                "Bpm._packages_elsewhere",
                 "Bpm._places",
                 "Bpm.is_in_use",
                 "Bpm.kill_hogs",
