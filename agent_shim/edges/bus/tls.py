@@ -77,7 +77,9 @@ def check_server_name(server: ssl.SSLObject) -> None:
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
-        raise ssl.SSLCertVerificationError("server Certificate CommonName does not match *.nats.bosh-internal")
+        # With a number before it the text is shown as it is.
+        reason = "server Certificate CommonName does not match *.nats.bosh-internal"
+        raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
 
 
 def _load_ca(context: ssl.SSLContext, ca: str) -> None:
