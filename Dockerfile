@@ -52,7 +52,7 @@ FROM ${BASE_IMAGE}
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
     strace sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
-# What people reach for in `bosh ssh`; `bosh pcap` runs tcpdump. A debugger, which takes 60 MB, is there if asked for: gdb.
+# What people reach for in `bosh ssh`; `bosh pcap` runs tcpdump. A debugger, which takes 30 MB on bookworm, is there if asked for: gdb.
 ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
 ARG DEBUGGER=
 # Modules that syslog-release loads.
