@@ -14,7 +14,7 @@ import pytest
 def test_under_a_svlogd_a_line_is_logged_once(tmp_path: Path, holder: str) -> None:
     """It holds the lock of the directory into which it writes what comes by stderr (runit, svlogd.c)."""
     code = (
-        "import logging, sys; from pathlib import Path; from agent_shim import log\n"
+        "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current')); logging.warning('one line')"
     )
     lock = (tmp_path / "lock").open("w")

@@ -450,7 +450,7 @@ async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_p
     server.plan = [http.SILENT]
     program = f"""
 import asyncio
-from agent_shim.host import helper, process
+from agent_shim.host import process, worker_client
 from agent_shim.core.settings import Blobstore
 spawn = process.spawn
 def spy(*arguments, **options):
@@ -458,8 +458,8 @@ def spy(*arguments, **options):
     print(worker.pid, flush=True)
     return worker
 process.spawn = spy
-source = helper.BlobRef(signed_url="{server.url}/b", digest="00")
-asyncio.run(helper.work(helper.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
+source = worker_client.BlobRef(signed_url="{server.url}/b", digest="00")
+asyncio.run(worker_client.work(worker_client.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
 """
     parent = await asyncio.to_thread(
         subprocess.Popen, [sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0

@@ -116,14 +116,14 @@ def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -
 
 SHELL = """
 import fcntl, pty, struct, termios, msgspec
-from agent_shim import control
+from agent_shim.edges import control_server
 from agent_shim.services.bundles import install_bpm_wrapper
-from agent_shim.supervisor import bpm_answers
+from agent_shim.supervisor.bpm import bpm_api
 install_bpm_wrapper(paths)
 paths.shim_run.mkdir(exist_ok=True)
 
 async def answer(request, _):
-    return msgspec.json.encode(await bpm_answers.answer(supervisor.bpm, request))
+    return msgspec.json.encode(await bpm_api.answer(supervisor.bpm, request))
 
 (paths.jobs / "web/config/bpm.yml").write_text(f'''
 processes:
@@ -143,7 +143,7 @@ push = "import fcntl, termios\\nfor each in b'echo pushed\\\\n': fcntl.ioctl(0, 
 for name in (".bashrc", "push"):
     shutil.chown(paths.data / "web" / name, "vcap")
 typed, seen = TYPED, b""
-async with control.listening(paths.control_socket, answer):
+async with control_server.listening(paths.control_socket, answer):
     pid, master = pty.fork()
     if pid == 0:
         os.execv("/bin/bash", ["bash", "--norc", "--noprofile", "-c", OPERATOR])

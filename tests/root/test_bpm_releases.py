@@ -19,9 +19,9 @@ pytestmark = pytest.mark.root
 
 AGENT = """
 import msgspec, socket, textwrap
-from agent_shim import control
+from agent_shim.edges import control_server
 from agent_shim.services.bundles import install_bpm_wrapper
-from agent_shim.supervisor import bpm_answers
+from agent_shim.supervisor.bpm import bpm_api
 install_bpm_wrapper(paths)
 paths.shim_run.mkdir(exist_ok=True)
 for name in ("web", "other"):
@@ -30,7 +30,7 @@ tool = "/var/vcap/jobs/bpm/bin/bpm"
 outcome = {}
 
 async def answer(request, _):
-    return msgspec.json.encode(await bpm_answers.answer(supervisor.bpm, request))
+    return msgspec.json.encode(await bpm_api.answer(supervisor.bpm, request))
 
 def deploy(job, files):
     # As the Director and the agent leave it: root's, readable for vcap, behind a link.
@@ -82,7 +82,7 @@ def children(pid):
     lines = [proc.command_line(each).split() for each in proc.children(proc.table()).get(pid, [])]
     return sorted(line[0] for line in lines if line)  # what is ending has none
 
-async with control.listening(paths.control_socket, answer):
+async with control_server.listening(paths.control_socket, answer):
     BODY
 return outcome
 """

@@ -19,7 +19,7 @@ LONG = "x" * 65
 
 def say(made: Machine, before: str, expression: str) -> list[str]:
     """What Python prints in a UTS namespace of its own: the value of ``expression``, and the host name."""
-    code = f"import socket; from agent_shim.host import naming; print({expression}); print(socket.gethostname())"
+    code = f"import socket; from agent_shim.host import hostname; print({expression}); print(socket.gethostname())"
     inside = f"hostname {RUNTIME}; {before}; cd {CODE}; exec {sys.executable} -c {shlex.quote(code)}"
     return made.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()
 
@@ -35,7 +35,7 @@ def say(made: Machine, before: str, expression: str) -> list[str]:
 )
 def test_the_container_is_named_where_nothing_else_names_it(tmp_path: Path, before: str, name: str, why: str) -> None:
     with machine(tmp_path) as made:
-        said = say(made, before, f"naming.set_host_name({name!r})")
+        said = say(made, before, f"hostname.set_host_name({name!r})")
 
         named = RUNTIME if why else name
         assert said == [why, named]
@@ -45,6 +45,8 @@ def test_the_container_is_named_where_nothing_else_names_it(tmp_path: Path, befo
 def test_the_name_of_the_machine_is_left_alone(tmp_path: Path) -> None:
     """Without a namespace of its own the name is that of every other program on the machine."""
     with machine(tmp_path) as made:
-        told = made.run(f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import naming; print(naming.owner())'")
+        told = made.run(
+            f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"
+        )
 
     assert told == "the host name is that of the machine\n"

@@ -38,10 +38,10 @@ def fake(box: Machine) -> Iterator[None]:
 def install(*authorities: Authority, tries: int = 3, patience: float = 60) -> str:
     bundle = "and then\n".join(authority.ca for authority in authorities)
     return (
-        "from agent_shim import certificates\n"
-        f"certificates.PATIENCE = {patience}\n"
-        "certificates.GRACE = 0.1\n"
-        f"return await certificates.Certificates(Paths()).install({bundle!r}, tries={tries})"
+        "from agent_shim.services import trusted_cas\n"
+        f"trusted_cas.PATIENCE = {patience}\n"
+        "trusted_cas.GRACE = 0.1\n"
+        f"return await trusted_cas.TrustedCas(Paths()).install({bundle!r}, tries={tries})"
     )
 
 

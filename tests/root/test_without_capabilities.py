@@ -11,7 +11,7 @@ pytestmark = pytest.mark.root
 
 POWERLESS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
-BOOT = "from agent_shim import boot\nawait boot.boot([boot.tree_step(Paths())])"
+BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Paths())])"
 
 
 def test_boot_keeps_owners_it_may_not_give(box: Machine, inside: Inside) -> None:
@@ -41,7 +41,7 @@ def test_it_is_said_once(inside: Inside) -> None:
     """Twenty directories are one line."""
     script = """
 import logging
-from agent_shim import boot
+from agent_shim.daemon import boot
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
@@ -57,11 +57,11 @@ return said
 def test_job_can_be_installed(box: Machine, inside: Inside) -> None:
     """What the Director sends is unpacked and usable, and root's."""
     script = """
-from agent_shim import bundles
+from agent_shim.services import bundles
 job = Paths().base / "job"
 (job / "bin").mkdir(parents=True)
 (job / "bin/ctl").write_text("x")
-bundles.settle("job", job, "root:vcap")
+bundles.set_owners_and_modes("job", job, "root:vcap")
 """
 
     assert inside(script, *POWERLESS) is None
