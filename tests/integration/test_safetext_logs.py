@@ -21,7 +21,8 @@ def test_bpm_logs_are_safe_for_a_terminal_and_as_they_are_for_a_pipe(tmp_path: P
     log_file.write_bytes(ORDERS)
     program = (
         "import sys; from pathlib import Path; from agent_shim.cli import bpm_logs; "
-        "one = bpm_logs.Log(Path(sys.argv[1]), Path(sys.argv[2])); one.open(); bpm_logs.show([one], 5, is_named=False, follows=False)"
+        "one = bpm_logs.Log(Path(sys.argv[1]), Path(sys.argv[2])); one.open(); "
+        "bpm_logs.show([one], 5, is_named=False, follows=False)"
     )
     argv = [sys.executable, "-c", program, str(log_file), str(tmp_path)]
 
