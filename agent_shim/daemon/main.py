@@ -76,9 +76,13 @@ def main(options: Options) -> int:
     )
     if options.job_logs or config.shim.job_logs:
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
-    if debug := os.environ.pop(DEBUG, ""):
-        loop_guard.install(Path(debug) if Path(debug).is_dir() else None)
-    return asyncio.run(Daemon(options, config).serve())
+    return asyncio.run(Daemon(options, config).serve(guard=os.environ.pop(DEBUG, "")))
+
+
+def _guard_loop(reports: str) -> None:
+    """Guard the event loop from now on if ``AGENT_SHIM_DEBUG`` had this value; "" is none."""
+    if reports:
+        loop_guard.install(Path(reports) if Path(reports).is_dir() else None)
 
 
 def _read_config(path: Path | None) -> settings.AgentConfig:
@@ -112,7 +116,7 @@ class Daemon:
         """The phase of the agent as text; ``running`` when it answers requests."""
         return self._stage if self._live is None else self._live.phase
 
-    async def serve(self) -> int:
+    async def serve(self, *, guard: str = "") -> int:
         """Boot, answer requests, and end on SIGTERM or SIGINT without touching the jobs.
 
         As process 1 of a container it first stops the jobs in order, because these signals end the container.
@@ -127,6 +131,7 @@ class Daemon:
             loop.add_signal_handler(number, log.turn, steps)
         with exclusive_agent(self._paths, "start"):
             self._watchdog.start()
+            _guard_loop(guard)  # what blocks before it delays no connection
             async with self._http():
                 if await until_stopped(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()

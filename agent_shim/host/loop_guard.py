@@ -40,15 +40,18 @@ class _Clock(NamedTuple):
     spawning: float
 
 
-def _now() -> _Clock:
-    return _Clock(
-        time.perf_counter(),
-        time.thread_time(),
-        time.process_time(),
-        _waited_for_processor(),
-        resource.getrusage(resource.RUSAGE_THREAD).ru_majflt,
-        getattr(_per_thread, "spawning", 0.0),
-    )
+def _now(*, is_end: bool) -> _Clock:
+    """Read the clocks; a wait for the processor between two of them must not look like sleep.
+
+    So the wall clock is read last at the beginning and first at the end.
+    """
+    wall = time.perf_counter() if is_end else 0.0
+    cpu = time.thread_time()
+    process = time.process_time()
+    ready = _waited_for_processor()
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    spawning = getattr(_per_thread, "spawning", 0.0)
+    return _Clock(wall if is_end else time.perf_counter(), cpu, process, ready, faults, spawning)
 
 
 @contextlib.contextmanager
@@ -96,11 +99,11 @@ def install(reports: Path | None = None) -> None:
     _installed.append(run)
 
     def guarded(handle: asyncio.Handle) -> None:
-        before = _now()
+        before = _now(is_end=False)
         try:
             run(handle)
         finally:
-            if time.perf_counter() - before.wall >= LIMIT_S and (what := judge(before, _now())):
+            if time.perf_counter() - before.wall >= LIMIT_S and (what := judge(before, _now(is_end=True))):
                 _report(f"the event loop was blocked: a callback {what}: {_named(handle)}", reports)
 
     setattr(asyncio.Handle, "_run", guarded)  # noqa: B010 - a name that is not in the types

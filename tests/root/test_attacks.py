@@ -291,4 +291,4 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
     await pod.run("stop")
 
     assert pod.machine.run("pgrep -c -u vcap perl || true") == "0\n"
-    assert re.findall("the event loop was held: a callback computed.*", pod.log) == []
+    assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
