@@ -227,7 +227,7 @@ async def moving_logs(stand: Stand) -> str:
     expect(took < 300, f"it took {took:.0f} s")
     expect(len(names) > count * 0.6, f"only {len(names)} members of logs of which most are always there")
     expect(not {"fifo.log", "out.log"} & names, "a FIFO or a link that leads out is packed")
-    expect("gone before it was read" in remarks, "it is not told what vanished")
+    expect("vanished before it was read" in remarks, "it is not told what vanished")
     expect("leads out of the directory" in remarks, "it is not told which link leads out")
     expect(watched.disk <= size, f"{watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive")
     grown = watched.memory - before.memory

@@ -56,7 +56,7 @@ async def test_what_fails_is_told(paths: Paths, tmp_path: Path) -> None:
 
 
 async def test_progress_is_seen(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "LOOK", 0.005)
+    monkeypatch.setattr(copying, "POLL_S", 0.005)
     source, target = tmp_path / "from", tmp_path / "to"
     many(source, 3000)
     target.mkdir()
@@ -70,7 +70,7 @@ async def test_progress_is_seen(paths: Paths, tmp_path: Path, monkeypatch: pytes
 
 async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And at once: a copy of hours must not hold up the end of the agent."""
-    monkeypatch.setattr(copying, "LOOK", 0.005)
+    monkeypatch.setattr(copying, "POLL_S", 0.005)
     source, target = tmp_path / "from", tmp_path / "to"
     many(source, 3000)
     target.mkdir()

@@ -92,7 +92,7 @@ def test_a_port_that_somebody_else_has_is_wrong(tmp_path: Path) -> None:
         code, report = examined(tmp_path, "-C", str(config))
 
     assert code == 1
-    assert finding(report, f"port {port}")["found"] == "metrics and probes: somebody else listens there"
+    assert finding(report, f"port {port}")["found"] == "metrics and probes: another program listens there"
 
 
 def test_a_configuration_that_was_named_and_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_monit_needs_the_standard_library_alone() -> None:
 def test_a_probe_imports_little(tmp_path: Path) -> None:
     """Neither the parser of options nor dataclasses, paths, the event loop: they cost more than the question."""
     script = (
-        "import sys; before = set(sys.modules); from agent_shim.cli import main; code = main(sys.argv[1:]); "
+        "import sys; before = set(sys.modules); from agent_shim.cli.main import main; code = main(sys.argv[1:]); "
         "print(code, *sorted(set(sys.modules) - before))"
     )
     argv = [sys.executable, "-S", "-c", script, "probe", "live", "-b", str(tmp_path)]

@@ -38,7 +38,7 @@ async def command(world: World, module: str, line: str) -> tuple[int | None, str
 
 
 async def monit(world: World, line: str) -> tuple[int | None, str]:
-    return await command(world, "monit_cli", line)
+    return await command(world, "cli.monit", line)
 
 
 async def until_summary(world: World, *lines: str) -> None:

@@ -369,7 +369,7 @@ async def test_password_that_ends_the_host_early_is_not_told(address: str) -> No
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
         await until(lambda: bus.stats.last_error != "")
 
-        assert bus.stats.last_error.startswith("cannot connect to the bus at an address that cannot be read: ")
+        assert bus.stats.last_error.startswith("cannot connect to the bus at an unreadable address: ")
         assert not any(secret in bus.stats.last_error for secret in ("hun", "joe", "4711"))
 
 

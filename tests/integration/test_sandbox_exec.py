@@ -77,7 +77,7 @@ async def test_limit_beyond_reach_is_said(tmp_path: Path) -> None:
     beyond = 1 << 40
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": beyond}))
 
-    assert found["agent-shim"] == f"RLIMIT_NOFILE is {hard}, the most that may be had, not {beyond}"
+    assert found["agent-shim"] == f"RLIMIT_NOFILE is {hard}, the hard limit, instead of {beyond}"
     assert found["Max open files"].split()[0] == str(hard)
 
 

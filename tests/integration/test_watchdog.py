@@ -94,7 +94,7 @@ async def test_a_held_agent_is_ended_and_the_next_one_leaves_alone_what_held_it(
     assert "frozen_agent.py" in told[0]["stack"]
     found = processes(await status(world))
     assert found["job0"]["state"] == "failing"
-    assert "held the agent before" in found["job0"]["reason"]
+    assert "blocked the agent before" in found["job0"]["reason"]
     assert found["job1"]["state"] == "running"
     assert found["job1"]["pid"] == pids["job1"]
     assert await world.director.value(AGENT, "ping") == "pong"
