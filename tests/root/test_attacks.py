@@ -159,7 +159,7 @@ async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_no
     logs = pod.machine.run(f"{sys.executable} -m agent_shim.cli.bpm logs -a caged 2>&1 || true")
     assert "BEGIN" not in told + logs + pod.log
     assert CANARY not in told + logs + pod.log
-    assert re.match(r"Error: cannot .*caged\.stderr\.log: it is (not a regular file|a link)", logs)
+    assert re.match(r"Error: cannot .*caged\.stderr\.log: .*(not a regular file|a symbolic link)", logs)
 
     pod.kill()
     await pod.start()
@@ -190,7 +190,7 @@ def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path
     os.lchown(tmp_path / "way/theirs", VCAP, VCAP)
 
     for name in ("new", "there", "deep/er"):
-        with pytest.raises(HostError, match=r"there is a link, theirs, of user 1000"):
+        with pytest.raises(HostError, match=r"the path contains a link, theirs, of user 1000"):
             files.make_dir(tmp_path / "way/theirs" / name, 0o700, f"{VCAP}")
     files.make_dir(tmp_path / "way/ours/new", 0o711)
 
