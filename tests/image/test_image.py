@@ -157,6 +157,14 @@ async def test_wishes_of_a_manifest(site: Site) -> None:
         assert "env.bosh.swap_size: swap belongs to the machine around the container" in container.logs()
 
 
+def test_vcap_becomes_root_by_its_password_alone(podman: Podman, image: str) -> None:
+    """As on a stemcell, where vcap is of the group admin (bosh-linux-stemcell-builder, stages/bosh_users)."""
+    tries = "sudo -n true 2>/dev/null || echo refused; echo secret | sudo -S -p '' id -un"
+    script = f'echo vcap:secret | chpasswd; exec su vcap -s /bin/bash -c "{tries}"'
+
+    assert podman("run", "--rm", "--network=none", image, "sh", "-c", script) == "refused\nroot\n"
+
+
 async def test_packets_can_be_captured(podman: Podman, image: str) -> None:
     """``bosh pcap`` calls tcpdump by sudo, over a session of ``bosh ssh``."""
     capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
