@@ -47,7 +47,7 @@ def inside(box: Machine) -> Inside:
         lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
         argv = [*prefix, sys.executable, "-c", _PRELUDE.format(body=lines)]
         done = box.popen(argv, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = done.communicate(timeout=60)
+        out, err = done.communicate(timeout=300)
         assert done.returncode == 0, err.decode()
         answer = json.loads(out)
         return answer.get("value", answer.get("error"))

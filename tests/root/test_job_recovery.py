@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.pki import Authority
 from agent_shim.host import files
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
@@ -59,8 +60,7 @@ async def test_the_first_pong_waits_for_nothing_that_the_bus_does_not_need(pod: 
     (pod.machine.root / "mnt/for-ever").write_text("#!/bin/sh\nexec sleep 1000\n")
     pod.machine.run("mount --bind /mnt/for-ever /usr/sbin/update-ca-certificates")
     pod.machine.run("mount -t tmpfs tmpfs /usr/local/share/ca-certificates")
-    pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
-    pod.machine.write("/var/vcap/bosh/update_settings.json", {"trusted_certs": pem})
+    pod.machine.write("/var/vcap/bosh/update_settings.json", {"trusted_certs": Authority("extra").ca})
 
     await pod.start_agent()
 

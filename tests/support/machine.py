@@ -84,7 +84,7 @@ class Machine:
     def run(self, command: str) -> str:
         """Run a shell command inside; its output, and a test failure if it fails."""
         done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = done.communicate(timeout=60)
+        out, err = done.communicate(timeout=300)
         assert done.returncode == 0, f"{command}: {err.decode()}"
         return out.decode()
 
