@@ -68,7 +68,7 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
     victim = world.base / "victim"
     mark = {"its mark": f"{MARK}=$" + MARK, "the mark of the liar": f"{MARK}=liar@{world.base}", "no mark": "A=b"}
     start = f"echo $$ >$pidfile; exec env -i {mark[carries]} PATH=/bin:/usr/bin sleep 600"
-    liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=1)
+    liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=3)
     async with world.supervising(world.job("web", start), liar) as supervisor:
         await eventually(world.lines)
         pid = (await until(supervisor, "web", "running")).pid
