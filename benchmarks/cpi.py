@@ -117,7 +117,7 @@ class Bare:
 
 
 def copied(document: Any, before: str, after: str) -> Any:
-    """The same object under another name, as somebody would write it by hand."""
+    """Copy of the object under another name, without the fields that the cluster adds."""
     text = json.dumps({key: one for key, one in document.items() if key != "status"}).replace(before, after)
     made = json.loads(text)
     for key in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink"):
@@ -290,7 +290,7 @@ async def _at_once(site: Site, figures: Figures, count: int) -> None:
 
 @dataclass
 class ByHand(Cpi):
-    """Somebody who has written the manifests already, disks and all, and knows what the Director will ask."""
+    """The same deploy by hand: pods and disks from prepared manifests, driven by the Director's requests."""
 
     answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None
 

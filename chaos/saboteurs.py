@@ -363,7 +363,7 @@ JOBS: Final = (
         "agent_shim/supervisor/ownership.py",
         "        if each.identity == traces.known:\n            return (Tie.NAMED",
         '        if each.pid > 0:\n            return Tie.OWNED, ""\n        if each.identity == traces.known:\n            return (Tie.NAMED',
-        "a process of somebody else was killed|process 1 got|is .* and not running|no pong|I1",
+        "a foreign process was killed|process 1 got|is .* and not running|no pong|I1",
     ),
     Saboteur(
         "S-05",

@@ -192,7 +192,7 @@ async def lying_pidfiles(stand: Stand) -> str:
             await reaches(stand, name, "running", 10)
         stand.remember()
         await stand.world.run("stop")
-        expect(stranger.poll() is None, "a process of somebody else was killed")
+        expect(stranger.poll() is None, "a foreign process was killed")
         expect(not namespaces.signals_to_init(), f"process 1 got signals {namespaces.signals_to_init()}")
     finally:
         stranger.kill()

@@ -24,8 +24,8 @@ NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
 """Namespaces that bpm creates; the network stays that of the container."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
 """Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
-NOBODY: Final = 65534
-NOTHING: Final = "/bin/true"
+OVERFLOW_UID: Final = 65534
+PROBE_PROGRAM: Final = "/bin/true"
 
 
 class Isolation(NamedTuple):
@@ -150,7 +150,7 @@ async def _try_namespaces() -> str:
     if os.geteuid() != 0:
         return "only root can create namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
-    wanted = exec_spec([NOTHING], uid=NOBODY, gid=NOBODY, places=places, namespaces=list(NAMESPACES))
+    wanted = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, places=places, namespaces=list(NAMESPACES))
     errors = os.memfd_create("errors")
     try:
         async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
@@ -165,5 +165,7 @@ async def _try_namespaces() -> str:
     return (
         ""
         if status == 0
-        else text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {NOTHING}: ") or error or f"exit {status}"
+        else text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {PROBE_PROGRAM}: ")
+        or error
+        or f"exit {status}"
     )
