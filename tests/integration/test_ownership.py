@@ -131,21 +131,23 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
     counter = world.base / "counter"
     storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
     start = f"{storm} & echo $$ >$pidfile; {LASTING}"
-    async with world.supervising(world.job("web", start)) as supervisor:
-        await until(supervisor, "web", "running")
-        await eventually(lambda: count(counter) > 20)
-        said = ""
-        try:
-            await supervisor.stop(wait=True)
-        except ActionError as exc:
-            said = str(exc)
-        at = count(counter)
-        for _ in range(20):
-            await asyncio.to_thread(proc.table)
+    try:
+        async with world.supervising(world.job("web", start)) as supervisor:
+            await until(supervisor, "web", "running")
+            await eventually(lambda: count(counter) > 20)
+            said = ""
+            try:
+                await supervisor.stop(wait=True)
+            except ActionError as exc:
+                said = str(exc)
+            at = count(counter)
+            for _ in range(20):
+                await asyncio.to_thread(proc.table)
 
-        assert count(counter) == at or "errored" in said
-        assert not said or cgroups_or_not is None, said
-        Path(f"{counter}.over").touch()
+            assert count(counter) == at or "errored" in said
+            assert not said or cgroups_or_not is None, said
+    finally:
+        counter.unlink(missing_ok=True)
 
 
 def count(path: Path) -> int:

@@ -1,15 +1,16 @@
-# storm.pl COUNTER [setsid]: fork and exit without end, counted in a file, until COUNTER.over is there.
+# storm.pl COUNTER [setsid]: fork and exit, counted in a file, until COUNTER is unlinked or a minute is over.
 # As root it becomes an ordinary user first: a job that stays root can do anything.
 use POSIX ();
 my ($counter, $how) = @ARGV;
-open(my $out, ">", $counter) or die; chmod 0777, $counter;
+open(my $out, ">", $counter) or die;
 $out->autoflush(1);
 if ($> == 0) { POSIX::setuid(65534); }
-for (my $i = 0; $i < 10_000_000; $i++) {
+for (my $i = 0; time() < $^T + 60; $i++) {
     my $child = fork();
     exit 0 if $child;
     sleep 1 unless defined $child;
     POSIX::setsid() if $how;
-    exit 0 if -e "$counter.over";
+    # By the open file: an ordinary user cannot look into root's directories.
+    exit 0 unless (stat $out)[3];
     if ($i % 10 == 0) { seek($out, 0, 0); print $out "$i\n"; }
 }
