@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -39,3 +43,34 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
             for directory in (job_cgroups.place(tree.hierarchy) / "agent_shim").glob(f"*@{base}*"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()
+
+
+MAX_ENVIRON_BYTES = 1 << 20
+EXIT_WAIT_S = 10
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail if a test leaves a process: it would take its processor from all later tests of this machine."""
+    yield
+    base = os.fsencode(tmp_path_factory.getbasetemp())
+    give_up_at = time.monotonic() + EXIT_WAIT_S
+    while (left := _processes_of(base)) and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"tests left processes behind, now killed: {left}"
+
+
+def _processes_of(base: bytes) -> dict[int, str]:
+    """Command lines of the living processes, others than this one, with ``base`` in command line or environment."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes()[:MAX_ENVIRON_BYTES]
+            with (entry / "environ").open("rb") as stream:
+                environ = stream.read(MAX_ENVIRON_BYTES)
+            if int(entry.name) != os.getpid() and (base in command or base in environ):
+                found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")[:200]
+    return found
