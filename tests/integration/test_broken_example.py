@@ -39,7 +39,7 @@ async def test_the_fault_is_found_and_mended(tmp_path: Path) -> None:
         assert "the process ended by itself: exit 1" in status
         assert (await place.ask("probe", "ready"))[0] == 1
         said = await told(place, "cannot serve", "logs", "web", "-n", "1")
-        assert f"web/web.stdout.log | cannot serve: nobody has said on which port ({tmp_path}/port)" in said
+        assert f"web/web.stdout.log | cannot serve: no port is configured ({tmp_path}/port)" in said
 
         with socket.create_server(("127.0.0.1", 0)) as once:
             port = once.getsockname()[1]

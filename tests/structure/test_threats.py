@@ -14,7 +14,7 @@ from tests.structure.source import ROOT, modules
 PLAYED = (crash, disks, messages, network, resources, supervision)
 """Importing them enters their cases."""
 
-HEADER = "| attacker | attack | in the way | modules | tests | C I A |"
+HEADER = "| attacker | attack | defence | modules | tests | C I A |"
 NONE = "—"
 OPEN = "open: "
 
@@ -27,7 +27,7 @@ ONCE_SUCCESSFUL = (
     "Content-Length with leading zeros",
     "bytes without end after the head",
     "length of thousands of digits",
-    "FIFO, or a link to settings, in the place of its own `NAME.stderr.log`",
+    "FIFO, or a link to settings, instead of its own `NAME.stderr.log`",
     "`bpm logs` follows such a link",
     "`bpm run` follows such a link",
     "environment of terabytes (PR_SET_MM_MAP), its number in the pidfile",
@@ -78,7 +78,7 @@ NAMED_AIMS = (
 class Row(NamedTuple):
     attackers: str
     attack: str
-    in_the_way: str
+    defence: str
     modules: str
     tests: str
     about: str
