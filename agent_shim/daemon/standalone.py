@@ -3,8 +3,9 @@
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
 ``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
 optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages;
-packages are used in place. The order is that of the Director: pre-start, start, post-start when all
-processes run. Probes, metrics, restarts and the orderly stop are those of every agent.
+packages are used in place, but one named ``bpm`` is copied, because our ``bpm`` is installed in it. The order is that
+of the Director: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop are
+those of every agent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
 from agent_shim.edges.bus import Stats
 from agent_shim.host import files
-from agent_shim.services.bundles import DIRECTORY_MODE, Kind, checked_name, set_owners_and_modes
+from agent_shim.services.bundles import BPM, DIRECTORY_MODE, Kind, checked_name, set_owners_and_modes
 
 logger = logging.getLogger(__name__)
 
@@ -144,13 +145,15 @@ def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
     """Install jobs as copies and packages as links among the bundles; blocks. Raises ``HostError``."""
     for target, (kind, source) in targets.items():
         files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)
-        if kind == "package":
+        if kind == "package" and target.parent.name != BPM:
             files.swap_link(source, target)
             continue
         beside = files.sibling(target)
         try:
             shutil.copytree(source, beside, ignore=shutil.ignore_patterns("..*"))
-            set_owners_and_modes("job", beside, paths.shared_owner)
+            set_owners_and_modes(kind, beside, paths.shared_owner)
+            if kind == "package":
+                files.make_dir(beside / "bin", DIRECTORY_MODE[kind], paths.shared_owner)
             beside.rename(target)
         except OSError as exc:
             files.remove_tree(beside)

@@ -545,6 +545,9 @@ def _ids(user: str | None, group: str | None) -> _Ids:
     return ids
 
 
+_LIMIT_NAMES: Final = {getattr(resource, name): name for name in reversed(dir(resource)) if name.startswith("RLIMIT_")}
+
+
 class _ChildSetup:
     """Steps of the child between fork and exec. Clamps limits to the hard limit; reports the step that failed."""
 
@@ -581,7 +584,7 @@ class _ChildSetup:
                 step = f"enter the cgroup {path}"
                 os.write(descriptor, b"0")
             for what, values in self._limits:
-                step = f"set limit {what} to {values[0]}"
+                step = f"set the limit {_LIMIT_NAMES[what]} to {values[0]}"
                 resource.setrlimit(what, values)
             if self._nice:
                 with contextlib.suppress(PermissionError):
@@ -593,8 +596,8 @@ class _ChildSetup:
                 os.setresgid(self._ids.group, self._ids.group, self._ids.group)
             if self._ids.user is not None:
                 os.setresuid(self._ids.user, self._ids.user, self._ids.user)
-        except OSError as exc:
-            os.write(self._error_file, f"cannot {step}: {exc.strerror}".encode())
+        except (OSError, ValueError) as exc:  # setrlimit raises ValueError for EINVAL and EPERM
+            os.write(self._error_file, f"cannot {step}: {getattr(exc, 'strerror', exc)}".encode())
             raise
 
     def failure(self) -> str:

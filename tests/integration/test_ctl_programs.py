@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -100,6 +103,26 @@ async def test_the_step_that_failed_is_told(tmp_path: Path) -> None:
     (tmp_path / "cgroup.procs").symlink_to("/dev/full")
     with pytest.raises(HostError, match=f"cannot run /bin/true: cannot enter the cgroup {tmp_path}: No space left"):
         process.spawn(["/bin/true"], env={}, cgroups=[str(tmp_path)])
+    with pytest.raises(HostError, match="cannot run /bin/true: cannot set the limit RLIMIT_NOFILE to 64: .*exceeds"):
+        process.spawn(["/bin/true"], env={}, limits={resource.RLIMIT_NOFILE: (64, 32)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_user_that_cannot_be_taken_is_told() -> None:
+    """As in a container without CAP_SETUID and CAP_SETGID."""
+    program = """import asyncio
+from agent_shim.core.errors import HostError
+from agent_shim.host import process
+async def become():
+    try:
+        process.spawn(["/bin/true"], env={}, user="nobody")
+    except HostError as exc:
+        print(exc)
+asyncio.run(become())"""
+    without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid", sys.executable, "-c", program]
+    done = subprocess.run(without, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "cannot run /bin/true: cannot become user nobody: Operation not permitted\n"
 
 
 async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:

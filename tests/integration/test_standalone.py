@@ -129,6 +129,18 @@ async def test_jobs_are_deployed_as_a_director_would(place: Place) -> None:
     assert (status["agent_id"], status["deployment"], status["instance"]) == ("front-0", "shop", "front/front-0")
 
 
+async def test_a_package_named_bpm_stays_as_it_is(place: Place) -> None:
+    """Our bpm is where scripts call it, and the directory, which may be read-only, is not written to."""
+    place.job("web")
+    place.lay("packages/bpm", {"bin/bpm": "x", "bin/runc": "y"})
+    place.start()
+    await place.until_ready()
+
+    assert (place.rendered / "packages/bpm/bin/bpm").read_text() == "x"
+    assert "agent-shim" in (place.paths.packages / "bpm/bin/bpm").read_text()
+    assert (place.paths.jobs / "web/packages/bpm/bin/runc").read_text() == "y"
+
+
 async def test_an_agent_that_is_restarted_restarts_no_job(place: Place) -> None:
     """The same directory is no news."""
     place.job("web")

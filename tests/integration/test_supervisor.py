@@ -103,6 +103,19 @@ async def test_failed_start_says_why(world: World) -> None:
         await eventually(lambda: info(supervisor, "web").restarts >= 2)
 
 
+async def test_limit_that_was_refused_is_told_of_a_running_process(world: World) -> None:
+    """In the container's bounds a script's own ``ulimit`` may fail; the process runs all the same, with less."""
+    drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
+    start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: info(supervisor, "web").reason)
+
+        reason = info(supervisor, "web").reason
+        assert reason.startswith("running with a lower limit than its start program requested: ")
+        assert "ulimit: " in reason
+
+
 async def test_program_that_cannot_run_is_named(world: World) -> None:
     """No such file is a failed start like any other."""
     job = world.job("web")
