@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import agent_shim
 
 from tests.structure.source import ROOT
 
@@ -53,7 +56,8 @@ def installed(wheel: Path, place: Path, extra: str = "") -> Path:
     """
     venv.create(place, with_pip=False, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-index"]
-    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", str(wheel)], check=True)
+    nothing_of_ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", str(wheel)], check=True, env=nothing_of_ours)
     (packages,) = place.glob("lib/python*/site-packages")
     for name in requirements(wheel, extra):
         for file in importlib.metadata.files(name) or []:
@@ -129,3 +133,15 @@ def test_the_demo_without_its_extra_says_what_to_install(programs: Path) -> None
 
     assert "agent-shim[demo]" in said
     assert "Traceback" not in said
+
+
+def test_the_daily_tests_run_the_wheel() -> None:
+    """Its unpacked files precede the checkout, here and in the processes that tests start."""
+    unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
+    if unpacked is None:
+        pytest.skip("only ./dev test without arguments unpacks the wheel")
+    command = [sys.executable, "-c", "import agent_shim; print(agent_shim.__file__)"]
+    started = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert Path(agent_shim.__file__).is_relative_to(unpacked)
+    assert Path(started.strip()).is_relative_to(unpacked)
