@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from agent_shim.host import cgroups, job_cgroups, process
+from tests.support.programs.jobs import World
 
 
 def pytest_configure() -> None:
@@ -21,6 +22,14 @@ def pytest_configure() -> None:
     # A slow machine fails no example.
     hypothesis.settings.register_profile("no deadline", deadline=None)
     hypothesis.settings.load_profile("no deadline")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A scratch tree, emptied of processes afterwards."""
+    world = World(tmp_path / "w")
+    yield world
+    world.end()
 
 
 @pytest.fixture(params=["the best", "freezer", "pids", "none"])

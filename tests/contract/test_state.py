@@ -17,25 +17,13 @@ from agent_shim.host import network
 from agent_shim.host.network import Address
 from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
+from tests.support.specs import FRESH_SPEC
 from tests.support.world import World
 from tests.support.world import world as made
 
 
 async def test_s1_fresh_state_is_that_of_the_go_agent(world: World) -> None:
-    assert await world.value("get_state") == {
-        "properties": {"logging": {"max_log_file_size": ""}},
-        "job": {"name": None, "release": "", "template": "", "version": "", "templates": None},
-        "packages": {},
-        "configuration_hash": "",
-        "networks": {},
-        "resource_pool": {},
-        "deployment": "",
-        "name": "",
-        "index": None,
-        "id": "",
-        "az": "",
-        "persistent_disk": 0,
-        "rendered_templates_archive": None,
+    assert await world.value("get_state") == FRESH_SPEC | {
         "agent_id": "agent-1",
         "job_state": "running",
         "vm": {"name": "vm-1"},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +10,6 @@ from agent_shim.host import proc
 from agent_shim.supervisor import process_stats
 from tests.support.programs import eventually
 from tests.support.programs.jobs import World, info, until
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
-    world = World(tmp_path / "w")
-    yield world
-    world.end()
 
 
 async def test_numbers_of_a_process(world: World) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +20,6 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
 from tests.support.programs import eventually
 from tests.support.programs.jobs import World, info, until
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
-    world = World(tmp_path / "w")
-    yield world
-    world.end()
 
 
 @contextlib.asynccontextmanager

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,15 +18,6 @@ from agent_shim.supervisor.process_finder import ProcessFinder
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import World, info, program, until
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
-    world = World(tmp_path / "w")
-    yield world
-    world.end()
-
 
 # --- starting -------------------------------------------------------------------------------------------------------
 

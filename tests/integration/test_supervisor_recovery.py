@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,22 +14,8 @@ import pytest
 
 from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor.supervisor import Supervisor
-from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs import eventually, is_alive, kill, number_in
 from tests.support.programs.jobs import World, info, program, until
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
-    world = World(tmp_path / "w")
-    yield world
-    world.end()
-
-
-def kill(pid: int) -> None:
-    found = proc.stat(pid)
-    assert found is not None
-    assert process.send(found.identity, signal.SIGKILL)
 
 
 async def kill_all(*pids: int) -> None:

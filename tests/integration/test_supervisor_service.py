@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,25 +13,11 @@ import pytest
 
 from agent_shim.host import proc, process
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import eventually, foreign, is_alive, number_in
+from tests.support.programs import eventually, foreign, is_alive, kill, number_in
 from tests.support.programs.jobs import LASTING, World, info, program, until
 
 COUNTED = f"echo start $name >>$log; echo $$ >$pidfile; {LASTING}"
 STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
-    world = World(tmp_path / "w")
-    yield world
-    world.end()
-
-
-def kill(pid: int) -> None:
-    found = proc.stat(pid)
-    assert found is not None
-    assert process.send(found.identity, signal.SIGKILL)
 
 
 async def killed(supervisor: Supervisor, name: str) -> int:

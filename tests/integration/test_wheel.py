@@ -16,7 +16,6 @@ import pytest
 from packaging.requirements import Requirement
 
 import agent_shim
-
 from tests.structure.source import ROOT
 
 

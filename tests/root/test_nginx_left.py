@@ -8,8 +8,6 @@ import shutil
 import signal
 import socket
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,14 +30,6 @@ http {{
     server {{ listen 127.0.0.1:{port}; location / {{ return 200 "here"; }} }}
 }}
 """
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
-    world = World(tmp_path / "w")
-    yield world
-    world.end()
 
 
 async def test_workers_of_a_killed_master_do_not_keep_its_port(world: World) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from agent_shim.host import proc, process
 
 HERE = Path(__file__).parent
-PATIENCE = 10.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
+PATIENCE = 60.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
 """Seconds after which a fact that was waited for counts as missing."""
 
 Fact = TypeVar("Fact")
@@ -54,6 +54,13 @@ def is_alive(pid: int) -> bool:
     """Whether a process lives; a zombie does not."""
     found = proc.stat(pid)
     return found is not None and found.is_alive
+
+
+def kill(pid: int) -> None:
+    """Kill a living process."""
+    found = proc.stat(pid)
+    assert found is not None
+    assert process.send(found.identity, signal.SIGKILL)
 
 
 def marked(name: str, value: str) -> list[proc.Stat]:

@@ -7,30 +7,17 @@ import pytest
 
 from agent_shim.core import spec
 from agent_shim.core.errors import ActionError
-
-FRESH = {
-    "properties": {"logging": {"max_log_file_size": ""}},
-    "job": {"name": None, "release": "", "template": "", "version": "", "templates": None},
-    "packages": {},
-    "configuration_hash": "",
-    "networks": {},
-    "resource_pool": {},
-    "deployment": "",
-    "name": "",
-    "index": None,
-    "id": "",
-    "az": "",
-    "persistent_disk": 0,
-    "rendered_templates_archive": None,
-}
+from tests.support.specs import FRESH_SPEC
 
 
 def test_fresh_spec_is_that_of_the_go_agent() -> None:
-    assert spec.ApplySpec().members() == FRESH
+    assert spec.ApplySpec().members() == FRESH_SPEC
 
 
 def test_nulls_count_as_absent() -> None:
-    assert spec.parse({"job": None, "packages": None, "az": None, "index": None, "networks": None}).members() == FRESH
+    nulls = {"job": None, "packages": None, "az": None, "index": None, "networks": None}
+
+    assert spec.parse(nulls).members() == FRESH_SPEC
 
 
 def test_networks_are_kept_exactly() -> None:
@@ -60,7 +47,7 @@ def test_what_nobody_reads_is_dropped() -> None:
         }
     ).members()
 
-    assert set(found) == set(FRESH)
+    assert set(found) == set(FRESH_SPEC)
     assert found["job"]["templates"] == [{"name": "a", "version": "1"}]
     assert found["packages"]["p"] == {
         "name": "p",

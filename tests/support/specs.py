@@ -1,0 +1,22 @@
+"""Apply specs that several tests compare with."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+FRESH_SPEC: Final[dict[str, Any]] = {
+    "properties": {"logging": {"max_log_file_size": ""}},
+    "job": {"name": None, "release": "", "template": "", "version": "", "templates": None},
+    "packages": {},
+    "configuration_hash": "",
+    "networks": {},
+    "resource_pool": {},
+    "deployment": "",
+    "name": "",
+    "index": None,
+    "id": "",
+    "az": "",
+    "persistent_disk": 0,
+    "rendered_templates_archive": None,
+}
+"""Members of the spec of a VM that got no ``apply`` yet, as the Go agent gives them."""
