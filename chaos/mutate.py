@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -102,25 +102,24 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
         """Of a character; ``ast`` counts columns in bytes of UTF-8."""
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
+    def span(part: ast.expr | ast.stmt) -> tuple[int, int]:
+        """Begin and end in the text."""
+        assert part.end_lineno is not None
+        assert part.end_col_offset is not None
+        return offset(part.lineno, part.col_offset), offset(part.end_lineno, part.end_col_offset)
+
     found = []
     for node in ast.walk(tree):
         if node in skipped:
             continue
-        for place, kind, after in _changes(node, text):
-            assert place.end_lineno is not None
-            assert place.end_col_offset is not None
-            begin = offset(place.lineno, place.col_offset)
-            end = offset(place.end_lineno, place.end_col_offset)
+        for place, kind, after in _changes(node, lambda part: text[slice(*span(part))]):
+            begin, end = span(place)
             found.append(Mutant(path, place.lineno, kind, begin, end, text[begin:end], after, node not in inner))
     return iter(sorted(found, key=lambda one: (one.begin, one.end)))
 
 
-def _changes(node: ast.AST, text: str) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """What can be changed at a node: the part to replace, the kind of change, the new text."""
-
-    def source(part: ast.expr) -> str:
-        return ast.get_source_segment(text, part) or ""
-
+def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+    """List changes of a node: the part to replace, the kind of change, the new text; ``source`` gives a part's text."""
     match node:
         case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
             yield node, "statement removed", "pass"
