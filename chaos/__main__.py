@@ -36,7 +36,7 @@ async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
         async with asyncio.timeout(FULL_LIMIT if is_full else LIMIT), stand(command, is_full=is_full) as one:
             try:
                 figures = await case.play(one)
-                broken = await one.broken()
+                broken, omitted = await one.broken(), one.omitted
             except BaseException:
                 keep = one.world.scratch / "agent.log"
                 if keep.exists():
@@ -48,6 +48,7 @@ async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
         return Row(case.id, case.fault, "not run", str(exc))
     except Exception as exc:  # noqa: BLE001 - whatever an agent makes of a fault is the answer of its case
         return Row(case.id, case.fault, "not held", f"{type(exc).__name__}: {exc}")
+    figures = "; ".join([figures, *(f"without {name}: {why}" for name, why in sorted(omitted.items()))])
     if broken:
         return Row(case.id, case.fault, "not held", f"{figures}; {'; '.join(broken)}")
     return Row(case.id, case.fault, "held", f"{figures} ({case.scale})" if case.scale and not is_full else figures)

@@ -147,7 +147,7 @@ async def out_of_memory(stand: Stand) -> str:
 
     before = stand.live()
     (group / "memory.oom.group").write_text("1")
-    stand.expected_ends, stand.involved = 1, None
+    stand.expected_ends, stand.involved = 1, set(stand.live())
     (data / "eater/eat").touch()
     await until(lambda: len(stand.ends) == 1, 30, "the end of all")
     begun_at = time.monotonic()

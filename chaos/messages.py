@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import time
+from typing import Final
 
 from benchmarks.world import AGENT
 from chaos.cases import case
@@ -32,6 +33,9 @@ BAD: tuple[bytes, ...] = (
     b'{"method": "ssh", "arguments": ["cleanup", {"user_regex": "(a+)+$"}], "reply_to": "director.x.y.z"}',
     b'{"method": "\\ud800", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
 )
+
+RATE: Final = 5000
+"""Pings a second of a flood."""
 
 _GOOD = [
     {"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.x.y.z"}
@@ -126,14 +130,15 @@ async def _flood(stand: Stand) -> tuple[int, float, float]:
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
     begun_at = time.monotonic()
     sent = 0
+    seconds = stand.of(10, 60)
     ping = {"protocol": 3, "method": "ping", "arguments": [], "reply_to": "director.x.y.z"}
     message = json.dumps(ping).encode()
-    seconds = stand.of(10, 60)
-    while time.monotonic() - begun_at < seconds:
-        for _ in range(50):
+    while (lasted := time.monotonic() - begun_at) < seconds:
+        while sent < lasted * RATE:
             await _publish(stand, message)
-        sent += 50
+            sent += 1
         await asyncio.sleep(0.01)
+    expect(sent >= 0.95 * RATE * seconds, f"only {sent // seconds} pings/s were sent")
     beat = await stand.heartbeat(31)
     await asyncio.gather(*tasks, *asked, return_exceptions=True)
     return sent // seconds, beat, await stand.answers(5)

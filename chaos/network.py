@@ -95,7 +95,6 @@ async def heavy(stand: Stand) -> str:
     logs.mkdir(parents=True, exist_ok=True)
     await asyncio.to_thread((logs / "big.log").write_bytes, b"all work and no play\n" * (20 << 20))
     stand.remember()
-    stand.involved = None
 
     async def work() -> None:
         await stand.world.run("prepare", spec)

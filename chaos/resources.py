@@ -45,7 +45,10 @@ async def starved(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
-    spinners = [await asyncio.create_subprocess_exec("sh", "-c", "while :; do :; done") for _ in range(40)]
+    spinners = [
+        await asyncio.create_subprocess_exec("sh", "-c", "while :; do :; done")
+        for _ in range(20 * (os.cpu_count() or 1))
+    ]
     longest = 0.0
     try:
         for _ in range(30):
@@ -85,12 +88,12 @@ async def no_forks(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
-    stand.involved = None
     with cgroup("pids") as group:
         (group / "cgroup.procs").write_text(str(stand.pid))
         current = (group / "pids.current").read_text()
         (group / "pids.max").write_text(current)
-        victim = next(iter(stand.live().values()))
+        name, victim = next(iter(stand.live().items()))
+        stand.involved = {name}
         os.kill(victim, signal.SIGKILL)
         errors = 0
         for _ in range(5):

@@ -261,9 +261,9 @@ DISKS: Final = (
     Saboteur(
         "D-01",
         "leaves what it had unpacked when the disk is full",
-        "agent_shim/daemon/worker.py",
-        "        for temp in temps:\n            files.remove_tree(temp)\n",
-        "        pass\n",
+        "agent_shim/host/files.py",
+        'without following links; a missing path is no error."""\n',
+        'without following links; a missing path is no error."""\n    if is_leftover(path.name):\n        return\n',
         "left behind",
     ),
     Saboteur(
@@ -536,12 +536,13 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I3",
-        "is deaf for three seconds after a refused request",
+        "is deaf for three seconds, one second after a request",
         "agent_shim/actions/dispatch.py",
-        "    def _failed(self, method: str, exc: BaseException) -> str:\n",
-        "    def _failed(self, method: str, exc: BaseException) -> str:\n        asyncio.get_running_loop().call_later(0.3, time.sleep, 3)\n",
+        "        begun_at = time.monotonic()\n        try:\n            value, task_id",
+        "        begun_at = time.monotonic()\n        if request.method == 'run_script':\n"
+        "            asyncio.get_running_loop().call_later(1, time.sleep, 3)\n        try:\n            value, task_id",
         "I3",
-        case="N-08",
+        case="N-13",
     ),
     Saboteur(
         "I4",
@@ -564,10 +565,10 @@ INVARIANTS: Final = (
     Saboteur(
         "I6",
         "leaves what a refused install had unpacked",
-        "agent_shim/daemon/worker.py",
-        "        for temp in temps:\n            files.remove_tree(temp)\n",
-        "        pass\n",
-        "I6",
+        "agent_shim/host/files.py",
+        'without following links; a missing path is no error."""\n',
+        'without following links; a missing path is no error."""\n    if is_leftover(path.name):\n        return\n',
+        "I6: .*packages",
         case="D-06",
     ),
     Saboteur(

@@ -19,11 +19,11 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import HealthMonitor, RpcTimeoutError
@@ -48,8 +48,16 @@ RESTART_PAUSE: Final = 0.2
 
 HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
 """Names of what is not finished yet."""
+BUNDLE: Final = re.compile("[0-9a-f]{40}")
+"""Name of an installed version of a job or package."""
+DEAF: Final = 3.0
+"""Seconds for which pings are sent after a case; each is answered within one second."""
+SETTLED: Final = 10.0
+"""Seconds within which a restart that is under way shows."""
 PLAIN_TEXT: Final = "managed_disk_settings.json"
 """Holds a cid alone, whatever its name says."""
+Identity: TypeAlias = tuple[int, int]
+"""Number and start time of a process."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 
@@ -100,20 +108,20 @@ class Size:
 
 @dataclass
 class Stand:
-    """``jobs`` is how many run; ``involved`` are those a case may restart, ``None`` for all of them."""
+    """``jobs`` is how many run; ``involved`` are those that the fault or the case restarts."""
 
     world: World
     proxy: Proxy
     monitor: HealthMonitor
     jobs: int = 0
-    involved: set[str] | None = field(default_factory=set)
+    involved: set[str] = field(default_factory=set)
     port: int = 0
     is_full: bool = False
     """Nothing is made smaller than the case has it."""
     expected_ends: int = 0
     ends: list[int | None] = field(default_factory=list)
-    is_dead: bool = False
-    """Set by a case that ends the agent for good."""
+    omitted: dict[str, str] = field(default_factory=dict)
+    """Invariants that are not looked at after this case, each with the reason."""
     between: Callable[[], object] = lambda: None
     """What its init does before it starts the agent again."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -121,6 +129,7 @@ class Stand:
     _init: asyncio.Task[None] | None = None
     _before: Size | None = None
     _starts: dict[str, list[int]] = field(default_factory=dict)
+    _running: dict[str, Identity] = field(default_factory=dict)
     _log_size: int = 0
     _asked: int = 0
     """Requests published when ``remember`` was called."""
@@ -194,6 +203,10 @@ class Stand:
         agent.send(signal.SIGKILL)
         await agent.wait()
 
+    def omit(self, invariant: str, why: str) -> None:
+        """Do not look at an invariant after this case; its row says so, with the reason."""
+        self.omitted[invariant] = why
+
     def live(self) -> dict[str, int]:
         """The living processes that pidfiles of the jobs name."""
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
@@ -231,7 +244,7 @@ class Stand:
     def remember(self) -> None:
         """What the invariants compare with: call it when all is set up and before the fault."""
         self._before = self.size()
-        self._starts = self.world.starts()
+        self._starts, self._running = self.world.starts(), self._identities()
         self._log_size, self._asked = self._log(), self._published()
 
     def remember_memory(self) -> None:
@@ -247,23 +260,51 @@ class Stand:
         found = []
         if len(self.ends) != self.expected_ends:
             found.append(f"I1: the agent ended {len(self.ends)} times, not {self.expected_ends}: {self.ends}")
-        again = [
-            name
-            for name, pids in self.world.starts().items()
-            if self.involved is not None and name not in self.involved and pids != self._starts.get(name, pids)
-        ]
-        if again:
-            found.append(f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}")
-        if self.is_dead:
-            return found + self._secrets() + self.documents()
-        try:
-            await self.call("ping", timeout=1.0)
-        except RpcTimeoutError:
-            found.append("I3: ping is not answered within a second")
+        found += await self._deaf()
         found += await self._tasks()
         found += await self._grown()
         found += await self._zombies()
-        return found + await self._left() + self.documents() + self._talk() + self._secrets()
+        found += await self._left() + self.documents() + self._talk() + self._secrets()
+        found += await self._restarted()
+        return [one for one in found if one.partition(":")[0] not in self.omitted]
+
+    async def _deaf(self) -> list[str]:
+        """Ping for some seconds, so that a deafness that passes is seen, too (I3)."""
+        begun_at = time.monotonic()
+        while time.monotonic() - begun_at < DEAF:
+            try:
+                await self.call("ping", timeout=1.0)
+            except RpcTimeoutError:
+                return ["I3: ping is not answered within a second"]
+            await asyncio.sleep(0.05)
+        return []
+
+    async def _restarted(self) -> list[str]:
+        """Compare the starts that the jobs have recorded, and the processes in their pidfiles (I2); looked at last."""
+        ends_at = time.monotonic() + SETTLED
+        while await self._starting() and time.monotonic() < ends_at:
+            await asyncio.sleep(0.1)
+        now = self._identities()
+        again = {name for name, identity in self._running.items() if now.get(name, identity) != identity}
+        for name, pids in self.world.starts().items():
+            before = self._starts.get(name, pids[:1])
+            if pids != before:
+                again.add(name)
+        again -= self.involved
+        return [f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}"] if again else []
+
+    async def _starting(self) -> bool:
+        """True while a job that is not involved is starting."""
+        with contextlib.suppress(RpcTimeoutError):
+            state = await self.call("get_state", "full")
+            named = {one["name"] for one in state.get("processes", ()) if one["state"] == "starting"}
+            return bool(named - self.involved)
+        return True
+
+    def _identities(self) -> dict[str, Identity]:
+        """Return the living processes that the pidfiles of the jobs name."""
+        stats = {name: proc.stat(pid) for name, pid in self.world.pids().items()}
+        return {name: stat.identity for name, stat in stats.items() if stat is not None and stat.is_alive}
 
     async def _grown(self) -> list[str]:
         before, now = self._before, self.size()
@@ -298,9 +339,18 @@ class Stand:
         places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
         left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
         kept = ("errand-", "outcomes")  # outputs that a reply is too small for stay until the next errand
+        left |= self._strays()
         return left | {
             path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
         }
+
+    def _strays(self) -> set[Path]:
+        """Return files among jobs and packages that are neither an installed version nor a link to one."""
+        base, found = self.world.base, set[Path]()
+        for kind in ("jobs", "packages"):
+            found |= {path for path in (base / "data" / kind).glob("*/*") if not BUNDLE.fullmatch(path.name)}
+            found |= {path for path in (base / kind).glob("*") if not path.exists()}
+        return found
 
     def documents(self) -> list[str]:
         """The state files that are not complete (I7)."""
@@ -345,7 +395,7 @@ class Stand:
 
         look((self.world.scratch / "agent.log").read_bytes(), "the log")
         metrics = self.scrape()
-        if not metrics and not self.is_dead:
+        if not metrics:
             found.append("I10: the metrics are silent: what they show cannot be seen")
         look(metrics.encode(), "the metrics")
         for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
@@ -437,18 +487,19 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
         await tracer.wait()
 
 
-@contextmanager
-def small(stand: Stand, options: str) -> Iterator[None]:
-    """The agent's data on a tmpfs with these options."""
+def small(stand: Stand, options: str) -> None:
+    """Put the agent's data on a tmpfs, before ``boot``; it stays until the invariants have been looked at."""
     place = stand.world.base / "data"
     place.mkdir(parents=True)
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a small tmpfs")
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    unmounted_after(stand, place)
+
+
+def unmounted_after(stand: Stand, place: Path) -> None:
+    """Unmount ``place`` when the invariants have been looked at."""
+    stand.after.callback(subprocess.run, ["umount", "--lazy", str(place)], check=True)
 
 
 def _walk(top: Path) -> Iterator[Path]:
