@@ -42,7 +42,7 @@ CRASHES: Final = (
         "C-09",
         "ends when one of its parts fails",
         "agent_shim/core/keep_running.py",
-        "if is_vital and len(recent) > OFTEN and now - recent[0] <= WINDOW:",
+        "if is_vital and len(recent) > MAX_FAILURES and now - recent[0] <= FAILURE_PERIOD_S:",
         "if True:",
         "the agent ended|not within|no pong",
     ),
@@ -157,8 +157,8 @@ NETWORK: Final = (
         "N-08",
         "takes over credentials without trying them",
         NATS,
-        "                new = await self._insist(mbus)\n            except BaseException:\n",
-        "                new = await self._insist(mbus)\n            except ActionError:\n                self._seen = None\n"
+        "                new = await self._connect_persistently(mbus)\n            except BaseException:\n",
+        "                new = await self._connect_persistently(mbus)\n            except ActionError:\n                self._seen = None\n"
         "                return\n            except BaseException:\n",
         "a certificate that is none was taken",
     ),

@@ -55,5 +55,5 @@ class Agent:
     sshd: Sshd
     certificates: TrustedCas
     disks: Disks
-    mirror: StateBackup
+    state_backup: StateBackup
     edges: EdgeCallbacks

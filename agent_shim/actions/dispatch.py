@@ -155,7 +155,7 @@ class Dispatcher:
         self.refusing = ""
         """Reason to refuse actions that change the instance; empty while they are accepted."""
 
-    async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
+    async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
         """Answer a request; returns the reply subject and the reply, or None for an unreadable request."""
         try:
             request = wire.decode_request(data)
@@ -165,7 +165,7 @@ class Dispatcher:
             return None
         return request.reply_to, await self.reply(request, data, limit=limit)
 
-    async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY) -> bytes:
+    async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> bytes:
         """Answer a decoded request; ``data`` are its bytes, stored with a persistent task."""
         begun_at = time.monotonic()
         try:
@@ -203,7 +203,7 @@ class Dispatcher:
         if not found.persistent:
             return self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
         task = await self._tasks.submit_persistent(found.method, self._work(found, request, None), data)
-        await self._agent.mirror.update()
+        await self._agent.state_backup.update()
         return task
 
     def _known(self, request: wire.Request, data: bytes) -> asyncio.Future[Task] | None:
@@ -251,7 +251,7 @@ class Dispatcher:
         finally:
             self._on_done(found.method, outcome, time.monotonic() - begun_at)
             if found.method not in HARMLESS:
-                await self._agent.mirror.update()
+                await self._agent.state_backup.update()
 
     def failure(self, method: str, exc: BaseException) -> str:
         """Return the error text for the Director: the reason of an expected error, a bare notice of a bug."""

@@ -131,7 +131,7 @@ async def start(agent: Agent) -> str:
         raise ActionError(f"Configuring jobs: cannot read the monit files: {exc}") from exc
     await agent.supervisor.configure(files)
     # The Director's start also completes what a recovery waited for, such as pre-start.
-    await agent.mirror.prepared()
+    await agent.state_backup.prepared()
     agent.supervisor.resume()
     await agent.supervisor.start()
     await record_health(agent)

@@ -376,7 +376,7 @@ def _logs(args: argparse.Namespace) -> int:
         for line in follower.last(args.lines):
             show(line)
         while args.follow:
-            time.sleep(tail.PERIOD)
+            time.sleep(tail.POLL_S)
             for line in follower.poll():
                 show(line)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import sys
 
 SOCKET = "data/sys/run/agent_shim/control.sock"
 """``paths.Paths.control_socket`` below the base; a test compares both."""
-PATIENCE = 10.0
+ANSWER_TIMEOUT_S = 10.0
 """Timeout of the answer: an event loop blocked for longer counts as dead."""
 NO, NO_AGENT = 1, 69
 
@@ -32,7 +32,7 @@ def main(question: tuple[str, str]) -> int:
     path = f"{base}/{SOCKET}"
     try:
         with socket.socket(socket.AF_UNIX) as asked:
-            asked.settimeout(PATIENCE)
+            asked.settimeout(ANSWER_TIMEOUT_S)
             asked.connect(path)
             asked.sendall(b'{"command":"probe","kind":"%b"}\n' % kind.encode())
             with asked.makefile("rb") as stream:

@@ -269,7 +269,7 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    while piece := file.read(files.CHUNK):
+    while piece := file.read(files.CHUNK_BYTES):
         yield piece
 
 

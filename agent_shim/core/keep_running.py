@@ -11,12 +11,12 @@ from typing import Final, NoReturn
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 60.0
+FIRST_PAUSE_S: Final = 0.5
+MAX_PAUSE_S: Final = 60.0
 """Maximum pause before a restart; each pause is twice the one before. A run of this length resets it."""
-WINDOW: Final = 60.0
-OFTEN: Final = 5
-"""Failures within a period above which a vital task is given up."""
+FAILURE_PERIOD_S: Final = 60.0
+MAX_FAILURES: Final = 5
+"""Failures within ``FAILURE_PERIOD_S`` above which a vital task raises its error."""
 
 failures: Final[Counter[str]] = Counter()
 """Failures by task since the process started."""
@@ -24,10 +24,10 @@ failures: Final[Counter[str]] = Counter()
 
 async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
     """Restart ``run`` whenever it ends, which is a bug. Raises its error if it ``is_vital`` and fails too often."""
-    pause = FIRST_PAUSE
-    recent: deque[float] = deque(maxlen=OFTEN + 1)
+    pause = FIRST_PAUSE_S
+    recent: deque[float] = deque(maxlen=MAX_FAILURES + 1)
     while True:
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         try:
             await run()
             raise RuntimeError(f"{name} has ended, which it must not")
@@ -40,13 +40,13 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
         now = time.monotonic()
         failures[name] += 1
         recent.append(now)
-        if is_vital and len(recent) > OFTEN and now - recent[0] <= WINDOW:
-            raise RuntimeError(f"{name} fails again and again") from error
-        if now - begun_at > LONGEST_PAUSE:
-            pause = FIRST_PAUSE
-        logger.error("%s has failed; it is begun again in %g s", name, pause, exc_info=error)
+        if is_vital and len(recent) > MAX_FAILURES and now - recent[0] <= FAILURE_PERIOD_S:
+            raise RuntimeError(f"{name} fails repeatedly") from error
+        if now - started_at > MAX_PAUSE_S:
+            pause = FIRST_PAUSE_S
+        logger.error("%s has failed; it restarts in %g s", name, pause, exc_info=error)
         await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_PAUSE_S)
 
 
 def is_asked_to_end() -> bool:

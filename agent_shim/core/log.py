@@ -31,7 +31,7 @@ LARGEST: Final = 10_000_000
 
 MAX_WAITING: Final = 10_000
 """Limit of lines waiting for a reader of stderr."""
-FAREWELL: Final = 1.0
+FLUSH_TIMEOUT_S: Final = 1.0
 """For waiting lines to be written at exit."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -156,7 +156,7 @@ class _Stderr(logging.Handler):
         except (TypeError, ValueError, LookupError):
             return self.handleError(record)
         if self._dropped:
-            line += f" ({self._dropped} lines before this one were dropped: nobody reads them)"
+            line += f" ({self._dropped} lines before this one were dropped: the reader is too slow)"
         try:
             self._lines.put_nowait(line)
             self._dropped = 0
@@ -168,7 +168,7 @@ class _Stderr(logging.Handler):
         if self._writer.is_alive():
             with suppress(queue.Full):
                 self._lines.put_nowait(None)
-            self._writer.join(FAREWELL)
+            self._writer.join(FLUSH_TIMEOUT_S)
         super().close()
 
     def _write(self) -> None:

@@ -1,8 +1,8 @@
-"""The file tree an agent works in, as one value.
+"""The file tree of an agent as one value.
 
-``Paths()`` is the tree of a BOSH machine; ``Paths(DIR)`` moves all of it below ``DIR``, which then stands for
-``/var/vcap`` itself, and nothing outside ``DIR`` is written: what would be in ``/etc`` goes to ``DIR/etc``.
-Names and places are those of the Go agent (settings/directories/directories_provider.go).
+``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` moves all of it below ``DIR``, which takes the place of
+``/var/vcap``; files in ``/etc`` move to ``DIR/etc``, so nothing outside ``DIR`` is written. Names and locations are
+those of the Go agent (settings/directories/directories_provider.go).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ VCAP = Path("/var/vcap")
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Every path the agent knows; properties only, no disk access."""
+    """Every path of the agent; properties only, no disk access."""
 
     base: Path = VCAP
 
     @property
     def is_system(self) -> bool:
-        """True for the real tree: only then files outside ``base`` (``/etc``) are the agent's business."""
+        """True for the real tree: only then may the agent change files outside ``base`` (``/etc``)."""
         return self.base == VCAP
 
     @property
@@ -30,17 +30,20 @@ class Paths:
 
     @property
     def logrotate_rule(self) -> Path:
-        """By which cron has logrotate rotate the logs of jobs where the Go agent works."""
+        """The file by which cron and logrotate rotate the logs of jobs under the Go agent."""
         return self.etc / "logrotate.d" / "vcap"
 
     @property
     def system_log(self) -> Path:
-        """Where ``bosh logs --system`` looks."""
+        """The directory that ``bosh logs --system`` packs."""
         return Path("/var/log") if self.is_system else self.base / "var/log"
 
     @property
     def shared_owner(self) -> str | None:
-        """Whose are the directories that jobs may read: ``root:vcap``; below another base they stay their maker's."""
+        """Owner of the directories that jobs may read: ``root:vcap``.
+
+        Below another base None, which leaves them to their creator.
+        """
         return "root:vcap" if self.is_system else None
 
     # --- bosh: the agent's own state -------------------------------------------------------------------------------
@@ -55,12 +58,12 @@ class Paths:
 
     @property
     def dev_tools_list(self) -> Path:
-        """Names the files of compilers, one a line."""
+        """The list of files of compilers, one a line."""
         return self.bosh_etc / "dev_tools_file_list"
 
     @property
     def static_libraries_list(self) -> Path:
-        """Names the libraries that only a compiler needs, one a line."""
+        """The list of libraries that only a compiler needs, one a line."""
         return self.bosh_etc / "static_libraries_list"
 
     @property
@@ -69,17 +72,17 @@ class Paths:
 
     @property
     def agent_log(self) -> Path:
-        """Where ``bosh logs --agent`` looks."""
+        """The directory that ``bosh logs --agent`` packs."""
         return self.bosh / "log"
 
     @property
     def settings_tmpfs(self) -> Path:
-        """Where files with credentials lie with ``env.bosh.agent.settings.tmpfs``."""
+        """The directory of files with credentials if ``env.bosh.agent.settings.tmpfs`` is set."""
         return self.bosh / "settings"
 
     @property
     def with_credentials(self) -> tuple[Path, ...]:
-        """Files that are links to others in ``settings_tmpfs`` then."""
+        """Files that are then links to files in ``settings_tmpfs``."""
         return (self.settings_cache, self.update_settings, self.former_mbus, self.disk_hints)
 
     @property
@@ -109,7 +112,7 @@ class Paths:
 
     @property
     def stamp(self) -> Path:
-        """Says whose this root file system is, and which copy of its state belongs to it."""
+        """The id of the instance that owns this root file system, and of the state backup that belongs to it."""
         return self.bosh / "agent_shim.json"
 
     @property
@@ -152,12 +155,12 @@ class Paths:
 
     @property
     def outcomes(self) -> Path:
-        """What tasks returned that is too large to be kept in memory."""
+        """Results of tasks that are too large to be kept in memory."""
         return self.tmp / "outcomes"
 
     @property
     def bundled_logs(self) -> Path:
-        """Archives of logs that wait to be fetched by ssh."""
+        """Archives of logs, to be fetched by ssh."""
         return self.tmp / "logs"
 
     @property
@@ -170,7 +173,7 @@ class Paths:
 
     @property
     def mirror(self) -> Path:
-        """What survives a reset of the root file system: the copy of ``bosh``, and what the supervisor knows."""
+        """Files that survive a reset of the root file system: the copy of ``bosh``, and the supervisor's state."""
         return self.data / "bosh"
 
     @property
@@ -191,7 +194,7 @@ class Paths:
 
     @property
     def shim_run(self) -> Path:
-        """Our own run-time files: control socket, supervisor state, captured output."""
+        """Run-time files of this agent: control socket, supervisor state, captured output."""
         return self.run / "agent_shim"
 
     @property

@@ -1,7 +1,7 @@
-"""agent.json and the settings a CPI writes: shapes, precedence, clear errors. Pure.
+"""Types, precedence and errors of agent.json and of the settings that a CPI writes. Pure.
 
 Field names and precedence are those of the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
-Keys nobody uses here are ignored; nulls count as absent.
+Unused keys are ignored; null means absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/instance_settings.json"),
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
-"""Where container CPIs put the settings: all but those of Kubernetes into the first."""
+"""Settings files of container CPIs; all CPIs but those of Kubernetes write the first."""
 SIZE: Final = "^[0-9]{1,15}[kKmMgG]?$"
 
 
@@ -34,7 +34,7 @@ SIZE: Final = "^[0-9]{1,15}[kKmMgG]?$"
 
 
 class Source(msgspec.Struct, frozen=True, rename="pascal"):
-    """One element of ``Infrastructure.Settings.Sources``; only ``File`` means something in a container."""
+    """One element of ``Infrastructure.Settings.Sources``; only the type ``File`` has a meaning in a container."""
 
     type: str
     settings_path: str = ""
@@ -49,57 +49,60 @@ class Infrastructure(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 class SshOptions(msgspec.Struct, frozen=True):
-    """The ssh server that the agent starts where there is none."""
+    """The ssh server that the agent starts if none is running."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 22
 
 
 class BpmOptions(msgspec.Struct, frozen=True):
-    """How processes of bpm.yml are run; ``strict`` starts none that asks for what the container cannot give."""
+    """Options for processes of bpm.yml.
+
+    ``strict`` refuses to start a process that the container cannot isolate as requested.
+    """
 
     strict: bool = False
 
 
 class MonitOptions(msgspec.Struct, frozen=True):
-    """Ports on which monit, and the Go agent for monit, are looked for; a value is ``ADDR:PORT`` or ``off``.
+    """Ports of monit's API and of the Go agent's mail server for monit; a value is ``ADDR:PORT`` or ``off``.
 
-    Empty is the port of monit on the real tree, and off below another base directory.
+    Empty means the port of monit on the real tree, and off below another base directory.
     """
 
     http: str = ""
     mail: str = ""
     password: str = ""
-    """Instead of a random one, for releases that count on the Go agent's (``random-password``)."""
+    """Replaces the random password, for releases that rely on that of the Go agent (``random-password``)."""
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Rotation of the logs of jobs; sizes as logrotate spells them (``50M``). ``rotate`` false leaves it to others."""
+    """Rotation of the logs of jobs; sizes as in logrotate (``50M``). ``rotate`` false disables it."""
 
     rotate: bool = True
     size: Annotated[str, msgspec.Meta(pattern=SIZE)] = "50M"
-    """Of a file; what the Director says in ``properties.logging.max_log_file_size`` goes first."""
+    """Maximum size of a file; ``properties.logging.max_log_file_size`` from the Director takes precedence."""
     keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 7
     total: Annotated[str, msgspec.Meta(pattern=SIZE)] = "1G"
-    """Of all archives together."""
+    """Maximum size of all archives together."""
     period: Annotated[float, msgspec.Meta(gt=0)] = 60.0
-    """Seconds between two looks."""
+    """Seconds between two checks."""
 
 
 class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Our own options, under the key ``AgentShim``, which the Go agent ignores."""
+    """Options of this agent, under the key ``AgentShim``, which the Go agent ignores."""
 
     http: str = "0.0.0.0:9190"
     """``ADDR:PORT`` of metrics and probes, or ``off``."""
     log_format: str = ""
     log_level: str = "info"
     grace: float = 30.0
-    """Seconds that the orderly stop of all jobs may take: the pod's terminationGracePeriodSeconds."""
+    """Seconds for the orderly stop of all jobs; less than the pod's terminationGracePeriodSeconds."""
     spec: str = ""
-    """A directory with rendered jobs and packages to be deployed without a Director."""
+    """Directory of rendered jobs and packages to deploy without a Director."""
     firewall: bool = True
-    """Keep jobs from the bus by rules of the packet filter, where the agent may set them."""
+    """Block jobs from the bus by packet filter rules, where the agent may set them."""
     job_logs: bool = False
-    """Pass on what jobs write into their log files to standard output."""
+    """Copy the log files of jobs to standard output."""
     bpm: BpmOptions = BpmOptions()
     logs: LogOptions = LogOptions()
     monit: MonitOptions = MonitOptions()
@@ -107,17 +110,17 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AgentConfig(msgspec.Struct, frozen=True):
-    """agent.json: the ``Platform`` part configures disks and networks of machines and is not for containers."""
+    """Content of agent.json; its ``Platform`` part configures disks and networks of machines and is ignored."""
 
     infrastructure: Infrastructure = msgspec.field(default=Infrastructure(), name="Infrastructure")
     shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
 
     @property
     def settings_files(self) -> list[Path]:
-        """The files that may hold the settings, in order.
+        """Return the possible settings files, in order.
 
-        Those of all container CPIs if none is named (a volume may hide agent.json), or one of theirs (an official
-        stemcell names the first alone).
+        These are the files of all container CPIs if none is named (a volume may hide agent.json) or if one of them is
+        named (an official stemcell names only the first).
         """
         named = [
             Path(source.settings_path)
@@ -154,12 +157,12 @@ class MbusSettings(msgspec.Struct, frozen=True):
 
 
 class Blobstore(msgspec.Struct, frozen=True):
-    """Which blobstore, and its options as the Director's blobstore clients know them."""
+    """A blobstore: its type, and its options in the form of the Director's blobstore clients."""
 
     provider: str = "dummy"
     options: dict[str, Any] = {}
     proxies: Internal[dict[str, str]] = {}
-    """``http_proxy`` and its like, on the way to it; they stand elsewhere in the settings (``Env``)."""
+    """``http_proxy`` and related variables for its connections, from another part of the settings (``Env``)."""
 
 
 class TmpfsDir(msgspec.Struct, frozen=True):
@@ -167,22 +170,22 @@ class TmpfsDir(msgspec.Struct, frozen=True):
     tmpfs_size: str = ""
 
     def size(self, default: str) -> str:
-        """As mount(8) takes it; what is no size is not passed on."""
+        """Return the size in the form of mount(8), or ``default`` if the setting is no size."""
         return self.tmpfs_size if re.fullmatch(r"[0-9]+[kmgKMG%]?", self.tmpfs_size) else default
 
 
 class RunDir(TmpfsDir, frozen=True):
-    """The Go agent has a tmpfs there in any case, and reads its size alone."""
+    """The tmpfs of the run directory; the Go agent always mounts it, and reads only its size."""
 
     tmpfs: Lenient[bool] = False
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
-    """``env.bosh.agent.settings``; ``settling_time`` is ours."""
+    """``env.bosh.agent.settings``; ``settling_time`` is an extension."""
 
     tmpfs: bool = False
     settling_time: Lenient[Annotated[float, msgspec.Meta(ge=0, le=3600)]] = 0.0
-    """Seconds after ``start`` before the instance is ``running``, for scripts that count on monit's first cycle."""
+    """Seconds from ``start`` until the instance is ``running``, for scripts that rely on monit's first cycle."""
 
 
 class AgentEnv(msgspec.Struct, frozen=True):
@@ -194,7 +197,7 @@ class Ipv6(msgspec.Struct, frozen=True):
 
 
 class BoshEnv(msgspec.Struct, frozen=True):
-    """``env.bosh``: what the Director and the manifest say to the agent."""
+    """``env.bosh``: options of the agent from the Director and the manifest."""
 
     agent: AgentEnv = AgentEnv()
     mbus: MbusSettings = MbusSettings()
@@ -214,7 +217,7 @@ class BoshEnv(msgspec.Struct, frozen=True):
 
 
 class Env(msgspec.Struct, frozen=True):
-    """``env``: the three proxies mean what the variables of these names mean, and win over them."""
+    """``env``: the three proxies have the meaning of the variables with these names, and override them."""
 
     bosh: BoshEnv = BoshEnv()
     http_proxy: Lenient[str] = ""
@@ -241,7 +244,7 @@ class Network(msgspec.Struct, frozen=True):
 
     @property
     def is_dynamic(self) -> bool:
-        """True when the address comes from the machine and not from the settings."""
+        """True if the address comes from the machine instead of the settings."""
         if self.type == "vip":
             return False
         return self.type == "dynamic" or self.use_dhcp or self.resolved or not (self.ip and self.netmask)
@@ -276,7 +279,7 @@ class DiskAssociation(msgspec.Struct, frozen=True):
 
 
 class UpdateSettings(msgspec.Struct, frozen=True):
-    """What ``update_settings`` brought (settings/update_settings.go); all members stand in the stored file."""
+    """Settings from ``update_settings`` (settings/update_settings.go); the stored file has all members."""
 
     blobstores: list[Blobstore] | None = None
     disk_associations: list[DiskAssociation] = []
@@ -284,7 +287,10 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     trusted_certs: str = ""
 
     def merged(self, news: UpdateSettings) -> UpdateSettings:
-        """Certificates and associations are always replaced; bus and blobstores only when given."""
+        """Return the result of another update.
+
+        Certificates and associations are always replaced, bus and blobstores only if given.
+        """
         return UpdateSettings(
             blobstores=self.blobstores if news.blobstores is None else news.blobstores,
             disk_associations=news.disk_associations,
@@ -294,9 +300,10 @@ class UpdateSettings(msgspec.Struct, frozen=True):
 
 
 def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
-    """Read and check a settings document; ``origin`` names it in errors, which name the JSON path.
+    """Read and check a settings document.
 
-    ``ignored`` gets a line for each member of a wrong type that the Go agent does not read.
+    ``origin`` names it in errors, which include the JSON path. ``ignored`` gets a line for each member of a wrong type
+    that the Go agent does not read.
     """
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
@@ -334,13 +341,13 @@ class Mbus:
 
     @property
     def scheme(self) -> str:
-        """``nats``, ``https`` or "" when there is no bus: chosen by the first address (mbus/handler_provider.go)."""
+        """``nats``, ``https`` or "" without a bus; the first address decides (mbus/handler_provider.go)."""
         return self.urls[0].partition("://")[0] if self.urls else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """The settings of the CPI with ``update_settings`` on top: what the rest of the program asks."""
+    """The settings of the CPI combined with ``update_settings``."""
 
     source: Settings
     update: UpdateSettings
@@ -351,22 +358,23 @@ class Effective:
 
     @property
     def mbus(self) -> Mbus:
-        """URLs: update_settings, then ``env.bosh.mbus.urls``, then ``mbus``.
+        """Addresses and credentials of the bus after precedence.
 
-        Credentials: those of ``update_settings`` if they have a CA, unless the certificate of ``env.bosh.mbus`` begins
-        later: then the document was given new ones (a Secret that somebody rotates) after the Director gave its own.
+        URLs come from update_settings, then ``env.bosh.mbus.urls``, then ``mbus``. Credentials come from
+        ``update_settings`` if they have a CA, unless the certificate of ``env.bosh.mbus`` begins later: then the
+        document was changed (for example as a rotated Secret) after the update of the Director.
         """
         theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
         return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
 
     @property
     def asked_mbus(self) -> Mbus:
-        """What the last ``update_settings`` asks for, whenever its certificate begins."""
+        """The bus of the last ``update_settings``, whenever its certificate begins."""
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
 
     @property
     def known_mbus(self) -> list[Mbus]:
-        """All that may lead to the bus, the present ones first."""
+        """All addresses and credentials that may lead to the bus, the current ones first."""
         theirs, of_cpi = self.update.mbus.cert, Effective(self.source, UpdateSettings()).mbus
         return list(dict.fromkeys([self.mbus, of_cpi, *([self._mbus(theirs)] if theirs.ca else [])]))
 
@@ -376,7 +384,7 @@ class Effective:
 
     @property
     def blobstore(self) -> Blobstore:
-        """Only the first of a list counts, as in the Go agent."""
+        """The blobstore: the first of a list, as in the Go agent."""
         env = self.source.env
         stores = self.update.blobstores or env.bosh.blobstores or [self.source.blobstore]
         named = {"http_proxy": env.http_proxy, "https_proxy": env.https_proxy, "no_proxy": env.no_proxy}
@@ -389,7 +397,7 @@ class Effective:
 
     @property
     def name_servers(self) -> list[str]:
-        """Those of the network that is the default for DNS, else of the only one (settings/settings.go)."""
+        """DNS servers of the default network for DNS, else of the only network (settings/settings.go)."""
         networks = [network for network in self.source.networks.values() if network.type != "vip"]
         if len(networks) > 1:
             networks = [network for network in networks if "dns" in network.default]
@@ -401,9 +409,10 @@ class Effective:
 
 
 def bus_address(url: str) -> SplitResult:
-    """The parts of an address of the bus; of one that cannot be read, all are empty and the port is None.
+    """Split an address of the bus; an invalid one has empty parts and the port None.
 
-    A password with a character that ends it early makes a host and a port of its parts: such an address cannot be read.
+    If the password has a character that ends it early, the rest would be taken for host and port: such an address is
+    invalid.
     """
     try:
         parts = urlsplit(url)
@@ -415,5 +424,5 @@ def bus_address(url: str) -> SplitResult:
 
 
 def _begins(cert: Cert) -> float:
-    """When a certificate begins to be valid, in seconds since 1970; one that cannot be read began long ago."""
+    """Return the start of a certificate's validity, in seconds since 1970; for an unreadable one, minus infinity."""
     return next((validity.begins for validity in x509.validities(cert.certificate)), float("-inf"))

@@ -109,7 +109,7 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
 
 def parse(value: Any) -> ApplySpec:
-    """A spec from the wire or from disk; raises ``ActionError`` naming the JSON path of what is wrong."""
+    """Parse a spec from the wire or from disk; raises ``ActionError`` with the JSON path of the error."""
     try:
         return wire.convert(value, ApplySpec)
     except msgspec.ValidationError as exc:
@@ -117,7 +117,7 @@ def parse(value: Any) -> ApplySpec:
 
 
 def decode(raw: bytes) -> ApplySpec:
-    """The stored spec of ``spec.json``."""
+    """Read the stored spec of ``spec.json``."""
     try:
         document = wire.decode_json(raw)
     except ValueError as exc:

@@ -1,4 +1,4 @@
-"""The envelope: bytes of a request to values, values to bytes of a reply. Pure.
+"""Codec of the envelope: bytes of a request to values, values to bytes of a reply. Pure.
 
 Shapes and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go); the leniency towards
 nulls and the case of member names is that of Go's encoding/json, on which callers may rely.
@@ -22,24 +22,24 @@ from agent_shim.core.errors import DigestError
 T = TypeVar("T")
 
 Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
-"""A member that the Go agent does not know: a value of a wrong type is ignored, as Go ignores the member."""
+"""A member unknown to the Go agent: a value of a wrong type is ignored, as Go ignores the whole member."""
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
-"""A member that no document sets."""
+"""A member that documents cannot set."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
-"""A digest string; one that cannot be parsed is of a wrong type. As in the Go agent null means the digest ``null``."""
+"""A digest string; one that cannot be parsed has a wrong type. As in the Go agent, null means the digest ``null``."""
 INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
-"""Numbers as Go has them; msgspec itself compares with none beyond 64 bits with a sign."""
+"""Ranges of Go's integers; msgspec compares only with signed 64-bit numbers."""
 
-MAX_REPLY: Final = 1024 * 1024
-"""Bytes of a reply over NATS; a longer one is cut or replaced (mbus/nats_handler.go)."""
+MAX_REPLY_BYTES: Final = 1024 * 1024
+"""Size of a reply over NATS; a longer one is cut or replaced (mbus/nats_handler.go)."""
 
 TRUNCATED: Final = "\n...[truncated]...\n"
 TOO_LONG: Final = "Response exceeded maximum allowed length"
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a caller asks. ``arguments`` is whatever JSON stood there: binding judges it, not decoding."""
+    """A request. ``arguments`` is any JSON value: the binding checks it, not the decoder."""
 
     method: str = ""
     arguments: Any = None
@@ -48,7 +48,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class RequestError(ValueError):
-    """The bytes are not a request: over NATS it is dropped, over HTTPS answered with status 500."""
+    """Bytes that are not a request: dropped over NATS, answered with status 500 over HTTPS."""
 
 
 def decode_request(data: bytes) -> Request:
@@ -63,25 +63,25 @@ def decode_request(data: bytes) -> Request:
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 10_000
-"""Containers inside containers that encoding/json reads."""
+"""Nesting depth that encoding/json accepts."""
 KEPT_DEPTH: Final = 400
-"""Levels of a deeper document that are kept: no member that is read here lies further down."""
+"""Levels of a deeper document that are kept: all members in use are at higher levels."""
 
 _ESCAPE: Final = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL
 )
-"""One escape of a string; one surrogate alone is as long as ``\\ud800``."""
+"""One escape of a string; a lone surrogate has the length of ``\\ud800``."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""A string that does not end is a token as well: searching for its end from each quote in it took minutes."""
-_LONGEST_INTEGER: Final = 100
-"""Digits; Python refuses to read very long ones, and no number here has so many."""
+"""A bracket or a string, also an unterminated one: searching for its end from each of its quotes took minutes."""
+_MAX_INTEGER_DIGITS: Final = 100
+"""Python refuses to read very long integers, and no number of the protocol is that long."""
 
 
 def decode_json(data: bytes) -> Any:
     """Read a document that encoding/json of Go reads; raises ``ValueError``.
 
-    As there, each byte that is no UTF-8 and each lone surrogate becomes U+FFFD, and numbers of any size are read. What
-    lies deeper than ``KEPT_DEPTH`` becomes null.
+    As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Values
+    deeper than ``KEPT_DEPTH`` become null.
     """
     try:
         return msgspec.json.decode(data)
@@ -111,11 +111,11 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _number(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
+    return int(digits) if len(digits) <= _MAX_INTEGER_DIGITS else float(digits)
 
 
 def _pruned(text: str) -> str:
-    """``text`` with null in the place of what is nested too deep; raises ``ValueError`` beyond ``MAX_DEPTH``."""
+    """Replace values that are nested too deep by null; raises ``ValueError`` beyond ``MAX_DEPTH``."""
     depth, cut_from, kept, done = 0, 0, [], 0
     for token in _TOKEN.finditer(text):
         if token[0] in ("[", "{"):
@@ -135,7 +135,7 @@ def _pruned(text: str) -> str:
 
 
 def encode_value(value: Any, *, limit: int | None = None) -> bytes:
-    """``{"value": …}``; if that is longer than ``limit`` bytes, the exception the Go agent sends instead."""
+    """Return ``{"value": …}``, or the exception of the Go agent if that exceeds ``limit`` bytes."""
     reply = b'{"value":' + msgspec.json.encode(value) + b"}"
     if limit is not None and len(reply) > limit:
         return _exception(TOO_LONG)
@@ -143,13 +143,13 @@ def encode_value(value: Any, *, limit: int | None = None) -> bytes:
 
 
 def encode_exception(message: str, *, limit: int | None = None) -> bytes:
-    """``{"exception": {"message": …}}``; a message too long for ``limit`` bytes keeps its head and its tail."""
+    """Return ``{"exception": {"message": …}}``; a message too long for ``limit`` bytes keeps its head and its tail."""
     reply = _exception(message)
     if limit is None or len(reply) <= limit:
         return reply
     keep = len(message)
     while len(reply) > limit:
-        # Escapes make the JSON longer than the text: shrink by what was measured, and always by something.
+        # Escapes make the JSON longer than the text: shrink by the measured ratio, and by at least one character.
         keep = min(keep - 1, int(keep * limit / len(reply)))
         head = keep // 2
         reply = _exception(message[:head] + TRUNCATED + message[len(message) - (keep - head) :])
@@ -163,10 +163,10 @@ def _exception(message: str) -> bytes:
 
 
 def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None) -> T:
-    """JSON value to a typed one, as lenient as Go: nulls are absent, names match in any case, unknown ones are ignored.
+    """Convert a JSON value as leniently as Go: null is absent, names match in any case, unknown ones are ignored.
 
-    ``ignored`` gets a line for each ``Lenient`` member of a wrong type. Raises ``msgspec.ValidationError``, whose text
-    names the JSON path.
+    ``ignored`` gets a line for each ``Lenient`` member of a wrong type. Raises ``msgspec.ValidationError`` with the
+    JSON path.
     """
     converted: T = msgspec.convert(_lenient(value, wanted, [] if ignored is None else ignored), wanted)
     return converted
@@ -204,7 +204,7 @@ def _lenient(value: Any, wanted: Any, ignored: list[str]) -> Any:
 
 
 def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
-    """The members of ``value`` under the names that ``wanted`` has for them; of two spellings the last one counts."""
+    """Return the members of ``value`` under their names in ``wanted``; the last of two spellings counts."""
     fields = _fields(wanted)
     members = {}
     for name, member in value.items():
@@ -236,7 +236,7 @@ def _is_marked(wanted: Any, mark: str) -> bool:
 
 
 def _extra(wanted: Any) -> dict[str, Any]:
-    """What ``Lenient``, ``Internal`` and the like note of a type."""
+    """Return the annotations that ``Lenient``, ``Internal`` and similar types attach to a type."""
     noted: dict[str, Any] = {}
     for meta in getattr(wanted, "__metadata__", ()):
         noted |= getattr(meta, "extra", None) or {}
@@ -244,7 +244,7 @@ def _extra(wanted: Any) -> dict[str, Any]:
 
 
 def _digest_text(value: Any) -> str:
-    """The text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON without the quotes, of whatever type it is."""
+    """Return the text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON of any type, without quotes."""
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     try:
         MultipleDigest.parse(text)
@@ -254,7 +254,7 @@ def _digest_text(value: Any) -> str:
 
 
 def _zero(wanted: Any) -> Any:
-    """Go's zero value for a JSON ``null`` in the place of ``wanted``."""
+    """Return Go's zero value for a JSON ``null`` of type ``wanted``."""
     if typing.get_origin(wanted) is typing.Annotated:
         return _zero(typing.get_args(wanted)[0])
     origin = typing.get_origin(wanted) or wanted

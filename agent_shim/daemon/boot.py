@@ -113,7 +113,7 @@ def make_tree(paths: Paths) -> None:
         files.swap_link(paths.data_sys, paths.sys)
 
 
-def steps(agent: Agent, comeback: JobRecovery, *, monit_password: str = "") -> list[Step]:
+def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> list[Step]:
     """The steps after the settings are known."""
     paths = agent.paths
 
@@ -162,7 +162,7 @@ def steps(agent: Agent, comeback: JobRecovery, *, monit_password: str = "") -> l
         Step("monit user", monit_user),
         *_instance_steps(agent),
         _disk_step(agent),
-        Step("jobs that ran before", comeback.begin, vital=True),
+        Step("jobs that ran before", recovery.begin, vital=True),
     ]
 
 
@@ -241,7 +241,7 @@ def _instance_steps(agent: Agent) -> list[Step]:
 
     async def instance() -> str | None:
         spec = await agent.spec.load()
-        if not agent.mirror.root_is_new:
+        if not agent.state_backup.root_is_new:
             return "the root file system is the old one"
         jobs, packages = bundles_of(spec)
         gone = agent.bundles.missing([*jobs, *packages])

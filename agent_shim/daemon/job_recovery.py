@@ -50,23 +50,23 @@ class JobRecovery:
         self.obstacle = ""
         """The reason the jobs cannot be started; "" without one."""
         self._agent = agent
-        self._tell = tell
+        self._alert = tell
         self._pace = pace
-        self._told = ""
+        self._reported = ""
 
     async def begin(self) -> str | None:
         """Adopt running processes and start wanted ones; return the reason if that has to wait, else None."""
         agent = self._agent
         obstacle = await self._find_obstacle()
-        if obstacle or not agent.mirror.is_prepared:
+        if obstacle or not agent.state_backup.is_prepared:
             agent.supervisor.hold(obstacle)
-        if not await agent.supervisor.recover(root_is_new=agent.mirror.root_is_new):
+        if not await agent.supervisor.recover(root_is_new=agent.state_backup.root_is_new):
             await self._take_over()
         if not agent.supervisor.is_wanted:
             agent.supervisor.resume()
         if not agent.supervisor.is_held:
             return None
-        self._found(obstacle)
+        self._record_obstacle(obstacle)
         return obstacle or "the pre-start scripts come first"
 
     async def _take_over(self) -> None:
@@ -101,31 +101,31 @@ class JobRecovery:
         try:
             if agent.supervisor.is_wanted and agent.supervisor.is_held:
                 await agent.disks.recover()
-                self._found(await self._find_obstacle())
+                self._record_obstacle(await self._find_obstacle())
                 if self.obstacle or not await self._pre_start():
                     return
-                await agent.mirror.prepared()
+                await agent.state_backup.prepared()
             agent.supervisor.resume()
             await record_health(agent)
         except (ShimError, HostError) as exc:
-            self._found(str(exc))
+            self._record_obstacle(str(exc))
 
     async def _find_obstacle(self) -> str:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
-    def _found(self, obstacle: str) -> None:
+    def _record_obstacle(self, obstacle: str) -> None:
         """Pause; log and alert a new obstacle once."""
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
-        if obstacle not in ("", self._told):
-            self._told = obstacle
+        if obstacle not in ("", self._reported):
+            self._reported = obstacle
             logger.error("the jobs cannot be started: %s", obstacle)
-            self._tell(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
+            self._alert(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
 
     async def _pre_start(self) -> bool:
         """Run pre-start scripts if they are due; False if a request of the Director takes precedence."""
         agent = self._agent
-        if agent.mirror.is_prepared:
+        if agent.state_backup.is_prepared:
             return True
         logger.info("pre-start of all jobs: the root file system is a new one")
         names = agent.spec.current.job_names

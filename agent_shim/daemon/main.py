@@ -49,7 +49,7 @@ BUG: Final = 70
 """The exit code of an agent under ``AGENT_SHIM_DEBUG`` whose event loop was held."""
 DEBUG: Final = "AGENT_SHIM_DEBUG"
 """With this variable the event loop is guarded (``host.loop_guard``); a directory in it gets the reports as files."""
-RIVAL_LOOK: Final = 1.0
+RIVAL_POLL_S: Final = 1.0
 """Interval of checks for the end of another agent on the same volumes, in seconds."""
 
 
@@ -107,7 +107,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._stage = "starting"
         self._live: Runtime | None = None
-        self._mirror = StateBackup(self._paths)
+        self._state_backup = StateBackup(self._paths)
         self._fence = VolumeLeases()
         self._metrics = metrics.Metrics(self._readings, ACTIONS)
 
@@ -143,7 +143,7 @@ class Daemon:
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
-        await asyncio.to_thread(self._mirror.begin)
+        await asyncio.to_thread(self._state_backup.begin)
         await boot.boot([boot.tree_step(self._paths)])
         await asyncio.to_thread(self._watchdog.remember, self._paths.mirror)
         with reaper.reaping():
@@ -161,7 +161,7 @@ class Daemon:
             if rival != said:
                 logger.error("%s", self._phase)
                 said = rival
-            await asyncio.sleep(RIVAL_LOOK)
+            await asyncio.sleep(RIVAL_POLL_S)
 
     def _rival_on_data(self) -> str:
         rival = self._fence.hold(self._paths.mirror)
@@ -190,7 +190,7 @@ class Daemon:
         if not await until_stopped(store.wait(), self._stop):
             return
         await asyncio.to_thread(self._fence.introduce, store.current.agent_id)
-        await self._mirror.recover(store.current.agent_id)
+        await self._state_backup.recover(store.current.agent_id)
         find_twin = partial(job_recovery.twin, self._fence, self._paths, store.current.source)
         if not await until_stopped(self._without_rival(find_twin), self._stop):
             return
@@ -205,7 +205,7 @@ class Daemon:
             self._paths,
             self._config.shim,
             store,
-            mirror=self._mirror,
+            state_backup=self._state_backup,
             fence=self._fence,
             metrics=self._metrics,
             disown=self._watchdog.disown,
@@ -221,7 +221,7 @@ class Daemon:
         source = standalone.write_settings(self._paths, Path(self._config.shim.spec))
         return SettingsStore(self._paths, [source], needs_bus=False)
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def _readings(self) -> metrics.Readings:
         return metrics.Readings() if self._live is None else status_report.readings(self._live)

@@ -74,13 +74,13 @@ GIVEN_UP: Final = "shut down by the Director"
 STOPPING: Final = "the container ends and all jobs are being stopped"
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 """The file whose content Kubernetes shows for an ended container (kubectl describe pod)."""
-FENCED_GRACE: Final = 10.0
+FENCED_GRACE_S: Final = 10.0
 """Stop timeout in seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """Essential root tasks: the agent restarts if one of them keeps failing."""
-LAST_WORDS: Final = 1.0
+LAST_REPLIES_TIMEOUT_S: Final = 1.0
 """Seconds for replies to waiting polls before the agent disconnects from the bus."""
 
 
@@ -96,7 +96,7 @@ class Runtime:
         shim: settings.ShimOptions,
         store: SettingsStore,
         *,
-        mirror: StateBackup,
+        state_backup: StateBackup,
         fence: VolumeLeases,
         metrics: Metrics,
         disown: Callable[[], None],
@@ -112,8 +112,8 @@ class Runtime:
         self.dispatcher: Dispatcher | None = None
         self.orderly: shutdown.Shutdown | None = None
         self.standalone: Standalone | None = None
-        self.drift = AddressWatch(self._expected_addresses, self._address_missing)
-        self.expiry = CertificateWatch(lambda: certificates(self.bus.mbus))
+        self.address_watch = AddressWatch(self._expected_addresses, self._address_missing)
+        self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
         self._shim = shim
         self._fence = fence
         self._metrics = metrics
@@ -132,11 +132,11 @@ class Runtime:
                 settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
             ),
             EdgeCallbacks(self._announce_shutdown, self._reconnect, self._shut_down),
-            mirror=mirror,
+            state_backup=state_backup,
             fence=fence,
             ssh_port=shim.ssh.port,
         )
-        self.comeback = job_recovery.JobRecovery(self.agent, self._process_event)
+        self.job_recovery = job_recovery.JobRecovery(self.agent, self._process_event)
         if shim.spec:
             from agent_shim.daemon import standalone
 
@@ -178,7 +178,7 @@ class Runtime:
     async def serve(self) -> None:
         """Boot, then answer requests until ``stop`` is set."""
         agent = self.agent
-        steps = boot.steps(agent, self.comeback, monit_password=self._shim.monit.password)
+        steps = boot.steps(agent, self.job_recovery, monit_password=self._shim.monit.password)
         async with agent.supervisor:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
@@ -216,7 +216,7 @@ class Runtime:
 
         async def come_back() -> None:
             await booted.wait()  # jobs need the trusted authorities as soon as they start
-            await self.comeback.run()
+            await self.job_recovery.run()
 
         roots: dict[str, Callable[[], Awaitable[None]]] = {
             "bus": self.bus.run,
@@ -225,11 +225,11 @@ class Runtime:
             "tasks": lambda: agent.tasks.run(dispatcher.failure),
             "settings": lambda: agent.settings.watch(self._settings_changed),
             "coming back": come_back,
-            "copy of the state": agent.mirror.watch,
+            "copy of the state": agent.state_backup.watch,
             "leases": lambda: self._fence.keep(self._fenced_off),
-            "addresses": self.drift.watch,
+            "addresses": self.address_watch.watch,
             "firewall": self.firewall.watch,
-            "certificates": self.expiry.watch,
+            "certificates": self.certificate_watch.watch,
             "loop lag": self._metrics.watch_lag,
         }
         if self._shim.logs.rotate:
@@ -248,7 +248,7 @@ class Runtime:
                 ]
                 await until_stopped(self._given_up.wait(), self._stop)
                 agent.tasks.release_polls()
-                await self.bus.drain(LAST_WORDS)
+                await self.bus.drain(LAST_REPLIES_TIMEOUT_S)
                 for task in running:
                     task.cancel()
                 await self._stop.wait()
@@ -282,7 +282,7 @@ class Runtime:
         self.phase = GIVEN_UP
         try:
             await files.save(agent.paths.given_up, agent.settings.current.agent_id.encode(), mode=0o600)
-            await agent.mirror.update()
+            await agent.state_backup.update()
         except HostError as exc:
             logger.error("the agent would come back after a restart: %s", exc)
         try:
@@ -307,13 +307,13 @@ class Runtime:
 
     async def _step_aside(self) -> None:
         try:
-            await self.agent.supervisor.stop(wait=True, timeout=FENCED_GRACE)
+            await self.agent.supervisor.stop(wait=True, timeout=FENCED_GRACE_S)
         except (HostError, ActionError) as exc:
             logger.error("cannot stop all jobs: %s", exc)
 
     # --- requests of the edges --------------------------------------------------------------------------------------
 
-    async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY) -> tuple[str, bytes] | None:
+    async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
         assert self.dispatcher is not None
         return await self.dispatcher.handle(data, limit=limit)
 
@@ -349,17 +349,17 @@ class Runtime:
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
 
     async def _send_heartbeat(self, message: bytes) -> None:
-        await self._tell("heartbeat", message)
+        await self._publish("heartbeat", message)
 
-    async def _tell(self, kind: str, message: bytes) -> None:
+    async def _publish(self, kind: str, message: bytes) -> None:
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
     async def _announce_shutdown(self) -> None:
         """Send the shutdown notice; best effort, it only silences the Health Monitor (concrete_notifier.go)."""
         try:
-            await self._tell("shutdown", b"null")
+            await self._publish("shutdown", b"null")
         except BusError as exc:
-            logger.warning("cannot tell the Health Monitor of the shutdown: %s", exc)
+            logger.warning("cannot notify the Health Monitor of the shutdown: %s", exc)
 
     async def _reconnect(self, wanted: settings.Mbus) -> None:
         if is_https(wanted) != is_https(self.bus.mbus):
@@ -397,7 +397,7 @@ def assemble(
     supervisor: Supervisor,
     edges: EdgeCallbacks,
     *,
-    mirror: StateBackup,
+    state_backup: StateBackup,
     fence: VolumeLeases,
     ssh_port: int = 22,
 ) -> Agent:
@@ -425,7 +425,7 @@ def assemble(
         sshd=Sshd(paths, ssh_port, lambda: bool(users.made() or store.current.source.env.bosh.authorized_keys)),
         certificates=TrustedCas(paths),
         disks=persistent,
-        mirror=mirror,
+        state_backup=state_backup,
         edges=edges,
     )
 

@@ -21,9 +21,9 @@ from agent_shim.services.scripts import drain_arguments
 
 logger = logging.getLogger(__name__)
 
-KILL_RESERVE: Final = 3.0
+KILL_RESERVE_S: Final = 3.0
 """Seconds before the end of the grace at which scripts are cut short."""
-SHORTEST: Final = 1.0
+MIN_STOP_S: Final = 1.0
 """Minimum seconds for the stop."""
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
@@ -48,14 +48,14 @@ class Shutdown:
     async def run(self, agent: Agent) -> None:
         """Stop the jobs; always returns within the grace."""
         ends_at = self.ends_at = time.monotonic() + self.grace
-        reserve = min(KILL_RESERVE, self.grace / 2)
+        reserve = min(KILL_RESERVE_S, self.grace / 2)
         jobs = agent.spec.current.job_names
         scripts = ends_at - reserve
         await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
         await agent.supervisor.seal()
         await agent.supervisor.unmonitor()
         await self._script("drain", self._drain(agent, jobs), scripts)
-        left = max(SHORTEST, ends_at - time.monotonic())
+        left = max(MIN_STOP_S, ends_at - time.monotonic())
         agent.supervisor.forget_killed()
         try:
             await agent.supervisor.stop(wait=True, timeout=left)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 INSTANCE: Final = "instance.json"
 TASK: Final = "deploy"
-LOOK: Final = 0.2
+POLL_S: Final = 0.2
 """Interval of checks for running jobs, in seconds."""
 
 
@@ -219,7 +219,7 @@ class Standalone:
             if self._is_new:
                 while self._agent.supervisor.job_state() != "running":
                     self.obstacle = f"jobs are {self._agent.supervisor.job_state()}"
-                    await asyncio.sleep(LOOK)
+                    await asyncio.sleep(POLL_S)
                 await self._task(lambda: self._script("post-start"))
                 self._is_new = False
         except (ShimError, HostError) as exc:

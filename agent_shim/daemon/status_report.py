@@ -98,8 +98,8 @@ def _heartbeat_age(live: Runtime) -> float | None:
 
 
 def _warnings(live: Runtime) -> list[str]:
-    missing = [f"no interface has the address {ip} ({where})" for ip, where in live.drift.missing.items()]
-    obstacle = live.comeback.obstacle
+    missing = [f"no interface has the address {ip} ({where})" for ip, where in live.address_watch.missing.items()]
+    obstacle = live.job_recovery.obstacle
     jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
     is_fallback = live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus
     bus = (
@@ -107,7 +107,7 @@ def _warnings(live: Runtime) -> list[str]:
         if is_fallback
         else []
     )
-    return [*jobs, *missing, *bus, *live.expiry.warnings]
+    return [*jobs, *missing, *bus, *live.certificate_watch.warnings]
 
 
 async def _disk(agent: Agent) -> str:
@@ -151,8 +151,8 @@ def readings(live: Runtime) -> metrics.Readings:
         tasks_waiting=agent.tasks.waiting,
         failures=keep_running.failures,
         firewall_enforced=not live.firewall.obstacle,
-        addresses_missing=len(live.drift.missing),
-        certificates=live.expiry.ends,
+        addresses_missing=len(live.address_watch.missing),
+        certificates=live.certificate_watch.ends,
         disk=metrics.DiskReading(
             agent.disks.is_mounted(), progress is not None, 0.0 if progress is None else progress.share
         ),

@@ -76,7 +76,7 @@ async def serve(request: Request, temps: list[Path]) -> Done:
             case Pack():
                 return await _pack(request)
             case CopyTree():
-                return _mirror(request)
+                return _copy_tree(request)
             case Rotate():
                 return _rotate(request)
     except (ShimError, HostError) as exc:
@@ -126,7 +126,7 @@ async def _pack(request: Pack) -> Done:
     return Done(sha1=sha1, sha512=sha512)
 
 
-def _mirror(request: CopyTree) -> Done:
+def _copy_tree(request: CopyTree) -> Done:
     from agent_shim.host import copytree
 
     # No clean-up: the next worker resumes an interrupted copy.

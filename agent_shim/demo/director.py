@@ -1,7 +1,7 @@
-"""A Director and a Health Monitor, as far as an agent sees them; they speak the protocol and know no agent.
+"""A Director and a Health Monitor as an agent sees them; both speak the protocol and know no agent.
 
-What the Director does with a reply, how long it waits and what it asks again are those of the real one
-(``agent_client.rb``, ``nats_rpc.rb`` of bosh-director), so that a test waits for what a user would wait for.
+The handling of replies, the timeouts and the retries are those of the real Director (``agent_client.rb``,
+``nats_rpc.rb`` of bosh-director), so that a test waits for the same things as a user.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agent_shim.edges.bus import tls
 PROTOCOL: Final = 3
 
 RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob": 3}
-"""How often a request is sent anew after no reply came; everything else is sent once."""
+"""Retries of a request without a reply; other methods have none."""
 
-STOP_LIMIT: Final = 300.0
-"""Seconds the Director polls a ``stop``."""
+STOP_LIMIT_S: Final = 300.0
+"""Time for which the Director polls a ``stop``."""
 
 
 class RpcTimeoutError(ShimError):
@@ -36,15 +36,15 @@ class RpcTimeoutError(ShimError):
 
 
 class RpcRemoteError(ShimError):
-    """The agent replied with an exception; the text is its message."""
+    """An exception from the agent; the text is its message."""
 
 
 class NotRunningError(ShimError):
-    """The processes of an instance do not run at the end of its watch time."""
+    """Processes of an instance that do not run at the end of its watch time."""
 
 
 WATCH_INTERVALS: Final = 10
-"""Looks in the watch time of an instance (``instance_updater/starter.rb``), each 1 to 15 seconds after the last."""
+"""Polls in the watch time of an instance (``instance_updater/starter.rb``), each 1 to 15 seconds after the last."""
 
 
 # --- the bus, raw ---------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ OnMessage = Callable[[str, bytes], None]
 
 
 class Peer:
-    """One client of the bus that subscribes first and comes back by itself; made by ``joined``."""
+    """A client of the bus that subscribes first and reconnects by itself; made by ``joined``."""
 
     def __init__(self, mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> None:
         self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - no secret
@@ -69,10 +69,10 @@ class Peer:
         self._writer: asyncio.StreamWriter | None = None
         self._joined = asyncio.Event()
         self.published = 0
-        """Messages handed over so far."""
+        """Number of messages sent."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Hand a message to the bus, once there is one."""
+        """Send a message once connected."""
         await self._joined.wait()
         self.published += 1
         if self._writer is not None:
@@ -80,7 +80,7 @@ class Peer:
             await self._writer.drain()
 
     async def serve(self) -> None:
-        """Be on the bus, for ever."""
+        """Stay connected to the bus, for ever."""
         while True:
             with contextlib.suppress(OSError, EOFError):
                 await self._connect()
@@ -88,7 +88,7 @@ class Peer:
             await asyncio.sleep(0.1)
 
     async def wait_joined(self) -> None:
-        """Until the subscriptions hold."""
+        """Wait until the subscriptions are active."""
         await self._joined.wait()
 
     async def _connect(self) -> None:
@@ -128,7 +128,7 @@ class Peer:
 
 @asynccontextmanager
 async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> AsyncIterator[Peer]:
-    """A peer on the bus for the length of the block."""
+    """Connect a peer for the length of the block."""
     peer = Peer(mbus, subjects, on_message)
     serving = asyncio.create_task(peer.serve(), name="peer")
     try:
@@ -145,7 +145,7 @@ async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -
 
 
 class Director:
-    """Asks agents; ``poll`` is the pause between two looks at a task (the real one makes it a second)."""
+    """A Director; ``poll`` is the pause in seconds between two queries of a task (a real Director waits a second)."""
 
     def __init__(self, *, poll: float = 1.0) -> None:
         self.uuid = str(uuid.uuid4())
@@ -155,20 +155,20 @@ class Director:
 
     @asynccontextmanager
     async def on(self, mbus: Mbus) -> AsyncIterator[Director]:
-        """This Director on a bus, for the length of the block."""
+        """Connect to a bus for the length of the block."""
         async with joined(mbus, (f"director.{self.uuid}.>",), self._received) as self._peer:
             yield self
 
-    async def tell(self, agent_id: str, method: str, *arguments: Any) -> None:
-        """Ask and do not wait (``shutdown``, ``delete_arp_entries``)."""
+    async def send(self, agent_id: str, method: str, *arguments: Any) -> None:
+        """Send a request without waiting for a reply (``shutdown``, ``delete_arp_entries``)."""
         await self._send(agent_id, method, arguments, str(uuid.uuid4()))
 
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
     ) -> dict[str, Any]:
-        """One reply as it came, value or exception; raises ``RpcTimeoutError`` after ``timeout`` seconds of silence.
+        """Return one reply, value or exception; raises ``RpcTimeoutError`` after ``timeout`` seconds of silence.
 
-        ``retries`` says how often it is asked anew; None is what the Director does for this method.
+        ``retries`` is the number of repetitions; None is the Director's number for this method.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):
@@ -186,17 +186,18 @@ class Director:
         raise RpcTimeoutError(f"Timed out sending '{method}' to agent {agent_id!r} after {timeout:g} seconds")
 
     async def value(self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0) -> Any:
-        """The value of one reply; raises ``RpcRemoteError`` for an exception."""
+        """Return the value of one reply; raises ``RpcRemoteError`` for an exception."""
         return _value(await self.call(agent_id, method, *arguments, timeout=timeout))
 
     async def run(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, limit: float | None = None
     ) -> Any:
-        """The result of an action, whether it is answered at once or as a task, which is then polled to its end.
+        """Return the result of an action; polls a task to its end.
 
-        ``limit`` bounds the polling (300 s for ``stop``, else none); raises ``RpcTimeoutError`` and ``RpcRemoteError``.
+        ``limit`` bounds the polling in seconds (300 s for ``stop``, else none); raises ``RpcTimeoutError`` and
+        ``RpcRemoteError``.
         """
-        limit = STOP_LIMIT if limit is None and method == "stop" else limit
+        limit = STOP_LIMIT_S if limit is None and method == "stop" else limit
         until = time.monotonic() + limit if limit is not None else float("inf")
         answer = await self.value(agent_id, method, *arguments, timeout=timeout)
         while task_id := _running(answer):
@@ -216,7 +217,7 @@ class Director:
                     return
 
     async def wait_until_running(self, agent_id: str, least: float, most: float) -> int:
-        """Look at an instance from ``least`` to ``most`` seconds from now until it runs; how many looks it took.
+        """Poll an instance from ``least`` to ``most`` seconds from now until it runs; return the number of polls.
 
         Raises ``NotRunningError`` in the words of the Director (``instance_updater/starter.rb``).
         """
@@ -248,7 +249,7 @@ class Director:
         reply = self._waiting.pop(subject.rpartition(".")[2], None)
         with contextlib.suppress(ValueError):
             document = json.loads(data)
-            # What is no object is dropped, and the request is used up: it times out.
+            # A reply that is not an object is dropped and its request is used up: it times out.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 
@@ -261,7 +262,7 @@ def _value(reply: dict[str, Any]) -> Any:
 
 
 def _running(answer: Any) -> str:
-    """The id of the task that an answer speaks of while it runs, else ""."""
+    """Return the id of the running task in a reply, else ""."""
     if isinstance(answer, dict) and answer.get("state") == "running":
         return str(answer.get("agent_task_id", ""))
     return ""
@@ -272,7 +273,7 @@ def _running(answer: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What an agent said by itself: ``kind`` is heartbeat, alert or shutdown; ``at`` is monotonic time."""
+    """A message that an agent sent unasked: ``kind`` is heartbeat, alert or shutdown; ``at`` is monotonic time."""
 
     kind: str
     agent_id: str
@@ -281,7 +282,7 @@ class Notice:
 
 
 class HealthMonitor:
-    """Collects what agents say by themselves, in order of arrival."""
+    """A Health Monitor: collects notices of agents in order of arrival."""
 
     def __init__(self) -> None:
         self.notices: list[Notice] = []
@@ -289,19 +290,19 @@ class HealthMonitor:
 
     @asynccontextmanager
     async def on(self, mbus: Mbus) -> AsyncIterator[HealthMonitor]:
-        """This Health Monitor on a bus, for the length of the block."""
+        """Connect to a bus for the length of the block."""
         subjects = tuple(f"hm.agent.{kind}.*" for kind in ("heartbeat", "alert", "shutdown"))
         async with joined(mbus, subjects, self._received):
             yield self
 
     def of(self, kind: str, agent_id: str) -> list[Notice]:
-        """All notices of one kind and agent so far."""
+        """Return all notices of one kind and agent so far."""
         return [notice for notice in self.notices if (notice.kind, notice.agent_id) == (kind, agent_id)]
 
     async def wait_for(
         self, kind: str, agent_id: str, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = 30.0
     ) -> Notice:
-        """The first notice whose body is as asked, now or within ``timeout`` seconds; raises ``TimeoutError``."""
+        """Wait up to ``timeout`` seconds for a notice whose body matches; raises ``TimeoutError``."""
         async with asyncio.timeout(timeout):
             while True:
                 for notice in self.of(kind, agent_id):

@@ -1,9 +1,8 @@
-"""Certificates of a bus as BOSH makes them, good ones and bad ones, for the demo, the tests and the benchmarks.
+"""Certificates of a bus in BOSH's form, valid and invalid, for the demo, the tests and the benchmarks.
 
 Subjects are those of the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
-elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
-
-Needs ``cryptography``, which comes with the extra ``demo``.
+elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits. Needs
+``cryptography``, which comes with the extra ``demo``.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ class Pair:
 
 
 def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
-    """The common name of an agent's certificate; the short-lived first one is told apart by its name alone."""
+    """Return the common name of an agent's certificate; only the name distinguishes the short-lived first one."""
     return f"{agent_id}.bootstrap.agent.bosh-internal" if bootstrap else f"{agent_id}.agent.bosh-internal"
 
 
 def subject(common_name: str) -> str:
-    """The user that a NATS server makes of a certificate: its subject, as nats-sync writes it."""
+    """Return the NATS user of a certificate: its subject, in the form of nats-sync."""
     return f"C=USA, O=Cloud Foundry, CN={common_name}"
 
 
 class Authority:
-    """A certificate authority of its own; ``ca`` is its certificate (PEM).
+    """A certificate authority; ``ca`` is its certificate (PEM).
 
-    ``bits`` is the length of all RSA keys below it, 0 stands for elliptic ones (P-256).
+    ``bits`` is the length of all RSA keys below it; 0 means elliptic keys (P-256).
     """
 
     def __init__(self, common_name: str = "default.nats-ca.bosh-internal", *, bits: int = 0) -> None:
@@ -68,15 +67,15 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
-        """A server's certificate for ``hosts`` (names and addresses, the only thing that clients verify a host by)."""
+        """Issue a server certificate for ``hosts`` (names and addresses, by which alone clients verify a host)."""
         return self._pair(common_name, valid, _server(hosts))
 
     def client(self, common_name: str, *, valid: tuple[float, float] = GOOD) -> Pair:
-        """A client's certificate, as the Director makes it for every VM."""
+        """Issue a client certificate, as the Director does for every VM."""
         return self._pair(common_name, valid, _client())
 
     def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
-        """The client certificate of an agent."""
+        """Issue the client certificate of an agent."""
         return self.client(agent_name(agent_id, bootstrap=bootstrap), valid=valid)
 
     def _pair(self, common_name: str, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]) -> Pair:

@@ -1,7 +1,7 @@
-"""The demonstration: a Director deploys a small release to an agent of its own, over a real bus with mutual TLS.
+"""The demonstration: a Director deploys a small release to a new agent over a real bus with mutual TLS.
 
-No root and no network beyond the loopback are needed; everything lives in a scratch directory, removed at the end.
-Every step is printed with its time and is checked: the exit code is 0 only if all of it held.
+It needs no root and no network beyond the loopback; all files are in a scratch directory, which is removed at the end.
+Every step is printed with its time and is checked: the exit code is 0 only if all checks passed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NETWORKS = {
 
 
 class DemoError(ShimError):
-    """Something that should have held did not."""
+    """A failed check of the demonstration."""
 
     exit_code = 1
 
 
 def main() -> int:
-    """Play it once; returns 0, or raises what did not hold."""
+    """Play the demonstration once; return 0, or raise the failed check."""
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-demo-"))
     try:
         asyncio.run(_play(scratch))
@@ -68,7 +68,7 @@ async def _play(scratch: Path) -> None:
         await server.add_agent(AGENT)
         monitor, director = HealthMonitor(), Director()
         async with monitor.on(server.peer(HEALTH_MONITOR)), director.on(server.peer()):
-            await Story(scratch, server, director, monitor).tell()
+            await Story(scratch, server, director, monitor).run()
 
 
 def _log(scratch: Path) -> Path:
@@ -76,7 +76,7 @@ def _log(scratch: Path) -> Path:
 
 
 class Story:
-    """The steps, in order; ``tell`` plays them all."""
+    """The steps, in order; ``run`` plays all of them."""
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, monitor: HealthMonitor) -> None:
         self.base = scratch / "vcap"
@@ -95,19 +95,19 @@ class Story:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Print ``name`` with how long the block took; what the block appends is printed below it."""
+        """Print ``name`` with the duration of the block; details that the block appends follow below it."""
         begun_at = time.monotonic()
         details: list[str] = []
         yield details
         self.say(f"{name:<42} {(time.monotonic() - begun_at) * 1000:8.1f} ms", *details)
 
-    async def tell(self) -> None:
+    async def run(self) -> None:
         agent = await self._boot()
         try:
             await self._deploy()
-            await self._be_killed()
+            await self._kill_web()
             await self._crash()
-            await self._look()
+            await self._show_observations()
             await self._errand()
             await self._stop()
         finally:
@@ -160,7 +160,7 @@ class Story:
         (self.scratch / "agent.json").write_text(json.dumps(config))
 
     async def _run(self, method: str, *arguments: Any, title: str = "") -> Any:
-        """One action as the Director runs it, printed with the time the Director waited."""
+        """Run an action as the Director does, and print how long the Director waited."""
         with self.step(title or method) as details:
             result = await self.director.run(AGENT, method, *arguments)
             details.append(f"-> {json.dumps(result)}"[:200])
@@ -172,7 +172,7 @@ class Story:
             (self.scratch / "blobs" / blob_id).write_bytes(content)
         await self._run("apply", {name: spec[name] for name in ("deployment", "job", "index", "id", "networks")})
         state = await self.director.value(AGENT, "get_state")
-        require(state["networks"] == NETWORKS, "the networks came back changed")
+        require(state["networks"] == NETWORKS, "the returned networks differ")
         spec["rendered_templates_archive"] = await self._upload()
         await self._run("prepare", spec)
         spec["rendered_templates_archive"] = await self._upload()
@@ -202,11 +202,11 @@ class Story:
                 return processes
             await asyncio.sleep(0.02)
 
-    async def _be_killed(self) -> None:
+    async def _kill_web(self) -> None:
         pidfile = self.base / "sys/run/web/web.pid"
         before = pidfile.read_text()
         with self.step("web killed with SIGKILL, until it answers again") as details:
-            os.kill(int(before), signal.SIGKILL)  # the demonstration is the murderer here
+            os.kill(int(before), signal.SIGKILL)  # by the demonstration, not the agent
             while pidfile.read_text().strip() in ("", before.strip()):
                 await asyncio.sleep(0.001)
             details.append((await self._until_answered(self.release.url)).strip())
@@ -231,7 +231,7 @@ class Story:
             await self._until_answered(self.release.flaky_url)
         await self._until_running()
 
-    async def _look(self) -> None:
+    async def _show_observations(self) -> None:
         state = await self.director.value(AGENT, "get_state", "full")
         vitals = state["vitals"]
         self.say(
@@ -266,14 +266,14 @@ class Story:
         for url in (self.release.url, self.release.flaky_url):
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(_get, url)
-                raise DemoError(f"cannot stop: something still answers at {url}")
-        self.say("nothing of the release runs any more")
+                raise DemoError(f"cannot stop: a server still answers at {url}")
+        self.say("no process of the release runs any longer")
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Fail the demonstration unless something holds."""
+    """Fail the demonstration unless ``holds``."""
     if not holds:
-        raise DemoError(f"cannot go on: {otherwise}")
+        raise DemoError(f"cannot continue: {otherwise}")
 
 
 def _get(url: str) -> str:
@@ -283,7 +283,7 @@ def _get(url: str) -> str:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that were free a moment ago."""
+    """Return ports that were free a moment ago."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for opened in sockets:

@@ -41,7 +41,7 @@ class Greeter(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/crash":
             os._exit(3)
-        visitor = "somebody"
+        visitor = "stranger"
         if store:
             count = urllib.request.Request(store + "/visitors", method="PUT")
             visitor = "visitor " + urllib.request.urlopen(count, timeout=5).read().decode()
@@ -99,7 +99,7 @@ _ERRAND: Final = """
 
 
 def archive(files: Mapping[str, str | bytes]) -> bytes:
-    """A gzipped tarball; what lies below ``bin/`` can be run; texts may begin with an empty line."""
+    """Return a gzipped tarball; files below ``bin/`` are executable; texts may begin with an empty line."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as packed:
         for name, text in files.items():
@@ -112,7 +112,10 @@ def archive(files: Mapping[str, str | bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Release:
-    """Three jobs with servers, one errand, two packages; ``blobs`` go to the blobstore, ``templates`` over the bus."""
+    """A release of three jobs with servers, one errand and two packages.
+
+    ``blobs`` go to the blobstore, ``templates`` over the bus.
+    """
 
     base: Path
     ports: Mapping[str, int]
@@ -120,7 +123,7 @@ class Release:
 
     @property
     def url(self) -> str:
-        """Where the web job answers."""
+        """Address of the web job."""
         return f"http://127.0.0.1:{self.ports['web']}/"
 
     @property
@@ -128,7 +131,7 @@ class Release:
         return f"http://127.0.0.1:{self.ports['flaky']}/"
 
     def templates(self) -> bytes:
-        """The rendered templates of all jobs, as the Director sends them."""
+        """Return the rendered templates of all jobs, as the Director sends them."""
         store = f"http://127.0.0.1:{self.ports['store']}"
         files: dict[str, str | bytes] = {
             **self._job("store", "keyvalue", f"{self.ports['store']}"),
@@ -152,7 +155,7 @@ class Release:
         return {f"{job}/{name}": text.format(**words) for name, text in files.items()}
 
     def packages(self) -> dict[str, Any]:
-        """The packages of the spec; their archives are in ``blobs`` afterwards."""
+        """Return the packages of the spec; their archives are in ``blobs`` afterwards."""
         sources = {"keyvalue": _STORE, "greeter": _GREETER}
         found = {}
         for name, source in sources.items():
@@ -168,7 +171,7 @@ class Release:
         return found
 
     def spec(self, agent_id: str, networks: dict[str, Any]) -> dict[str, Any]:
-        """The full spec but for the rendered templates, whose blob changes with each upload."""
+        """Return the full spec without the rendered templates, whose blob changes with each upload."""
         jobs = [{"name": name, "version": "1"} for name in ("store", "web", "flaky", "smoke")]
         return {
             "deployment": "demo",

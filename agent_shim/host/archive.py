@@ -24,7 +24,7 @@ from isal import igzip, isal_zlib
 from agent_shim.core.errors import ArchiveError
 from agent_shim.host import files
 
-CHUNK: Final = files.CHUNK
+CHUNK: Final = files.CHUNK_BYTES
 BLOCK: Final = tarfile.BLOCKSIZE
 
 GZIP: Final = b"\x1f\x8b"

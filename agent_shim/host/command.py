@@ -13,7 +13,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import process
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
-MOST_READ: Final = 64 * 1024
+MAX_OUTPUT_BYTES: Final = 64 * 1024
 """Limit of the output that is read, from its start."""
 
 
@@ -44,7 +44,7 @@ async def run(
         except asyncio.CancelledError:
             await running.terminate(grace)
             raise
-        printed = os.pread(output, MOST_READ, 0).decode(errors="replace")
+        printed = os.pread(output, MAX_OUTPUT_BYTES, 0).decode(errors="replace")
     if status != 0:
         raise HostError(f"cannot run {program}: exit status {status}: {printed.strip()[-500:]}")
     return printed

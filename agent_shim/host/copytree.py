@@ -22,12 +22,12 @@ from typing import Final
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 
-CHUNK: Final = 1 << 20
-REPORT: Final = 0.5
+CHUNK_BYTES: Final = 1 << 20
+REPORT_PERIOD_S: Final = 0.5
 """Interval of progress reports."""
-ROUNDS: Final = 3
+MAX_ATTEMPTS: Final = 3
 """Attempts to copy and compare before a source that keeps changing is given up."""
-COARSE: Final = 2_000_000_000
+COARSE_NS: Final = 2_000_000_000
 """Rounding of timestamps by file systems, in nanoseconds."""
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,7 +73,7 @@ def mirror(
         with _opened(source) as below_source, _opened(target) as below_target:
             work = _Mirror(below_source, below_target, frozenset(spared), report)
             work.count()
-            for _ in range(ROUNDS):
+            for _ in range(MAX_ATTEMPTS):
                 work.copy()
                 files.sync_filesystem(target)
                 if not (differing := work.compare()):
@@ -82,7 +82,7 @@ def mirror(
         raise
     except OSError as exc:
         raise files.failed(what, exc) from exc
-    raise HostError(f"cannot {what}: after {ROUNDS} attempts these differ: {', '.join(differing[:5])}")
+    raise HostError(f"cannot {what}: after {MAX_ATTEMPTS} attempts these differ: {', '.join(differing[:5])}")
 
 
 def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
@@ -119,7 +119,7 @@ class _Mirror:
             for name in _names(target) - set(names) - self._spare(path):
                 _remove(target, name)
             for name in names:
-                with _telling("copy", path, name):
+                with _errors_as("copy", path, name):
                     status = _status(source, name)
                     other = first.get(_inode(status)) if _is_shared(status) else None
                     if other is None:
@@ -130,7 +130,7 @@ class _Mirror:
                         self._link(other, target, name)
                     self._advance(status)
         for path in reversed(entered):  # children first: an entry made in a directory changes its time
-            with self._both(path) as (source, target), _telling("copy", path, "."):
+            with self._both(path) as (source, target), _errors_as("copy", path, "."):
                 _copy_attributes(source, target, os.fstat(source))
 
     def compare(self) -> list[str]:
@@ -144,7 +144,7 @@ class _Mirror:
         for path, source, target, names in self._pairs(make=False):
             surplus = _names(target) - set(names) - self._spare(path)
             for name in (*names, *surplus):
-                with _telling("compare", path, name):
+                with _errors_as("compare", path, name):
                     wanted = None if name in surplus else _status(source, name)
                     there = _status_or_none(target, name)
                     if wanted and there and _same_entry(source, target, name, wanted, there):
@@ -192,7 +192,7 @@ class _Mirror:
         ahead = [""]
         while ahead:
             path = ahead.pop()
-            with _telling("read", path, "."), _opened_below(top, path) as here:
+            with _errors_as("read", path, "."), _opened_below(top, path) as here:
                 names = sorted(_names(here) - self._spare(path))
                 yield here, names
                 ahead += [f"{path}{name}/" for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
@@ -212,7 +212,7 @@ class _Mirror:
     def _advance(self, status: os.stat_result) -> None:
         done = self._progress
         self._progress = replace(done, files=done.files + 1, size=done.size + _weight(status))
-        if time.monotonic() - self._reported_at >= REPORT:
+        if time.monotonic() - self._reported_at >= REPORT_PERIOD_S:
             self._reported_at = time.monotonic()
             self._report(self._progress)
 
@@ -268,7 +268,7 @@ def _copy_range(old: int, new: int, begin: int, end: int) -> None:
     with suppress(OSError):  # another file system or an old kernel: continue with reads and writes
         while at < end and (count := os.copy_file_range(old, new, end - at, at, at)):
             at += count
-    while at < end and (data := os.pread(old, min(CHUNK, end - at), at)):
+    while at < end and (data := os.pread(old, min(CHUNK_BYTES, end - at), at)):
         at += os.pwrite(new, data, at)
 
 
@@ -303,7 +303,7 @@ def _looks_same(one: os.stat_result, other: os.stat_result) -> bool:
         and (one.st_uid, one.st_gid) == (other.st_uid, other.st_gid)
         and (stat.S_ISDIR(one.st_mode) or one.st_size == other.st_size)
         and one.st_rdev == other.st_rdev
-        and abs(one.st_mtime_ns - other.st_mtime_ns) < (COARSE if other.st_mtime_ns % 1000 == 0 else 1)
+        and abs(one.st_mtime_ns - other.st_mtime_ns) < (COARSE_NS if other.st_mtime_ns % 1000 == 0 else 1)
     )
 
 
@@ -328,7 +328,7 @@ def _same_data(old: int, new: int, size: int) -> bool:
     for begin, end in heapq.merge(_data(old, size), _data(new, size)):
         at = max(at, begin)
         while at < end:
-            one, other = (os.pread(fd, min(CHUNK, end - at), at) for fd in (old, new))
+            one, other = (os.pread(fd, min(CHUNK_BYTES, end - at), at) for fd in (old, new))
             if one != other or not one:
                 return False
             at += len(one)
@@ -432,7 +432,7 @@ def _reopened(held: int) -> int:
 
 
 @contextmanager
-def _telling(what: str, path: str, name: str) -> Iterator[None]:
+def _errors_as(what: str, path: str, name: str) -> Iterator[None]:
     """Add the entry to errors of the block."""
     try:
         yield

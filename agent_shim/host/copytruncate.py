@@ -32,8 +32,9 @@ class Moved(NamedTuple):
 def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """Rotate ``path`` below the directory with descriptor ``root`` and keep ``keep`` archives of it.
 
-    Of a log with more than ``most`` bytes only that much of the end is kept; the first line of its archive says so.
-    Empty files and those that are no longer regular are skipped. Raises ``HostError``, and the file is unchanged then.
+    A log with more than ``most`` bytes loses all but that much of its end; the first line of its archive says so. Empty
+    files and those that are no longer regular are skipped. Raises ``HostError``, and the file is unchanged then.
+
     Bytes written during the copy are copied too, up to half of ``most``: a faster writer loses the rest. Bytes written
     between the last read and the truncation are lost.
     """
@@ -126,7 +127,7 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
     os.fsync(target)
     rest = 0
     # The sync may have taken seconds. Truncate only when a read finds no more data, not after a fixed size.
-    while rest < most // 2 and (chunk := os.read(source, files.CHUNK)):
+    while rest < most // 2 and (chunk := os.read(source, files.CHUNK_BYTES)):
         rest += len(chunk)
         _write(target, packer.compress(chunk))
     os.ftruncate(source, 0)

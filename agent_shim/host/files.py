@@ -29,10 +29,10 @@ from agent_shim.host.mounts import is_mount_point
 
 logger = logging.getLogger(__name__)
 
-CHUNK: Final = 64 * 1024
+CHUNK_BYTES: Final = 64 * 1024
 """Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
 
-_MOST_LINKS: Final = 40
+_MAX_LINKS: Final = 40
 """Links in one path, as in the kernel."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
@@ -238,7 +238,7 @@ def _make_way(path: Path, mode: int) -> int:
                 below = _enter(here, name, None if rest else mode)
             except NotADirectoryError:
                 links += 1
-                target = _link_to_follow(here, name) if rest and links <= _MOST_LINKS else None
+                target = _link_to_follow(here, name) if rest and links <= _MAX_LINKS else None
                 if target is None:
                     raise
                 rest.extendleft(reversed(target.relative_to(target.anchor).parts))
@@ -325,7 +325,7 @@ def copy_data(source: int, target: int) -> None:
     with suppress(OSError):  # another file system or an old kernel: continue with reads and writes
         while os.copy_file_range(source, target, 1 << 30):
             pass
-    buffer = memoryview(bytearray(CHUNK))
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     while count := os.readv(source, [buffer]):
         view = buffer[:count]
         while view:

@@ -1,7 +1,7 @@
 """Mount table of this process, and the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a text that names both ends. What a container allows is found by trial
-(:func:`can_bind`): neither uid nor capabilities show the effect of seccomp and AppArmor.
+Calls raise :class:`HostError` with ``errno`` and a text that names both ends. A trial shows what a container allows
+(:func:`can_bind`): neither uid nor capabilities reveal the effect of seccomp and AppArmor.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 VANISHED: Final = "it vanished before it was read"
 
-BLOCK: Final = 512
+BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
 LEVEL: Final = 2
 """Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
@@ -61,9 +61,9 @@ def pack(
 ) -> MultipleDigest:
     """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
-    Of several entries with one name the last tree's is packed. A time after ``newest`` (seconds since 1970) becomes
-    ``newest``: new files give the same bytes whenever they are made. Raises ``HostError``, and ``OutputError`` if
-    ``out`` cannot be written.
+    If several entries have one name, that of the last tree is packed. A time after ``newest`` (seconds since 1970)
+    becomes ``newest``: new files give the same bytes whenever they are made. Raises ``HostError``, and ``OutputError``
+    if ``out`` cannot be written.
 
     With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again; a file that
     cannot be read, is truncated, or is a link out of its tree is not an error but a line in an entry of this name.
@@ -240,7 +240,7 @@ class _Archive:
         elif self._is_known(status):
             return  # packed under its earlier name
         runs = [(0, status.st_size)]
-        if self._is_live and header.isreg() and status.st_blocks * BLOCK < status.st_size:
+        if self._is_live and header.isreg() and status.st_blocks * BLOCK_BYTES < status.st_size:
             runs = list(guarded.segments(fd, 0, status.st_size))
         if header.isreg():
             header.size = sum(end - begin for begin, end in runs)
@@ -347,7 +347,7 @@ class Sink:
         self._hasher = Hasher("sha1", "sha512")
         # 31: with a gzip header, which holds neither name nor time.
         self._gzip = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, 31) if compressed else None
-        self._buffer = memoryview(bytearray(files.CHUNK))
+        self._buffer = memoryview(bytearray(files.CHUNK_BYTES))
 
     def dated(self, mtime: int) -> int:
         """Return the time written for an entry."""
@@ -395,7 +395,7 @@ class Sink:
         os.lseek(fd, begin, os.SEEK_SET)
         while left:
             try:
-                count = os.readv(fd, [self._buffer[: min(left, files.CHUNK)]])
+                count = os.readv(fd, [self._buffer[: min(left, files.CHUNK_BYTES)]])
             except OSError as exc:
                 return size - left, exc
             if not count:
@@ -406,8 +406,8 @@ class Sink:
 
     def _fill(self, left: int) -> None:
         while left:
-            self.write(bytes(min(left, files.CHUNK)))
-            left -= min(left, files.CHUNK)
+            self.write(bytes(min(left, files.CHUNK_BYTES)))
+            left -= min(left, files.CHUNK_BYTES)
 
     def finish(self) -> MultipleDigest:
         """Write the end of the archive: two empty blocks."""
@@ -431,7 +431,7 @@ _Pattern = list[re.Pattern[str] | None]
 
 MAX_PATTERNS: Final = 1000
 """Limit of patterns after the expansion of braces; each file is compared with all of them."""
-MAX_PATTERN: Final = 4096
+MAX_PATTERN_CHARS: Final = 4096
 """Limit of one pattern, as of a path."""
 MAX_BRACES: Final = 50
 """Limit for one pattern."""
@@ -455,8 +455,8 @@ def _compile(pattern: str) -> Iterator[_Pattern]:
     """Compile one pattern: ``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one; ``{a,b}`` is
     either.
     """
-    if len(pattern) > MAX_PATTERN or pattern.count("{") > MAX_BRACES:
-        most = f"more than {MAX_PATTERN} characters or {MAX_BRACES} braces"
+    if len(pattern) > MAX_PATTERN_CHARS or pattern.count("{") > MAX_BRACES:
+        most = f"more than {MAX_PATTERN_CHARS} characters or {MAX_BRACES} braces"
         raise HostError(f"cannot use the pattern '{pattern[:100]}': it has {most}")
     choice = _BRACES.search(pattern)
     if choice:

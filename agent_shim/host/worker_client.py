@@ -27,13 +27,13 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process
 
-GRACE: Final = 5.0
+GRACE_S: Final = 5.0
 """For a cancelled worker to remove its temporary files."""
 
 PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 
 
-# --- what is asked --------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 class Rotate(msgspec.Struct, frozen=True, tag=True):
     """Rotate the log files ``paths`` below ``root`` (``host.copytruncate``), keeping ``keep`` archives of each.
 
-    Of a file with more than ``most`` bytes only the end is kept. The paths are bytes, as jobs may use any name.
+    Files with more than ``most`` bytes keep only their end. The paths are bytes, as jobs may use any name.
     """
 
     root: str
@@ -237,7 +237,7 @@ async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], Non
         try:
             status = await worker.wait()
         except asyncio.CancelledError:
-            await worker.terminate(GRACE)
+            await worker.terminate(GRACE_S)
             await asyncio.to_thread(tidy, worker.pid)
             raise
         if status != 0:

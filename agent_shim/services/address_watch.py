@@ -16,7 +16,7 @@ from agent_shim.host import network
 
 logger = logging.getLogger(__name__)
 
-PERIOD: Final = 30.0
+POLL_S: Final = 30.0
 """Poll interval; a poll takes some microseconds for each address."""
 
 
@@ -54,7 +54,7 @@ class AddressWatch:
         """Look in every period, for ever."""
         while True:
             self.look()
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(POLL_S)
 
     def look(self) -> None:
         """Compare the addresses once."""

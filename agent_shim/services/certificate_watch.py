@@ -16,12 +16,12 @@ from agent_shim.core.x509 import Validity, validities
 
 logger = logging.getLogger(__name__)
 
-PERIOD: Final = 60.0
+POLL_S: Final = 60.0
 """Poll interval; the credentials of a new VM live for an hour or less."""
-DAY: Final = 86400.0
-NEAR: Final = 30 * DAY
+DAY_S: Final = 86400.0
+WARNING_PERIOD_S: Final = 30 * DAY_S
 """Warning period: the last month, but at most the last fifth of a certificate's life."""
-SHARE: Final = 0.2
+WARNING_SHARE: Final = 0.2
 DOOR: Final = "server"
 """The certificate of the HTTPS endpoint for the bosh CLI; all others are the agent's on the bus."""
 
@@ -40,7 +40,7 @@ class CertificateWatch:
         """Look in every period, for ever."""
         while True:
             self.look()
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(POLL_S)
 
     def look(self) -> None:
         """Look once; new warnings are logged."""
@@ -59,7 +59,7 @@ class CertificateWatch:
 
 def _warning(name: str, validity: Validity, now: float) -> str:
     """Return the warning for a certificate, or ""; it stays the same until the certificate has expired."""
-    if validity.ends - now > min(NEAR, SHARE * (validity.ends - validity.begins)):
+    if validity.ends - now > min(WARNING_PERIOD_S, WARNING_SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
     what, follows = f"the {name} certificate of the bus", "the agent cannot come back to the bus"

@@ -23,17 +23,17 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, proc, process, worker_client
 from agent_shim.host.worker_client import BlobRef
 
-SHOWN: Final = 10 * 1024
+QUOTED_BYTES: Final = 10 * 1024
 """Bytes at the end of each output that an error quotes (app/app.go)."""
-GRACE: Final = 1.0
+GRACE_S: Final = 1.0
 """Between TERM and KILL for processes of a compilation, which have nothing to save."""
-PATIENCE: Final = 5.0
+KILL_TIMEOUT_S: Final = 5.0
 """For killed processes to disappear."""
 MARK: Final = "BOSH_COMPILE_TARGET"
 """Variable of every process of a compilation; its value is the directory of the sources. It identifies processes that
 left the process group, and those of a killed agent.
 """
-OLDEST: Final = 315_532_800
+EARLIEST_S: Final = 315_532_800
 """1980, the earliest time of some archive formats (zip, wheels)."""
 
 
@@ -73,7 +73,7 @@ class Compiler:
         """
         report("fetching the source")
         source = await self._fetch(package, store)
-        newest = max(source.newest, OLDEST)
+        newest = max(source.newest, EARLIEST_S)
         if (self._directory(package) / "packaging").exists():
             report("running the packaging script")
             await self._run(package, newest)
@@ -133,7 +133,7 @@ class Compiler:
             try:
                 status = await script.wait()
             finally:
-                await script.terminate(GRACE)
+                await script.terminate(GRACE_S)
             text = "" if status == 0 else await asyncio.to_thread(_failure, status, stdout, stderr)
         except OSError as exc:
             text = str(exc)
@@ -157,7 +157,7 @@ class Compiler:
     async def _end_strays(self) -> None:
         """Kill processes with our mark and wait for their end; one stuck in the kernel for longer is abandoned."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE
+        deadline = loop.time() + KILL_TIMEOUT_S
         while loop.time() < deadline:
             census = await asyncio.to_thread(proc.census, MARK)
             targets = [target for target in census.marked if Path(target).parent == self._paths.compile]
@@ -186,18 +186,18 @@ def _make_anew(directory: Path) -> None:
 
 
 def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
-    return f"Command exited with {status}; {_told('stdout', stdout)}, {_told('stderr', stderr)}"
+    return f"Command exited with {status}; {_quote('stdout', stdout)}, {_quote('stderr', stderr)}"
 
 
-def _told(name: str, path: Path) -> str:
+def _quote(name: str, path: Path) -> str:
     """Return the end of an output with a title that tells if it is cut, from the start of a line if possible.
 
     The Go agent leaves out the first line even if nothing is cut.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        text = os.pread(file.fileno(), SHOWN, max(0, size - SHOWN))
-    if size <= SHOWN:
+        text = os.pread(file.fileno(), QUOTED_BYTES, max(0, size - QUOTED_BYTES))
+    if size <= QUOTED_BYTES:
         return f"{name.capitalize()}: {text.decode(errors='replace')}"
-    text = text[text.find(b"\n", 0, SHOWN // 4) + 1 :]
+    text = text[text.find(b"\n", 0, QUOTED_BYTES // 4) + 1 :]
     return f"Truncated {name}: {text.decode(errors='replace').lstrip(chr(0xFFFD))}"

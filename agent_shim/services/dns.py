@@ -24,7 +24,7 @@ from agent_shim.host import files, hostname, mounts
 
 logger = logging.getLogger(__name__)
 
-FETCH: Final = 45.0
+FETCH_TIMEOUT_S: Final = 45.0
 """Timeout for the fetch of a blob; the Director waits for ten."""
 
 _ADDRESS: Final = re.compile(r"[0-9A-Fa-f.:]{2,45}")
@@ -56,10 +56,10 @@ class Dns:
         async with self._turn:
             if not await self._has(version):
                 try:
-                    async with asyncio.timeout(FETCH):
+                    async with asyncio.timeout(FETCH_TIMEOUT_S):
                         records = await fetch()
                 except TimeoutError:
-                    raise ActionError(f"fetching new DNS records: no blob within {FETCH:g} seconds") from None
+                    raise ActionError(f"fetching new DNS records: no blob within {FETCH_TIMEOUT_S:g} seconds") from None
                 await asyncio.to_thread(self._store, records, version, agent_id)
 
     async def restore(self, agent_id: str) -> bool:

@@ -25,9 +25,9 @@ from agent_shim.host import nftables
 
 logger = logging.getLogger(__name__)
 
-PERIOD: Final = 50.0
+RULES_PERIOD_S: Final = 50.0
 """Interval for the replacement of the rules."""
-PATIENCE: Final = 3.0
+LOOKUP_TIMEOUT_S: Final = 3.0
 """Timeout of a name look-up."""
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
@@ -76,18 +76,18 @@ class Firewall:
             if not self._refusal:
                 before = self.obstacle
                 try:
-                    self.obstacle = await self._settle()
+                    self.obstacle = await self._apply()
                 except HostError as exc:
                     self.obstacle = str(exc)
-                self._tell(before)
+                self._log_change(before)
             self._due.clear()
             try:
-                async with asyncio.timeout(PERIOD):
+                async with asyncio.timeout(RULES_PERIOD_S):
                     await self._due.wait()
             except TimeoutError:
                 continue
 
-    def _tell(self, before: str) -> None:
+    def _log_change(self, before: str) -> None:
         if self.obstacle in (before, NO_BUS):
             return
         if self.obstacle:
@@ -95,7 +95,7 @@ class Firewall:
         else:
             logger.info("jobs cannot reach the bus")
 
-    async def _settle(self) -> str:
+    async def _apply(self) -> str:
         """Set the right rules; return the obstacle, if any. Raises ``HostError``."""
         urls = [url for url in self._mbus().urls if bus_address(url).scheme == "nats"]
         if not urls:
@@ -148,7 +148,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
         if not parts.hostname:  # it would stand for loopback, and close ports of jobs there
             continue
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 entries = await loop.getaddrinfo(
                     parts.hostname, parts.port or DEFAULT_PORT, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
                 )

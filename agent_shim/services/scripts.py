@@ -22,7 +22,7 @@ import msgspec
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
-from agent_shim.core.wire import MAX_REPLY
+from agent_shim.core.wire import MAX_REPLY_BYTES
 from agent_shim.host import files, process
 from agent_shim.host.process import Process
 
@@ -34,9 +34,9 @@ DIRECTORY: Final = Path("/")
 """Working directory of scripts: that of the Go agent on a stemcell."""
 NICE: Final = 5
 """Niceness of lifecycle scripts relative to the agent; drain and errands run with that of the agent."""
-GRACE: Final = 10.0
+GRACE_S: Final = 10.0
 """Between TERM and KILL for a cancelled script."""
-SHOWN: Final = MAX_REPLY - 4096
+MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
 """JSON bytes of both outputs of an errand in its reply."""
 
 STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
@@ -91,7 +91,7 @@ def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, st
 class Scripts:
     """Runs scripts in ``jobs/<job>/bin``; every script inherits ``environ``."""
 
-    def __init__(self, paths: Paths, environ: Mapping[str, str], *, grace: float = GRACE) -> None:
+    def __init__(self, paths: Paths, environ: Mapping[str, str], *, grace: float = GRACE_S) -> None:
         self._paths = paths
         self._environ = {**environ, "PATH": PATH}
         self._grace = grace
@@ -273,8 +273,8 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
     """Return both outputs within the limit of a reply, and the files that hold more."""
-    errors = shown(stderr, SHOWN // 2)
-    output = shown(stdout, SHOWN - _encoded(errors[0]))
+    errors = shown(stderr, MAX_OUTPUT_BYTES // 2)
+    output = shown(stdout, MAX_OUTPUT_BYTES - _encoded(errors[0]))
     return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]
 
 

@@ -24,16 +24,16 @@ from agent_shim.host import files
 
 logger = logging.getLogger(__name__)
 
-LOOK: Final = 0.5
+POLL_S: Final = 0.5
 """Poll interval of the files, which are few; a poll is a stat."""
-SELDOM: Final = 4
+IDLE_POLL_FACTOR: Final = 4
 """Factor of the poll interval once settings are loaded."""
 
 
 class SettingsStore:
     """Loads settings and stores ``update_settings``; ``current`` is the last result."""
 
-    def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = LOOK, needs_bus: bool = True) -> None:
+    def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = POLL_S, needs_bus: bool = True) -> None:
         self._paths = paths
         self._sources = tuple(sources)
         self._look = look
@@ -104,7 +104,7 @@ class SettingsStore:
         seen = self._stamps()
         told = self._current
         while True:
-            await asyncio.sleep(SELDOM * self._look)
+            await asyncio.sleep(IDLE_POLL_FACTOR * self._look)
             stamps = self._stamps()
             if stamps == seen:
                 continue

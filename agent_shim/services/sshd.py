@@ -20,12 +20,12 @@ from agent_shim.core.errors import HostError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
-PATIENCE: Final = 10.0
+LISTEN_TIMEOUT_S: Final = 10.0
 """For a started server to listen."""
-GRACE: Final = 2.0
+GRACE_S: Final = 2.0
 """Between TERM and KILL; existing sessions continue, new ones are refused meanwhile."""
-POLL: Final = 0.02
-LARGEST_LOG: Final = 10_000_000
+POLL_S: Final = 0.02
+MAX_LOG_BYTES: Final = 10_000_000
 """Size at which the server's log is truncated."""
 
 _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
@@ -94,15 +94,15 @@ class Sshd:
             [program, "-D", "-e", "-f", str(self._config)], env=command.ENVIRONMENT, stdout=self._log, stderr=self._log
         )
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(LISTEN_TIMEOUT_S):
                 while not network.is_listening(self._port):
                     if not server.is_alive:
                         status, said = await server.wait(), self._log.read_bytes()[begin:].decode(errors="replace")
                         raise HostError(f"it ended with code {status}: {' '.join(said.split())[-500:]}")
-                    await asyncio.sleep(POLL)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
-            await server.terminate(GRACE)
-            raise HostError(f"it does not listen on port {self._port} after {PATIENCE:.0f} seconds") from None
+            await server.terminate(GRACE_S)
+            raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
         """Return the path of the public key; sshd does not start without the private one."""
@@ -115,12 +115,12 @@ class Sshd:
         lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table().keys()))
         for pid, line in lines.items():
             if _OURS.match(line) and str(self._config) in line and (server := process.adopt(pid)) is not None:
-                await server.terminate(GRACE)
+                await server.terminate(GRACE_S)
 
     def _log_size(self) -> int:
         """Return the size of the log in bytes, after truncating a large one."""
         size = self._log.stat().st_size if self._log.exists() else 0
-        if size > LARGEST_LOG:
+        if size > MAX_LOG_BYTES:
             os.truncate(self._log, 0)
             return 0
         return size

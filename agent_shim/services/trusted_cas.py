@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 DIRECTORY: Final = Path("/usr/local/share/ca-certificates")
 TRUSTED: Final = Path("/etc/ssl/certs/ca-certificates.crt")
 """Bundle that the command generates from all directories."""
-PATIENCE: Final = 60.0
+UPDATE_TIMEOUT_S: Final = 60.0
 """Timeout of one attempt: the command sometimes hangs."""
-GRACE: Final = 5.0
+GRACE_S: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
@@ -119,7 +119,7 @@ def _is_stale(wanted: Mapping[str, str]) -> bool:
 async def _update(tries: int) -> None:
     for left in reversed(range(tries)):
         try:
-            await command.run("/usr/sbin/update-ca-certificates", "-f", timeout=PATIENCE, grace=GRACE)
+            await command.run("/usr/sbin/update-ca-certificates", "-f", timeout=UPDATE_TIMEOUT_S, grace=GRACE_S)
             return
         except HostError as exc:
             if not left:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "bosh_"
 """Prefix of the users that may be removed; the Director's have it."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
-MOST: Final = 50
+MAX_USERS: Final = 50
 """Limit of users; every log-in reads the files with their entries."""
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 """Instead of a hash: no password matches."""
@@ -35,9 +35,9 @@ _KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}
 _WORD: Final = re.compile(r"[A-Za-z0-9@._-]+")
 _HASH: Final = re.compile(r"[^\s:\0]+")
 
-ENDING: Final = 5.0
+EXIT_TIMEOUT_S: Final = 5.0
 """For the processes of a removed user to end after KILL."""
-_LOOK: Final = 0.05
+_POLL_S: Final = 0.05
 _KILL_ALL: Final = "kill -s KILL -- -1 2>/dev/null || :"
 """Run as a user: one system call signals all processes of the user, so that none escapes by a fork."""
 
@@ -54,8 +54,8 @@ _PATTERN: Final = re.compile(
         | [()|^$] )*""",
     re.VERBOSE,
 )
-_LONGEST: Final = 128
-_MOST_CHOICES: Final = 3
+_MAX_PATTERN_CHARS: Final = 128
+_MAX_CHOICES: Final = 3
 
 
 class Users:
@@ -131,7 +131,7 @@ class Users:
         if user not in known:
             if user in (row[0] for row in self._accounts()):
                 raise HostError(f"cannot use the name {user!r}: it belongs to another user of this machine")
-            if len(known) >= MOST:
+            if len(known) >= MAX_USERS:
                 raise HostError(f"there are {len(known)} already")
             files.make_dir(self._paths.ssh_home, 0o755)
             await command.run("useradd", "-m", "-b", str(self._paths.ssh_home), "-s", "/bin/bash", user)
@@ -155,8 +155,8 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     """Compile an expression for user names that has the same meaning in Go and Python and matches in bounded time."""
     choices = sum(text.count(character) for character in "*+?{|")
     problem = ""
-    if len(text) > _LONGEST or choices > _MOST_CHOICES:
-        problem = f"at most {_LONGEST} characters and {_MOST_CHOICES} of * + ? {{ | go"
+    if len(text) > _MAX_PATTERN_CHARS or choices > _MAX_CHOICES:
+        problem = f"at most {_MAX_PATTERN_CHARS} characters and {_MAX_CHOICES} of * + ? {{ | go"
     elif _PATTERN.fullmatch(text) is None:
         problem = "only names, classes, groups and anchors are allowed, and no repeated group"
     else:
@@ -164,7 +164,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
             return re.compile(text, re.ASCII)
         except re.error as exc:
             problem = str(exc)
-    shown = repr(text[:_LONGEST])
+    shown = repr(text[:_MAX_PATTERN_CHARS])
     raise ActionError(f"SSH Cleanup: Deleting Ephemeral Users: cannot use the expression {shown}: {problem}")
 
 
@@ -189,9 +189,9 @@ async def _remove(user: str) -> None:
     number = str(account.pw_uid)
     await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))
     try:
-        async with asyncio.timeout(ENDING):
+        async with asyncio.timeout(EXIT_TIMEOUT_S):
             while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - no event to wait for
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise HostError(f"cannot end all processes of {user}: some do not end when they are killed") from None
 

@@ -24,9 +24,9 @@ from agent_shim.host.host_stats import CpuTimes, Memory
 
 logger = logging.getLogger(__name__)
 
-WINDOW: Final = 10.0
+CPU_PERIOD_S: Final = 10.0
 """Minimum period over which CPU time is averaged; the first sample covers the whole time before it."""
-PATIENCE: Final = 1.0
+DISK_TIMEOUT_S: Final = 1.0
 """Timeout of a disk; one on a dead file server never answers."""
 
 Usage = os.statvfs_result | OSError
@@ -67,7 +67,7 @@ class Vitals:
         self._usages: dict[str, os.statvfs_result] = {}
 
     async def sample(self) -> dict[str, Any]:
-        """Return the vitals; takes a millisecond, and at most :data:`PATIENCE`."""
+        """Return the vitals; takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
         disks = await self._disks()
         vitals: dict[str, Any] = {"disk": disks} if disks else {}
         for read in (self._processor, self._memory, self._load, self._uptime):
@@ -99,7 +99,7 @@ class Vitals:
 
     def _processor(self) -> dict[str, Any]:
         now = clock.boot_time()
-        if not self._cpu or now - self._times_at >= WINDOW:
+        if not self._cpu or now - self._times_at >= CPU_PERIOD_S:
             times = cgroups.cpu_times(self._cgroup, self._age()) or host_stats.cpu_times(self._proc)
             self._cpu = shares(self._times, times)
             self._times, self._times_at = times, now
@@ -140,7 +140,7 @@ class Vitals:
         if path not in self._asked:
             self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")
         asked = self._asked[path]
-        await asyncio.wait({asked}, timeout=PATIENCE)
+        await asyncio.wait({asked}, timeout=DISK_TIMEOUT_S)
         if not asked.done():
             logger.warning("vitals without %s: it does not answer", path)
             return None

@@ -47,7 +47,7 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
     answer = await world.dispatcher.handle(json.dumps({"method": "get_task", "arguments": ["<é" * 400_000]}).encode())
     assert answer is not None
 
-    assert len(answer[1]) <= wire.MAX_REPLY
+    assert len(answer[1]) <= wire.MAX_REPLY_BYTES
     message = json.loads(answer[1])["exception"]["message"]
     assert message.startswith("Action Failed get_task: Task with id <é")
     assert wire.TRUNCATED in message
@@ -56,7 +56,7 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
 
 async def test_t6_long_value_becomes_a_fixed_exception(world: World) -> None:
     """Said of an instance whose spec fits into a request, and with what lives beside it no more into a reply."""
-    await world.value("apply", {"az": "x" * (wire.MAX_REPLY - 300)})
+    await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
 

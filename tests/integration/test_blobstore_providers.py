@@ -258,7 +258,7 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
 
 async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task that waits for it goes on."""
-    monkeypatch.setattr("agent_shim.services.blobstore.providers.LONGEST", 0.1)
+    monkeypatch.setattr("agent_shim.services.blobstore.providers.PROGRAM_TIMEOUT_S", 0.1)
     program(paths, "sleep 1000")
     with pytest.raises(BlobError, match="it took longer than"):
         await content(made(paths, "x"))

@@ -223,7 +223,7 @@ def test_an_entry_that_cannot_be_copied_is_named(pair: tuple[Path, Path], monkey
 
 def test_progress_counts_files_and_data(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = pair
-    monkeypatch.setattr(copytree, "REPORT", 0.0)
+    monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
     seen: list[copytree.Progress] = []
 
     copytree.mirror(source, target, report=seen.append)

@@ -78,8 +78,8 @@ async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
         return await echo(data)
 
     async with talking(tmp_path, handle=handle) as talk:
-        await talk.director.tell("agent", "raise")
-        await talk.director.tell("agent", "cancel")
+        await talk.director.send("agent", "raise")
+        await talk.director.send("agent", "cancel")
 
         assert await talk.director.value("agent", "ping") == "ping"
         assert talk.bus.stats.failed == 1
@@ -93,7 +93,7 @@ async def test_handler_may_drop_a_message(tmp_path: Path) -> None:
         return None
 
     async with talking(tmp_path, handle=handle) as talk:
-        await talk.director.tell("agent", "ping")
+        await talk.director.send("agent", "ping")
         await until(lambda: talk.bus.stats.rejected == 1)
 
 
@@ -104,7 +104,7 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
         return ("director.x.other.y", b"{}") if b"elsewhere" in data else await echo(data)
 
     async with talking(tmp_path, handle=handle) as talk:
-        await talk.director.tell("agent", "elsewhere")
+        await talk.director.send("agent", "elsewhere")
         await until(lambda: talk.bus.stats.denied == 1)
 
         assert await talk.director.value("agent", "ping") == "ping"
@@ -131,7 +131,7 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
         return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
 
     async with talking(tmp_path, handle=handle) as talk:
-        await talk.director.tell("agent", "bad")
+        await talk.director.send("agent", "bad")
         await until(lambda: talk.bus.stats.unanswered == 1)
 
         assert await talk.director.value("agent", "ping") == "ping"
@@ -151,7 +151,7 @@ async def test_a_forged_reply_to_reaches_no_one_else(tmp_path: Path, subject: st
         await talk.server.add_agent("other")
         heard: list[object] = []
         async with joined(talk.server.mbus("other"), ("agent.other",), lambda *news: heard.append(news)):
-            await talk.director.tell("agent", "bad")
+            await talk.director.send("agent", "bad")
             await until(lambda: talk.bus.stats.denied + talk.bus.stats.unanswered == 1)
 
             assert await talk.director.value("agent", "ping") == "ping"
@@ -227,7 +227,7 @@ async def test_reply_waits_for_the_next_link(tmp_path: Path) -> None:
 async def test_reply_does_not_wait_for_ever(tmp_path: Path) -> None:
     """When the Director has given up, so do we."""
     async with talking(tmp_path, timing=replace(FAST, reply=0.1)) as talk:
-        await talk.director.tell("agent", "sleep", 0.3)
+        await talk.director.send("agent", "sleep", 0.3)
         await until(lambda: talk.bus.stats.received == 1)
         await talk.server.kill()
         await until(lambda: talk.bus.stats.unanswered == 1)

@@ -176,7 +176,7 @@ async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
 
 def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half as much again as is kept of a log may come while that is packed; then it is cut."""
-    log, size = logs / "web/web.log", 4 * files.CHUNK
+    log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
     read = os.read
 

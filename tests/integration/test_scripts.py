@@ -354,7 +354,8 @@ async def test_long_errand_output_is_cut_and_kept(paths: Paths, runner: Scripts)
     assert str(kept) in ended.stdout
     assert kept.stat().st_size == 3000004
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert scripts.SHOWN * 0.9 < scripts._encoded(ended.stdout) + scripts._encoded(ended.stderr) <= scripts.SHOWN
+    encoded_bytes = scripts._encoded(ended.stdout) + scripts._encoded(ended.stderr)
+    assert scripts.MAX_OUTPUT_BYTES * 0.9 < encoded_bytes <= scripts.MAX_OUTPUT_BYTES
 
     script(paths, "smoke", "run", "echo short")
     assert await errand(runner) == Errand("short\n", "", 0)

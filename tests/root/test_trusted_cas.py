@@ -39,8 +39,8 @@ def install(*authorities: Authority, tries: int = 3, patience: float = 60) -> st
     bundle = "and then\n".join(authority.ca for authority in authorities)
     return (
         "from agent_shim.services import trusted_cas\n"
-        f"trusted_cas.PATIENCE = {patience}\n"
-        "trusted_cas.GRACE = 0.1\n"
+        f"trusted_cas.UPDATE_TIMEOUT_S = {patience}\n"
+        "trusted_cas.GRACE_S = 0.1\n"
         f"return await trusted_cas.TrustedCas(Paths()).install({bundle!r}, tries={tries})"
     )
 

@@ -39,7 +39,7 @@ class Raw:
 
 
 # Why something else opens:
-OWN = "of root alone: below bosh, monit, instance or the mirror, where no job writes"
+OWN = "of root alone: below bosh, monit, instance or the state backup, where no job writes"
 BUNDLES = "installed by root below directories of root; jobs may read there"
 KERNEL = "the kernel's own files, or those of the image"
 SCRATCH = "below data/tmp or the agent's run directory, where only root writes, under names of ours"
@@ -85,7 +85,7 @@ RAW: Mapping[str, Raw] = {
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
     "cli.commands": Raw("whether a job has a directory of logs, and /dev/null", frozenset({"_logs", "main"})),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
-    "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_told"})),
+    "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
     "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_read_config", "_was_given_up"})),
     "services.disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
     "services.disks.hints": Raw(OWN, frozenset({"load"})),
@@ -271,7 +271,7 @@ RAW: Mapping[str, Raw] = {
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
-    "daemon.worker": Raw(SCRATCH, frozenset({"_finish", "_mirror.report", "_newest", "_rotate"})),
+    "daemon.worker": Raw(SCRATCH, frozenset({"_finish", "_copy_tree.report", "_newest", "_rotate"})),
 }
 """Functions that open what no job can influence, or what the door has opened for them."""
 

@@ -123,7 +123,7 @@ class Replay:
         """Send one step and hold its reply against the recorded one; the arguments sent and the value that came."""
         arguments = self._fit(step)
         if step.reply is None:
-            await self.director.tell(step.agent_id, step.method, *arguments)
+            await self.director.send(step.agent_id, step.method, *arguments)
             return arguments, None
         if "exception" in step.reply:
             try:

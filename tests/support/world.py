@@ -118,15 +118,15 @@ async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> 
         settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
     )
     edges = EdgeCallbacks(announce, reconnect, lambda: asked.append("shut_down"))
-    agent = runtime.assemble(paths, store, supervisor, edges, mirror=StateBackup(paths), fence=VolumeLeases())
-    comeback = JobRecovery(agent, events.append)
+    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=StateBackup(paths), fence=VolumeLeases())
+    recovery = JobRecovery(agent, events.append)
     with reaper.reaping():
         async with supervisor:
-            await agent.mirror.recover(store.current.agent_id)
-            await boot.boot(boot.steps(agent, comeback))
+            await agent.state_backup.recover(store.current.agent_id)
+            await boot.boot(boot.steps(agent, recovery))
             dispatcher = Dispatcher(agent, agent.tasks, on_done=lambda *_: None)
             lane = asyncio.create_task(agent.tasks.run(dispatcher.failure))
-            returning = asyncio.create_task(comeback.run())
+            returning = asyncio.create_task(recovery.run())
             try:
                 yield World(agent, dispatcher, asked, events)
             finally:

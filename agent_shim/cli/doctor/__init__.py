@@ -56,7 +56,7 @@ from agent_shim.host import (
 )
 from agent_shim.services import address_watch
 
-PATIENCE: Final = 3.0
+ANSWER_TIMEOUT_S: Final = 3.0
 """Timeout of an answer over the network."""
 MAX_GREETING_BYTES: Final = 65536
 """Maximum length of a NATS server's greeting; a typical line has 500 bytes."""
@@ -86,16 +86,16 @@ class ContainerView:
 def examine(paths: Paths, config: Path | None) -> Report:
     """Examine the container; ``config`` is agent.json, by default that of stemcells."""
     with _scratch(paths) as scratch:
-        patient = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
+        view = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []
         for topic, check in CHECKS.items():
             try:
-                findings += check(patient)
+                findings += check(view)
             except (OSError, ValueError, LookupError) as exc:
                 findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
-        binds = not privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch))
-        told = [finding.told(runtime(patient.settings)) for finding in findings]
-        return Report(verdicts.tier(is_root=patient.is_root, mounts=binds), told)
+        binds = not privilege_probes.outcome(partial(privilege_probes.bind_mount, view.scratch))
+        adapted = [finding.for_runtime(runtime(view.settings)) for finding in findings]
+        return Report(verdicts.tier(is_root=view.is_root, mounts=binds), adapted)
 
 
 def runtime(settings: Effective | None) -> Runtime:
@@ -137,7 +137,9 @@ def _settings(paths: Paths) -> Effective | None:
 
 def _status(paths: Paths) -> Mapping[str, Any]:
     try:
-        found: dict[str, Any] = control_client.ask(paths.control_socket, {"command": "status"}, timeout=PATIENCE)
+        found: dict[str, Any] = control_client.ask(
+            paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S
+        )
     except NoAgentError:
         return {}
     return found
@@ -146,49 +148,47 @@ def _status(paths: Paths) -> Mapping[str, Any]:
 # --- who we are -----------------------------------------------------------------------------------------------------
 
 
-def _user(patient: ContainerView) -> Iterator[Finding]:
+def _user(view: ContainerView) -> Iterator[Finding]:
     vcap = _vcap()
     uid, gid = (vcap.pw_uid, vcap.pw_gid) if vcap else (verdicts.VCAP_UID, verdicts.VCAP_UID)
     yield verdicts.user(
         os.geteuid(),
         is_mapped=capabilities.is_user_namespace(),
-        becomes=privilege_probes.outcome(partial(privilege_probes.become, uid, gid)) if patient.is_root else 0,
-        gives=privilege_probes.outcome(partial(privilege_probes.give_away, patient.scratch, uid))
-        if patient.is_root
-        else 0,
+        becomes=privilege_probes.outcome(partial(privilege_probes.become, uid, gid)) if view.is_root else 0,
+        gives=privilege_probes.outcome(partial(privilege_probes.give_away, view.scratch, uid)) if view.is_root else 0,
     )
 
 
-def _privileges(patient: ContainerView) -> Iterator[Finding]:
+def _privileges(view: ContainerView) -> Iterator[Finding]:
     found = capabilities.privileges()
-    yield verdicts.capabilities(found, is_root=patient.is_root)
+    yield verdicts.capabilities(found, is_root=view.is_root)
     yield verdicts.privileges(found)
 
 
-def _mounts(patient: ContainerView) -> Iterator[Finding]:
+def _mounts(view: ContainerView) -> Iterator[Finding]:
     yield verdicts.mounts(
-        privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch)),
-        privilege_probes.outcome(partial(privilege_probes.tmpfs, patient.scratch)),
+        privilege_probes.outcome(partial(privilege_probes.bind_mount, view.scratch)),
+        privilege_probes.outcome(partial(privilege_probes.tmpfs, view.scratch)),
     )
 
 
-def _isolation(patient: ContainerView) -> Iterator[Finding]:
+def _isolation(view: ContainerView) -> Iterator[Finding]:
     version = sandbox_exec.landlock_version()
     namespaces = {
-        "mounts": privilege_probes.outcome(partial(privilege_probes.bind_mount, patient.scratch)),
-        "processes": privilege_probes.outcome(partial(privilege_probes.process_namespace, patient.scratch)),
-        "users": privilege_probes.outcome(partial(privilege_probes.user_namespace, patient.scratch)),
+        "mounts": privilege_probes.outcome(partial(privilege_probes.bind_mount, view.scratch)),
+        "processes": privilege_probes.outcome(partial(privilege_probes.process_namespace, view.scratch)),
+        "users": privilege_probes.outcome(partial(privilege_probes.user_namespace, view.scratch)),
     }
     # A running agent knows its level; without one the probe asks the kernel.
-    level = patient.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
+    level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
     yield verdicts.isolation(level, version, namespaces)
 
 
-def _users(patient: ContainerView) -> Iterator[Finding]:
+def _users(view: ContainerView) -> Iterator[Finding]:
     vcap = _vcap()
     missing = [name for name in LOGIN_PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
     yield verdicts.users(
-        vcap=vcap.pw_uid if vcap else None, programs=missing if patient.is_root else [], is_root=patient.is_root
+        vcap=vcap.pw_uid if vcap else None, programs=missing if view.is_root else [], is_root=view.is_root
     )
 
 
@@ -223,8 +223,8 @@ def _job_limits(_: ContainerView) -> Iterator[Finding]:
 _LIMITS: Final = {"files": resource.RLIMIT_NOFILE, "tasks": resource.RLIMIT_NPROC}
 
 
-def _directories(patient: ContainerView) -> Iterator[Finding]:
-    paths, table = patient.paths, mounts.mounts()
+def _directories(view: ContainerView) -> Iterator[Finding]:
+    paths, table = view.paths, mounts.mounts()
     for path, needs in (
         (paths.data, "packages, jobs, logs and the state of the agent"),
         (paths.store, "the files of jobs that have a persistent disk"),
@@ -251,9 +251,9 @@ def _directories(patient: ContainerView) -> Iterator[Finding]:
             )
 
 
-def _space(patient: ContainerView) -> Iterator[Finding]:
+def _space(view: ContainerView) -> Iterator[Finding]:
     seen = set()
-    for path in (patient.paths.data, patient.paths.store, Path("/")):
+    for path in (view.paths.data, view.paths.store, Path("/")):
         if path.is_dir() and (device := path.stat().st_dev) not in seen:
             seen.add(device)
             found = os.statvfs(path)
@@ -290,20 +290,20 @@ def _sysctl(name: str) -> int:
 # --- environment ----------------------------------------------------------------------------------------------------
 
 
-def _clock(patient: ContainerView) -> Iterator[Finding]:
+def _clock(view: ContainerView) -> Iterator[Finding]:
     shown = float(Path("/proc/uptime").read_text().split()[0])
     drift_of_uptime = shown - clock.boot_time()
     yield verdicts.clock(year=time.gmtime().tm_year, drift=drift_of_uptime, kept=privilege_probes.is_clock_kept())
-    if patient.settings is not None and "BEGIN CERTIFICATE" in patient.settings.mbus.certificate:
-        begins, ends = x509.validity(patient.settings.mbus.certificate)
+    if view.settings is not None and "BEGIN CERTIFICATE" in view.settings.mbus.certificate:
+        begins, ends = x509.validity(view.settings.mbus.certificate)
         now = clock.wall_time_of(clock.boot_ticks())
-        is_door = patient.settings.mbus.scheme == "https"
+        is_door = view.settings.mbus.scheme == "https"
         yield verdicts.certificate(ends - now, begins - now, is_door=is_door)
 
 
-def _ports(patient: ContainerView) -> Iterator[Finding]:
-    host, colon, port = patient.config.shim.http.rpartition(":")
-    is_running = bool(patient.status)
+def _ports(view: ContainerView) -> Iterator[Finding]:
+    host, colon, port = view.config.shim.http.rpartition(":")
+    is_running = bool(view.status)
     if colon and port.isdigit():
         yield verdicts.port(
             "metrics and probes",
@@ -318,23 +318,23 @@ def _refuses(host: str, port: int) -> str:
     """The reason a connection fails; "" if it succeeds."""
     place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
     try:
-        socket.create_connection((place, port), PATIENCE).close()
+        socket.create_connection((place, port), ANSWER_TIMEOUT_S).close()
     except OSError as exc:
         return exc.strerror or str(exc)
     return ""
 
 
-def _without_bus(patient: ContainerView, place: SplitResult) -> str:
+def _without_bus(view: ContainerView, place: SplitResult) -> str:
     """The reason the agent has no link, or would have none; "" if it has or would have one.
 
     Completes the handshake, because the server logs an earlier disconnect as an error.
     """
-    if held := patient.status.get("bus"):
+    if held := view.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "there is no link yet"
-    assert patient.settings is not None, "the place is out of the settings"
+    assert view.settings is not None, "the place is out of the settings"
     try:
-        with socket.create_connection((place.hostname or "", place.port or 4222), PATIENCE) as one:
-            context = tls.client_context(patient.settings.mbus)
+        with socket.create_connection((place.hostname or "", place.port or 4222), ANSWER_TIMEOUT_S) as one:
+            context = tls.client_context(view.settings.mbus)
             _read_line(one)
             secured = context.wrap_socket(one, server_hostname=place.hostname)
             with secured, contextlib.suppress(OSError):
@@ -351,38 +351,38 @@ def _read_line(one: socket.socket) -> None:
             return
 
 
-def _network(patient: ContainerView) -> Iterator[Finding]:
+def _network(view: ContainerView) -> Iterator[Finding]:
     words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
     servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
-    places = [bus_address(url) for url in patient.settings.mbus.urls] if patient.settings else []
+    places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     places = [place for place in places if place.scheme == "nats" and place.hostname]
     names = [place.hostname for place in places if place.hostname and not _is_address(place.hostname)]
     resolved = {name: _unresolved(name) for name in names}
     yield verdicts.name_servers(
         servers,
-        privilege_probes.outcome(partial(privilege_probes.rewrite, RESOLV_CONF)) if patient.is_root else 0,
+        privilege_probes.outcome(partial(privilege_probes.rewrite, RESOLV_CONF)) if view.is_root else 0,
         resolved,
     )
-    expected = address_watch.expected(patient.settings, _applied(patient.paths)) if patient.settings else {}
+    expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
     found = network.default_address() or network.default_address(ipv6=True)
     yield verdicts.addresses(
         found.ip if found else "", {ip: where for ip, where in expected.items() if not network.has_address(ip)}
     )
-    reached = {f"{place.hostname}:{place.port or 4222}": _without_bus(patient, place) for place in places}
+    reached = {f"{place.hostname}:{place.port or 4222}": _without_bus(view, place) for place in places}
     if (finding := verdicts.bus(reached)) is not None:
         yield finding
-        yield verdicts.firewall(_no_firewall(patient))
+        yield verdicts.firewall(_no_firewall(view))
 
 
 def _names(_: ContainerView) -> Iterator[Finding]:
     yield verdicts.own_names({name: _unresolved(name) for name in ("localhost", socket.gethostname())})
 
 
-def _no_firewall(patient: ContainerView) -> str:
+def _no_firewall(view: ContainerView) -> str:
     """The answer of a running agent, else that of the kernel."""
-    if held := patient.status.get("firewall"):
+    if held := view.status.get("firewall"):
         return str(held["why"])
-    if not patient.is_root:
+    if not view.is_root:
         return "only root may filter packets"
     try:
         asyncio.run(nftables.look())

@@ -53,7 +53,7 @@ class Finding(NamedTuple):
     follows: str = ""
     change: str = ""
 
-    def told(self, runtime: Runtime) -> Finding:
+    def for_runtime(self, runtime: Runtime) -> Finding:
         """A copy with the change for ``runtime``; a change common to all runtimes stays."""
         return self._replace(change=self.change.words(runtime)) if isinstance(self.change, Change) else self
 

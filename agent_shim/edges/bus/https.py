@@ -344,7 +344,7 @@ class HttpsBus:
                 response.content_length = size
                 await response.prepare(request)
                 # A client with all bytes may disconnect before the last write returns or the end of the file is read.
-                while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK)):
+                while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK_BYTES)):
                     sent += len(chunk)
                     async with asyncio.timeout(self._bounds.stall):
                         await response.write(chunk)

@@ -511,13 +511,13 @@ class NatsBus:
                 try:
                     if self._link is None:
                         await self._relink()
-                    failures = 0 if await self._stay() else failures + 1
+                    failures = 0 if await self._wait_for_loss() else failures + 1
                     pause = self._timing.pause(failures)
                 except BusError as exc:
                     is_refused = isinstance(exc, CredentialsError)
                     self._note(str(exc))
                     if is_refused or failures >= REREAD_AFTER_FAILURES:
-                        self._reconsider()
+                        self._reread_credentials()
                     if is_refused and time.monotonic() < early_until:
                         pause = self._timing.early_pause()
                     else:
@@ -526,7 +526,7 @@ class NatsBus:
                 if self._link is None:
                     await asyncio.sleep(pause)
         finally:
-            await self._leave()
+            await self._shut_down()
 
     async def rotate(self, mbus: Mbus) -> None:
         """Switch to other credentials without a gap: the new connection subscribes before the old one closes.
@@ -539,7 +539,7 @@ class NatsBus:
                 await asyncio.wait({self._retiring})
             self._seen = Counter()
             try:
-                new = await self._insist(mbus)
+                new = await self._connect_persistently(mbus)
             except BaseException:
                 self._seen = None
                 raise
@@ -556,7 +556,7 @@ class NatsBus:
         else:  # a rotation was faster
             await link.abandon()
 
-    async def _insist(self, mbus: Mbus) -> _Link:
+    async def _connect_persistently(self, mbus: Mbus) -> _Link:
         """Connect with new credentials, waiting out an absent bus; raises ``ActionError`` if they are unusable."""
         began, failures = time.monotonic(), 0
         while True:
@@ -572,7 +572,7 @@ class NatsBus:
                 failures += 1
             await asyncio.sleep(self._timing.pause(failures))
 
-    def _reconsider(self) -> None:
+    def _reread_credentials(self) -> None:
         try:
             self._mbus = self._reread(self._mbus)
         except (ShimError, OSError) as exc:
@@ -622,7 +622,7 @@ class NatsBus:
         self._attempted.set()
         self._on_connected()
 
-    async def _stay(self) -> bool:
+    async def _wait_for_loss(self) -> bool:
         """Wait for the end of the current connection; True if it lasted longer than a ping."""
         link, began = self._link, time.monotonic()
         assert link is not None
@@ -666,7 +666,7 @@ class NatsBus:
             await new.flushed(self._timing.overlap)
         self._seen = None
 
-    async def _leave(self) -> None:
+    async def _shut_down(self) -> None:
         link, self._link = self._link, None
         tasks = [*self._answering, *([self._retiring] if self._retiring else [])]
         for task in tasks:

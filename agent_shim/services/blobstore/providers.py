@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
 """Name in create-env manifests for the directory that the agent itself serves under ``/blobs`` (app/app.go)."""
 
-LONGEST: Final = 3600.0
+PROGRAM_TIMEOUT_S: Final = 3600.0
 """Timeout of an external program, whose progress is not visible."""
-GRACE: Final = 2.0
+GRACE_S: Final = 2.0
 DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -168,10 +168,10 @@ class External:
                 stderr=said,
             )
             try:
-                async with asyncio.timeout(LONGEST):
+                async with asyncio.timeout(PROGRAM_TIMEOUT_S):
                     status = await running.wait()
             except BaseException:
-                await running.terminate(GRACE)
+                await running.terminate(GRACE_S)
                 raise
             if status != 0:
                 text = os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
@@ -179,7 +179,9 @@ class External:
                     f"Shelling out to {self._program} cli: it ended with code {status}: {harmless(text, self._options)}"
                 )
         except TimeoutError as exc:
-            raise BlobError(f"Shelling out to {self._program} cli: it took longer than {LONGEST:.0f} seconds") from exc
+            raise BlobError(
+                f"Shelling out to {self._program} cli: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds"
+            ) from exc
         finally:
             os.close(said)
 
@@ -199,7 +201,7 @@ async def opened(path: Path, hasher: Hasher) -> BinaryIO:
     file = _open(path)
 
     def feed() -> None:
-        while chunk := file.read(files.CHUNK):
+        while chunk := file.read(files.CHUNK_BYTES):
             hasher.update(chunk)
 
     try:
@@ -260,7 +262,7 @@ NO_SECRET: Final = frozenset(
 )
 """Options whose values may appear in errors; the value of any other may not."""
 
-MOST_SAID: Final = 1000
+MAX_ERROR_CHARS: Final = 1000
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:
@@ -269,7 +271,7 @@ def harmless(text: str, options: dict[str, Any]) -> str:
         text = text.replace(secret, "…")
     text = re.sub(r"(\w://)[^/@\s]*@", r"\1", text)
     text = re.sub(r"(\w://[^\s?]*)\?[^\s\"']*", r"\1", text)
-    return " ".join(text.split())[-MOST_SAID:]
+    return " ".join(text.split())[-MAX_ERROR_CHARS:]
 
 
 def _texts(value: Any, name: str = "") -> Iterator[str]:

@@ -21,18 +21,18 @@ from typing import Any, BinaryIO, Final, Self
 from agent_shim.core import lean_imports
 from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, NoRoomError
-from agent_shim.host.files import CHUNK
+from agent_shim.host.files import CHUNK_BYTES
 from agent_shim.services.blobstore import Timing
 
 with lean_imports.without_authorities():  # aiohttp creates contexts at import; each client here has its own
     import aiohttp
 from yarl import URL
 
-MOST_REDIRECTS: Final = 10
-RESERVE: Final = 64 << 20
+MAX_REDIRECTS: Final = 10
+RESERVE_BYTES: Final = 64 << 20
 """Free space of a volume that downloads leave to other programs; only a part of it on a small volume."""
 RESERVED_PART: Final = 0.05
-LOOK: Final = 4 << 20
+SPACE_CHECK_BYTES: Final = 4 << 20
 """Bytes of a download between two checks of the free space."""
 
 
@@ -78,16 +78,16 @@ class Transfer:
         with _explained("Excuting GET request", url):
             async with (
                 _guarded(self._timing) as guard,
-                self._request("GET", url, headers, max_redirects=MOST_REDIRECTS) as response,
+                self._request("GET", url, headers, max_redirects=MAX_REDIRECTS) as response,
             ):
                 _check(response)
-                unseen = LOOK
-                async for chunk in response.content.iter_chunked(CHUNK):
+                unseen = SPACE_CHECK_BYTES
+                async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                     guard.moved(len(chunk))
                     hasher.update(chunk)
                     unseen += len(chunk)
                     with self._keeping():
-                        if unseen >= LOOK:
+                        if unseen >= SPACE_CHECK_BYTES:
                             self._check_room()
                             unseen = 0
                         target.write(chunk)
@@ -97,7 +97,7 @@ class Transfer:
     def _check_room(self) -> None:
         """Raise ``OSError`` when only the reserve is left: the length of a download is known only at its end."""
         usage = shutil.disk_usage(self._scratch)
-        if usage.free < min(RESERVE, usage.total * RESERVED_PART):
+        if usage.free < min(RESERVE_BYTES, usage.total * RESERVED_PART):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @contextmanager
@@ -181,7 +181,7 @@ async def _guarded(timing: Timing) -> AsyncIterator[_Guard]:
 
 
 async def _sent(source: BinaryIO, guard: _Guard) -> AsyncIterator[bytes]:
-    while chunk := source.read(CHUNK):
+    while chunk := source.read(CHUNK_BYTES):
         yield chunk
         guard.moved(len(chunk))
     guard.sent_all()

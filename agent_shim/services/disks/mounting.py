@@ -64,7 +64,7 @@ class DiskMounts:
         self._taken_down: set[str] = set()
         """Unmounted disks whose marker could not be updated, on a broken or full volume."""
 
-    # --- what is there ----------------------------------------------------------------------------------------------
+    # --- current state ---------------------------------------------------------------------------------------------
 
     def known(self) -> dict[str, DiskSettings]:
         """Return all disks that the settings or a hint name."""

@@ -28,7 +28,7 @@ from agent_shim.host import files, guarded, worker_client
 
 logger = logging.getLogger(__name__)
 
-DEPTH: Final = 3
+MAX_DEPTH: Final = 3
 """Levels below ``sys/log`` that are searched."""
 MAX_JOB_ENTRIES: Final = 20_000
 """Entries read in the directories of one job."""
@@ -220,7 +220,7 @@ def look_at(root: Path, job: str, limit: int) -> Findings:
     logs: list[Found] = []
     archives: list[Found] = []
     with guarded.held(root) as top:
-        for path, status in guarded.walk(top, job, depth=DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
+        for path, status in guarded.walk(top, job, depth=MAX_DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
             size = min(status.st_size, status.st_blocks * BLOCK)
             if path.endswith(".log"):
                 if size > limit:

@@ -20,18 +20,18 @@ from typing import Final, NamedTuple, TextIO
 from agent_shim.core import safetext
 from agent_shim.host import guarded
 
-RATE: Final = 256 * 1024
+RATE_BYTES_PER_S: Final = 256 * 1024
 """Bytes per second of one file that reach a stream; the excess is skipped, and its size reported."""
-PERIOD: Final = 0.5
+POLL_S: Final = 0.5
 """Poll interval of files."""
-SEARCH: Final = 2.0
+SEARCH_PERIOD_S: Final = 2.0
 """Interval of searches for new files."""
-LONGEST: Final = 16 * 1024
+MAX_LINE_BYTES: Final = 16 * 1024
 """Limit of a line; the rest follows as the next one."""
 MAX_FILES: Final = 500
 """Limit of followed files, divided among the jobs: one job cannot use up the share of another."""
 MIN_JOB_FILES: Final = 10
-DEPTH: Final = 8
+MAX_DEPTH: Final = 8
 """Levels of directories of a job that are searched."""
 MAX_JOB_ENTRIES: Final = 5_000
 """Entries read in the directories of one job."""
@@ -118,9 +118,9 @@ class Follower:
         """Yield the lines written since the last call. A new file is read from its start."""
         now = self._clock()
         elapsed, self._looked_at = now - self._looked_at, now
-        if now - self._searched_at >= SEARCH:
+        if now - self._searched_at >= SEARCH_PERIOD_S:
             yield from self._search(at_end=False)
-        allowed = None if self._rate is None else int(self._rate * max(elapsed, PERIOD))
+        allowed = None if self._rate is None else int(self._rate * max(elapsed, POLL_S))
         for name in list(self._files):
             for text in self._news(name, allowed):
                 yield self._line(name, text)
@@ -166,7 +166,7 @@ class Follower:
 
     def _found(self, top: int, job: str) -> Iterator[guarded.Entry]:
         """Yield log files of a job in any of its directories."""
-        for entry in guarded.walk(top, job, depth=DEPTH, limit=MAX_JOB_ENTRIES):
+        for entry in guarded.walk(top, job, depth=MAX_DEPTH, limit=MAX_JOB_ENTRIES):
             if entry.path.endswith(self._names):
                 yield entry
 
@@ -223,9 +223,9 @@ def _lines(one: _File, end: int) -> Iterator[bytes]:
         one.position = place + len(chunk)
         *lines, one.rest = (one.rest + chunk).split(b"\n")
         yield from lines
-        while len(one.rest) > LONGEST:
-            yield one.rest[:LONGEST]
-            one.rest = one.rest[LONGEST:]
+        while len(one.rest) > MAX_LINE_BYTES:
+            yield one.rest[:MAX_LINE_BYTES]
+            one.rest = one.rest[MAX_LINE_BYTES:]
     one.position = max(one.position, end)
 
 
@@ -261,11 +261,11 @@ def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
 
     def run() -> None:
-        follower = Follower(directory, rate=RATE)
+        follower = Follower(directory, rate=RATE_BYTES_PER_S)
         follower.begin_at_end()
         pause = threading.Event()
         with suppress(OSError, ValueError):  # the reader is gone
-            while not pause.wait(PERIOD):
+            while not pause.wait(POLL_S):
                 for line in follower.poll():
                     data = f"{line.as_json() if as_json else line.plain()}\n".encode(errors="backslashreplace")
                     while data:

@@ -179,7 +179,7 @@ def test_colours_change_nothing_but_colours() -> None:
     ],
 )
 def test_advice_is_in_the_words_of_the_runtime(finding: Finding, pod: str, cpi: str, engine: str) -> None:
-    said = {runtime: finding.told(runtime).change for runtime in get_args(Runtime)}
+    said = {runtime: finding.for_runtime(runtime).change for runtime in get_args(Runtime)}
 
     assert pod in said["pod"]
     assert cpi in said["cpi"]

@@ -12,8 +12,8 @@ from agent_shim.core import keep_running
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keep_running, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(keep_running, "LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr(keep_running, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(keep_running, "MAX_PAUSE_S", 0.002)
     keep_running.failures.clear()
 
 
@@ -32,7 +32,7 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
     return run
 
 
-@pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.OFTEN, True)])
+@pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.MAX_FAILURES, True)])
 async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
     """Without an end where it is not vital; it is counted."""
     lasts = asyncio.Event()
@@ -47,8 +47,8 @@ async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
 
 async def test_what_is_vital_may_not_fail_again_and_again() -> None:
     """The error says why."""
-    with pytest.raises(RuntimeError, match="bus fails again and again") as raised:
-        await keep_running.run_forever("bus", failing(keep_running.OFTEN + 1, asyncio.Event()), is_vital=True)
+    with pytest.raises(RuntimeError, match="bus fails repeatedly") as raised:
+        await keep_running.run_forever("bus", failing(keep_running.MAX_FAILURES + 1, asyncio.Event()), is_vital=True)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 

@@ -221,7 +221,7 @@ def test_a_stderr_that_nobody_reads_blocks_nobody_and_drops_are_counted(monkeypa
     reading, writing = os.pipe()
     monkeypatch.setattr("sys.stderr", os.fdopen(writing, "w"))
     monkeypatch.setattr(log, "MAX_WAITING", 10)
-    monkeypatch.setattr(log, "FAREWELL", 0.01)
+    monkeypatch.setattr(log, "FLUSH_TIMEOUT_S", 0.01)
     log.setup(form="text")
 
     for number in range(3000):

@@ -57,19 +57,19 @@ def test_of_two_spellings_of_a_member_the_last_counts(raw: bytes) -> None:
 
 
 def test_long_value_becomes_the_exception_of_the_go_agent() -> None:
-    reply = wire.encode_value("x" * wire.MAX_REPLY, limit=wire.MAX_REPLY)
+    reply = wire.encode_value("x" * wire.MAX_REPLY_BYTES, limit=wire.MAX_REPLY_BYTES)
 
     assert json.loads(reply) == {"exception": {"message": "Response exceeded maximum allowed length"}}
 
 
 def test_value_of_exactly_the_limit_passes() -> None:
-    text = "x" * (wire.MAX_REPLY - len(b'{"value":""}'))
+    text = "x" * (wire.MAX_REPLY_BYTES - len(b'{"value":""}'))
 
-    assert len(wire.encode_value(text, limit=wire.MAX_REPLY)) == wire.MAX_REPLY
+    assert len(wire.encode_value(text, limit=wire.MAX_REPLY_BYTES)) == wire.MAX_REPLY_BYTES
 
 
 def test_no_limit_over_https() -> None:
-    assert len(wire.encode_value("x" * 2 * wire.MAX_REPLY, limit=None)) > 2 * wire.MAX_REPLY
+    assert len(wire.encode_value("x" * 2 * wire.MAX_REPLY_BYTES, limit=None)) > 2 * wire.MAX_REPLY_BYTES
 
 
 def test_empty_message_is_left_out() -> None:
@@ -89,9 +89,9 @@ def test_long_exception_keeps_head_and_tail_and_fits(text: str, limit: int) -> N
 
 
 def test_escapes_are_counted_when_cutting() -> None:
-    reply = wire.encode_exception('"\n' * wire.MAX_REPLY, limit=wire.MAX_REPLY)
+    reply = wire.encode_exception('"\n' * wire.MAX_REPLY_BYTES, limit=wire.MAX_REPLY_BYTES)
 
-    assert wire.MAX_REPLY * 0.9 < len(reply) <= wire.MAX_REPLY
+    assert wire.MAX_REPLY_BYTES * 0.9 < len(reply) <= wire.MAX_REPLY_BYTES
 
 
 def test_undecodable_output_of_a_script_can_be_sent() -> None:

@@ -33,7 +33,7 @@ class Coming:
             supervisor=self.supervisor,
             scripts=SimpleNamespace(run_all=self._pre_start),
             spec=SimpleNamespace(current=SimpleNamespace(job_names=["web"])),
-            mirror=SimpleNamespace(is_prepared=False, prepared=self._nothing),
+            state_backup=SimpleNamespace(is_prepared=False, prepared=self._nothing),
             disks=SimpleNamespace(recover=self._nothing, problem=self._no_problem),
         )
 
@@ -62,8 +62,8 @@ async def coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr("agent_shim.daemon.job_recovery.missing_files", lambda _: "")
     monkeypatch.setattr("agent_shim.daemon.job_recovery.record_health", lambda _: asyncio.sleep(0))
     made = Coming(tmp_path)
-    comeback = JobRecovery(cast("Agent", made.agent), lambda _: None, pace=PACE)
-    running = [asyncio.create_task(made.tasks.run(lambda _, exc: str(exc))), asyncio.create_task(comeback.run())]
+    recovery = JobRecovery(cast("Agent", made.agent), lambda _: None, pace=PACE)
+    running = [asyncio.create_task(made.tasks.run(lambda _, exc: str(exc))), asyncio.create_task(recovery.run())]
     async with asyncio.timeout(20):
         await made.begun.wait()
     yield made

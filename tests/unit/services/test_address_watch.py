@@ -81,7 +81,7 @@ def test_missing_address_is_told_once_and_again_after_it_was_back() -> None:
 
 async def test_it_looks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address may go at any time."""
-    monkeypatch.setattr(address_watch, "PERIOD", 0.01)
+    monkeypatch.setattr(address_watch, "POLL_S", 0.01)
     wanted: dict[str, str] = {}
     told = asyncio.Event()
     watching = asyncio.create_task(AddressWatch(lambda: wanted, lambda *_: told.set()).watch())

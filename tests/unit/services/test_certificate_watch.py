@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.daemon.runtime import certificates
 from agent_shim.demo.pki import EXPIRED, HOUR, Authority
-from agent_shim.services.certificate_watch import DAY, DOOR, CertificateWatch
+from agent_shim.services.certificate_watch import DAY_S, DOOR, CertificateWatch
 
 AUTHORITY = Authority()
 
@@ -23,9 +23,9 @@ def agent(begin: float, end: float) -> str:
 @pytest.mark.parametrize(
     ("valid", "is_near"),
     [
-        ((-HOUR, 365 * DAY), False),
-        ((-300 * DAY, 31 * DAY), False),
-        ((-300 * DAY, 29 * DAY), True),
+        ((-HOUR, 365 * DAY_S), False),
+        ((-300 * DAY_S, 31 * DAY_S), False),
+        ((-300 * DAY_S, 29 * DAY_S), True),
         ((-0.7 * HOUR, 0.3 * HOUR), False),
         ((-0.9 * HOUR, 0.1 * HOUR), True),
         (EXPIRED, True),
@@ -44,8 +44,8 @@ def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptu
     """The words say which and when, and what follows."""
     now = time.time()
     expiry = CertificateWatch(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
-    near = agent(-99 * DAY, DAY)
-    for later in (0.0, HOUR, HOUR, 2 * DAY, DAY):
+    near = agent(-99 * DAY_S, DAY_S)
+    for later in (0.0, HOUR, HOUR, 2 * DAY_S, DAY_S):
         now += later
         expiry.look()
 
@@ -59,7 +59,7 @@ def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptu
 
 def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
     """No bus is behind it, and no authority of one."""
-    cert, ended = agent(-99 * DAY, DAY), agent(*EXPIRED)
+    cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
     for pem in (cert, ended):
@@ -75,11 +75,11 @@ def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
 
 def test_a_rotation_ends_the_warning() -> None:
     """What is looked at is what is in use."""
-    pem = agent(-99 * DAY, DAY)
+    pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()
     assert expiry.warnings
-    pem = agent(-HOUR, 365 * DAY)
+    pem = agent(-HOUR, 365 * DAY_S)
     expiry.look()
 
     assert expiry.warnings == []
@@ -87,7 +87,7 @@ def test_a_rotation_ends_the_warning() -> None:
 
 def test_of_several_authorities_the_last_to_end_counts() -> None:
     """While one takes the place of another both are trusted; and no certificate at all is nothing to say."""
-    ending = Authority().agent("old-ca", valid=(-99 * DAY, DAY)).certificate
+    ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
     expiry.look()
 

@@ -39,7 +39,7 @@ async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -
         settled.append(firewall)
         return ""
 
-    monkeypatch.setattr(Firewall, "_settle", settle)
+    monkeypatch.setattr(Firewall, "_apply", settle)
     refused, free = (Firewall(mbus, lambda: True, heard, refusal) for refusal in ("it is switched off", ""))
     watching = [asyncio.create_task(each.watch()) for each in (refused, free)]
     async with asyncio.timeout(10):

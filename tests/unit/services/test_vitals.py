@@ -138,7 +138,7 @@ async def test_a_disk_that_hangs_holds_nothing_up(paths: Paths, proc: Path, monk
         return real(path)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    monkeypatch.setattr(vitals, "PATIENCE", 0.05)
+    monkeypatch.setattr(vitals, "DISK_TIMEOUT_S", 0.05)
     taken = Vitals(paths, lambda: True, proc=proc)
     try:
         first, second = await taken.sample(), await taken.sample()
@@ -146,7 +146,7 @@ async def test_a_disk_that_hangs_holds_nothing_up(paths: Paths, proc: Path, monk
         assert asked == [paths.store]
     finally:
         answers.set()
-    monkeypatch.setattr(vitals, "PATIENCE", 10)
+    monkeypatch.setattr(vitals, "DISK_TIMEOUT_S", 10)
 
     assert set((await taken.sample())["disk"]) == {"system", "ephemeral", "persistent"}
 

@@ -43,7 +43,7 @@ def written(path: Path, text: str) -> None:
 
 def news(follower: Follower, clock: Clock) -> list[str]:
     """What a look some seconds later brings."""
-    clock.now += tail.SEARCH
+    clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 
 
@@ -142,14 +142,14 @@ def test_a_flood_is_cut_and_told(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_an_endless_line_comes_in_pieces(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    written(tmp_path / "web/a.log", "z" * (tail.LONGEST * 2 + 5))
+    written(tmp_path / "web/a.log", "z" * (tail.MAX_LINE_BYTES * 2 + 5))
     found = [line.text for line in _after(follower, clock)]
 
-    assert [len(text) for text in found] == [tail.LONGEST] * 2
+    assert [len(text) for text in found] == [tail.MAX_LINE_BYTES] * 2
 
 
 def _after(follower: Follower, clock: Clock) -> list[Line]:
-    clock.now += tail.SEARCH
+    clock.now += tail.SEARCH_PERIOD_S
     return list(follower.poll())
 
 
