@@ -27,6 +27,7 @@ from agent_shim.demo.release import archive
 from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.host import guarded, process
 from benchmarks.measuring import cpu_seconds, pss
+from tests.support.residue import remove_cgroups
 
 AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
@@ -334,4 +335,5 @@ async def world(command: str) -> AsyncIterator[World]:
                         if survivor is not None:
                             await survivor.terminate(1)
     finally:
+        remove_cgroups(scratch)
         shutil.rmtree(scratch, ignore_errors=True)

@@ -14,6 +14,7 @@ import pytest
 
 from agent_shim.host import cgroups, job_cgroups, process
 from tests.support.programs.jobs import World
+from tests.support.residue import remove_cgroups
 
 
 def pytest_configure() -> None:
@@ -46,12 +47,7 @@ def cgroups_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove those of jobs below our scratch directories that no agent was there to remove."""
     yield
-    with contextlib.suppress(OSError):
-        base = str(tmp_path_factory.getbasetemp()).replace("/", "%2f")
-        for tree in cgroups.trees():
-            for directory in (job_cgroups.place(tree.hierarchy) / "agent_shim").glob(f"*@{base}*"):
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
+    remove_cgroups(tmp_path_factory.getbasetemp())
 
 
 MAX_ENVIRON_BYTES = 1 << 20

@@ -84,13 +84,16 @@ def name_of(pid: int) -> str | None:
     return _plain(path.removeprefix(top).partition("/")[0]) if path.startswith(top) else None
 
 
-def members() -> dict[int, str]:
-    """Map the pid of each process in a job cgroup to the name of that cgroup."""
+def members(ending: str) -> dict[int, str]:
+    """Map the pid of each process in a job cgroup to the name of that cgroup, for names with this ending.
+
+    Names of other agents are skipped unread: a killed one leaves hundreds of directories.
+    """
     tree = tracker()
     found: dict[int, str] = {}
     top = place(tree.hierarchy) / _DIRECTORY if tree is not None else Path("/nonexistent")
     with contextlib.suppress(OSError):
-        for directory in top.iterdir():
+        for directory in (each for each in top.iterdir() if each.name.endswith(_escaped(ending))):
             for each in _below(directory):
                 with contextlib.suppress(OSError):
                     found |= dict.fromkeys(

@@ -187,7 +187,7 @@ class Ownership:
 
     def caged(self) -> dict[int, str]:
         """Map each process in a service's cgroup to the label of that service. Blocks."""
-        found = {pid: self._label(name) for pid, name in job_cgroups.members().items()}
+        found = {pid: self._label(name) for pid, name in job_cgroups.members(mark("", self._base)).items()}
         return {pid: label for pid, label in found.items() if label is not None}
 
     def _label(self, name: str | None) -> str | None:

@@ -48,7 +48,7 @@ def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.Mon
 
     assert job_cgroups.JobCgroup("a").make() == []
     assert job_cgroups.JobCgroup("a").is_empty()
-    assert job_cgroups.members() == {}
+    assert job_cgroups.members("") == {}
     assert not (own / "agent_shim/a").exists()
 
 
@@ -60,7 +60,8 @@ def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
     (below.parent / "cgroup.procs").write_text("")
     (below / "cgroup.procs").write_text(f"{os.getpid()}\n")
 
-    assert job_cgroups.members() == {os.getpid(): "a/b@/c"}
+    assert job_cgroups.members("@/c") == {os.getpid(): "a/b@/c"}
+    assert job_cgroups.members("@/d") == {}
     assert [pid for pid, _ in job_cgroups.JobCgroup("a/b@/c").members()] == [os.getpid()]
 
 

@@ -1,0 +1,18 @@
+"""Removal of objects that ended tests and benchmarks leave on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from agent_shim.host import cgroups, job_cgroups
+
+
+def remove_cgroups(base: Path) -> None:
+    """Remove the empty cgroups of jobs of agents below ``base``: a killed agent removes none."""
+    with contextlib.suppress(OSError):
+        escaped = str(base).replace("/", "%2f")
+        for tree in cgroups.trees():
+            for directory in (job_cgroups.place(tree.hierarchy) / "agent_shim").glob(f"*@{escaped}*"):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
