@@ -2,7 +2,7 @@
 
 Verbs, flags, texts and exit codes are those of bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
 reads its command line with cobra. Drain scripts call it in loops: a call takes at most two starts of an
-interpreter, so this module imports little, and each verb imports its own modules.
+interpreter, ``logs`` and ``run`` three, so this module imports little, and each verb imports its own modules.
 """
 
 from __future__ import annotations

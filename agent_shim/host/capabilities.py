@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 PROC: Final = Path("/proc")
 
@@ -21,8 +20,7 @@ NAMES: Final = _IN_ORDER.split()
 _WHOLE_RANGE: Final = ["0", "0", "4294967295"]
 
 
-@dataclass(frozen=True, slots=True)
-class Privileges:
+class Privileges(NamedTuple):
     """Capabilities without their prefix (``SYS_ADMIN``); one without a known name is its number (``41``)."""
 
     effective: frozenset[str] = frozenset()

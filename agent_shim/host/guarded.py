@@ -15,7 +15,6 @@ loop: a thread for each call, a deadline, and no second call while one hangs. Al
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import os
@@ -31,7 +30,6 @@ from typing import Final, NamedTuple, TypeVar
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import capabilities
-from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 T = TypeVar("T")
 
@@ -433,6 +431,10 @@ async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S)
     ``key`` names the owner of the files. Calls with one key run one after another, so that a hanging one keeps one
     thread. Raises ``OSError`` (ETIMEDOUT) on timeout, whether ``work`` has started or not.
     """
+    # Commands without an event loop read files as well, and start in half the time without asyncio.
+    import asyncio
+
+    from agent_shim.host.daemon_thread import run_in_daemon_thread
 
     def run() -> T:
         try:

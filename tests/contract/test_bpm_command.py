@@ -331,8 +331,8 @@ def test_a_call_loads_little(tmp_path: Path, line: str, asks: bool) -> None:
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
     loaded = set(done.stderr.splitlines()[-1].split())
 
-    heavy = {"argparse", "asyncio", "dataclasses", "inspect", "pathlib", "runpy", "site", "subprocess", "typing"}
-    assert loaded & heavy == set()
+    heavy = "argparse asyncio dataclasses inspect json pathlib re runpy selectors site socket subprocess typing".split()
+    assert loaded & set(heavy) == set()
     assert "agent_shim.cli.bpm" in loaded
     assert not {name for name in loaded if name.startswith("agent_shim.")} - {
         "agent_shim.cli",
@@ -343,6 +343,18 @@ def test_a_call_loads_little(tmp_path: Path, line: str, asks: bool) -> None:
         "agent_shim.core.safetext",
         *(["agent_shim.edges.control_client"] if asks else []),
     }
+
+
+def test_logs_are_shown_without_an_event_loop(tmp_path: Path) -> None:
+    path = str(Path(__file__).parents[2])
+    (tmp_path / "sys/log/web").mkdir(parents=True)
+    (tmp_path / "sys/log/web/web.stdout.log").write_text("a line\n")
+    code = f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; main(['logs', 'web']);"
+    code += "print({'asyncio', 'inspect'} & sys.modules.keys())"
+    env = {"BPM_BOSH_ROOT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "a line\nset()\n"
 
 
 def test_socket_is_where_the_agent_listens() -> None:

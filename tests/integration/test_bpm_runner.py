@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -257,7 +256,7 @@ async def test_what_cannot_be_had_is_named(
     file = job(
         world, "exec sleep 600", f"  limits: {limits}\n  capabilities: [NET_RAW]\n  unsafe: {{privileged: true}}\n"
     )
-    nothing = replace(capabilities.privileges(), effective=frozenset())
+    nothing = capabilities.privileges()._replace(effective=frozenset())
     monkeypatch.setattr(capabilities, "privileges", lambda: nothing)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     async with world.supervising() as supervisor:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,37 @@ async def test_a_request_is_answered_and_the_socket_is_private(tmp_path: Path) -
 
     assert reply["request"] == {"command": "status"}
     assert not path.exists()
+
+
+async def test_a_request_and_its_reply_are_json(tmp_path: Path) -> None:
+    """Each kind of value arrives, in both directions."""
+    sent = {"text": 'a"\\\n\x1b\u00e9', "list": ["x", ()], "numbers": [1, -2, 0.5], "rest": [None, True, False, {}]}
+    path = tmp_path / "control.sock"
+    async with control_server.listening(path, echo):
+        reply = await asyncio.to_thread(control_client.ask, path, sent)
+
+    assert reply["request"] == json.loads(json.dumps(sent))
+
+
+@pytest.mark.parametrize("reply", [b"", b"nonsense", b'{"value": "no end'])
+def test_a_reply_that_is_not_json_is_told(tmp_path: Path, reply: bytes) -> None:
+    """An agent killed during its reply leaves a part of it."""
+    path = tmp_path / "control.sock"
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        connection.recv(100)
+        connection.sendall(reply)
+        connection.close()
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(NoAgentError, match="cannot ask the agent at .*control"):
+            control_client.ask(path, {})
+        answering.join()
 
 
 async def test_a_socket_left_by_a_dead_agent_is_replaced(tmp_path: Path) -> None:

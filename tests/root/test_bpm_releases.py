@@ -285,6 +285,7 @@ deploy("nginx", {
           args: [-c, /var/vcap/jobs/nginx/etc/nginx.conf, -e, stderr]
           ephemeral_disk: true
           capabilities: [NET_BIND_SERVICE]
+          UNSAFE
         ''',
     "etc/nginx.conf": '''\
         daemon off;
@@ -318,16 +319,17 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 """
 
 
+@pytest.mark.parametrize("unsafe", ["", "unsafe: {host_pid_namespace: true}"], ids=["", "host_pid_namespace"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
-def test_nginx(inside: Inside, level: int) -> None:
+def test_nginx(inside: Inside, level: int, unsafe: str) -> None:
     """A master and its workers, on a low port, as vcap; the stop leaves none of them."""
-    found = deployed(inside, level, NGINX)
+    found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe))
 
     assert found["served"] == "served"
     assert found["below the init"] == ["nginx:"]
     assert found["workers"] == 2
     assert found["shell"][0] == 0
-    if level > 1:
+    if level > 1 or unsafe:
         assert found["shell"][1] == f"{found['master']}\n"
     assert (found["left"], found["errors"]) == ("", [])
