@@ -9,9 +9,10 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agent_shim.cli import main as cli
+from agent_shim.daemon import main
 from agent_shim.daemon.main import Daemon
 
 
@@ -26,18 +27,20 @@ def fail(name: str) -> None:
                 waits_for.set_exception(ArithmeticError("planted"))
 
 
-def main() -> int:
+class Failing(Daemon):
+    """The daemon, with a signal under which one of its tasks fails."""
+
+    async def serve(self, *, guard: str = "") -> int:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(FILE.read_text()))
+        return await super().serve(guard=guard)
+
+
+def run() -> int:
     """As the agent, until the signal."""
-    file = Path(sys.argv.pop(1))
-    serve = Daemon.serve
-
-    async def serve_with_failpoints(daemon: Daemon) -> int:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(file.read_text()))
-        return await serve(daemon)
-
-    Daemon.serve = serve_with_failpoints  # type: ignore[method-assign,assignment]
+    main.Daemon = Failing  # type: ignore[misc]
     return cli.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    FILE: Final = Path(sys.argv.pop(1))
+    sys.exit(run())

@@ -52,7 +52,7 @@ CRASHES: Final = (
         "agent_shim/supervisor/service.py",
         "            self._finder.resume(record.traces)\n            return\n        record.traces = ProcessRecord()\n",
         "            pass\n        self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
-        "I2|restarted|not within|no pong",
+        "I2|restarted",
     ),
     Saboteur(
         "C-04",
@@ -84,7 +84,7 @@ CRASHES: Final = (
         "agent_shim/daemon/main.py",
         "if os.getpid() != 1 or live is None or live.dispatcher is None:",
         "if live is None or live.dispatcher is None:",
-        "I2|no pong|not within",
+        "I2",
     ),
     Saboteur(
         "C-10",
@@ -399,11 +399,11 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-11",
-        "does not leave what it is at when something else is asked",
+        "forgets a start that follows a stop in progress",
         "agent_shim/supervisor/service.py",
-        "        self._move(trigger)\n        if self.state is not before and self._step is not None:\n            self._step.cancel()\n",
-        "        self._move(trigger)\n",
-        "TimeoutError|instances|is .* and not running",
+        "        self.record.is_start_due = start\n",
+        "        self.record.is_start_due = False\n",
+        "1 instances after restart and restart",
     ),
     Saboteur(
         "S-12",
