@@ -161,9 +161,9 @@ async def test_counts() -> None:
     """When the last one went out, and how many."""
     world = World()
     async with beating(world, period=0.02) as heart:
-        await until(lambda: heart.sent == 3)
+        await until(lambda: heart.sent >= 3)
 
-    assert world.vitals == [1, 2, 3]
+    assert world.vitals[:3] == [1, 2, 3]
     assert heart.sent_at is not None
     assert heart.sent_at >= world.beats[-1][0]
 
@@ -216,7 +216,7 @@ async def test_failing_vitals_are_counted() -> None:
     """A measurement that fails costs the measurement."""
     world = World()
     async with beating(world, period=0.03) as heart:
-        await until(lambda: heart.sent == 1)
+        await until(lambda: heart.sent >= 1)
         world.failure = OSError("no /proc")
         await until(lambda: heart.failed >= 2)
         world.failure = None
@@ -236,7 +236,7 @@ async def test_no_link_is_counted() -> None:
         assert heart.sent_at is None
 
         world.no_link = None
-        await until(lambda: heart.sent == 1)
+        await until(lambda: heart.sent >= 1)
 
 
 async def test_bug_in_the_message_is_no_end() -> None:
