@@ -17,7 +17,7 @@ from benchmarks.world import AGENT, World, world
 INSTANCES: Final = 20
 JOBS: Final = 5
 PACKAGES: Final = 6
-POLL: Final = 1.0
+POLL_S: Final = 1.0
 """Seconds between two looks of the Director at a task."""
 ROUNDS: Final = 3
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
@@ -27,10 +27,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the number of instances, which are one agent that is deployed again and again."""
     async with world(command) as w:
         await w.start_agent()
-        await update(w, "first", POLL)
+        await update(w, "first", POLL_S)
         polled, bare, nothing = [], [], []
         for number in range(ROUNDS):
-            polled.append(await update(w, f"polled-{number}", POLL))
+            polled.append(await update(w, f"polled-{number}", POLL_S))
             bare.append(await update(w, f"bare-{number}", 0))
             nothing.append(await no_op(w))
         floor_is = "the same asked without a pause"
@@ -38,7 +38,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         found["deploy_of_what_is_deployed"] = figure(nothing, "s")
         begun_at = time.monotonic()
         instances = max(2, int(INSTANCES * scale))
-        row = [await update(w, f"row-{number}", POLL) for number in range(instances)]
+        row = [await update(w, f"row-{number}", POLL_S) for number in range(instances)]
         whole = time.monotonic() - begun_at
     found["each_of_20_instances_one_after_the_other"] = figure(row, "s", floor=bare, floor_is=floor_is)
     found["20_instances_one_after_the_other"] = figure([whole / instances * INSTANCES], "s")

@@ -18,7 +18,7 @@ from benchmarks.world import AGENT, BYSTANDER, ECHO, World, bystander, world
 
 JOBS: Final = 5
 CALM: Final = 3.0
-WINDOW: Final = 2.0
+SAMPLE_S: Final = 2.0
 """A heartbeat is measured before it is sent, and what it costs lies in the last window before it arrives."""
 WATCHED: Final = 95.0
 LOGS: Final = 100 * MB
@@ -58,7 +58,7 @@ async def still(w: World, least: World, seconds: float) -> Figures:
     async with monitor.on(w.server.peer(HEALTH_MONITOR)):
         while watch.seconds < seconds:
             before, seen = w.cpu_seconds(), len(monitor.of("heartbeat", AGENT))
-            await asyncio.sleep(WINDOW)
+            await asyncio.sleep(SAMPLE_S)
             spent = (w.cpu_seconds() - before) * 1000
             (beats if len(monitor.of("heartbeat", AGENT)) > seen else windows).append(spent)
     share = (w.cpu_seconds() - used) / watch.seconds * 100

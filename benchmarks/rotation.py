@@ -17,7 +17,7 @@ from agent_shim.demo.director import Director, RpcTimeoutError
 from benchmarks.world import AGENT, BYSTANDER, COMMAND, World, bystander, world
 
 ASKERS: Final = 8
-PATIENCE: Final = 5.0
+ANSWER_TIMEOUT_S: Final = 5.0
 """Seconds after which a reply counts as lost; the Director waits for 45."""
 
 
@@ -37,7 +37,7 @@ class Seen:
         while True:
             begun_at = time.monotonic()
             try:
-                await director.value(agent_id, method, timeout=PATIENCE)
+                await director.value(agent_id, method, timeout=ANSWER_TIMEOUT_S)
             except RpcTimeoutError:
                 self.lost += 1
                 continue

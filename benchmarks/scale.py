@@ -39,7 +39,7 @@ STEADY: Final = 62.0
 AWAY: Final = 15.0
 """Seconds that the server is away."""
 TICK: Final = 0.25
-PATIENCE: Final = 600.0
+RETURN_TIMEOUT_S: Final = 600.0
 
 VITALS: Final = {
     "cpu": {"user": "1.5", "sys": "0.7", "wait": "0.0"},
@@ -149,7 +149,7 @@ class Crowds:
         return sum(cpu_seconds(child.pid) for child in self._children)
 
     async def until_connected(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(RETURN_TIMEOUT_S):
             while self.now["connected"] < count:
                 await asyncio.sleep(TICK / 5)
 

@@ -16,11 +16,11 @@ from agent_shim.edges.bus.nats import Timing
 
 BEYOND: Final = (1000, 10_000, 100_000)
 SERVER_CORES: Final = 4
-PERIOD: Final = 30.0
+HEARTBEAT_PERIOD_S: Final = 30.0
 """Seconds between two heartbeats of an agent."""
 PING: Final = 5.0
 """Seconds between two pings, of the server as of the agent."""
-LONGEST: Final = 600.0
+MAX_SIMULATED_S: Final = 600.0
 
 
 def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
             {
                 "agents": count,
                 **{name: round(value, 1) for name, value in told.items()},
-                "heartbeats_per_second": round(count / PERIOD, 1),
+                "heartbeats_per_second": round(count / HEARTBEAT_PERIOD_S, 1),
                 "pings_per_second": round(count * 2 / PING),
                 "handshakes_per_second": round(SERVER_CORES / handshake),
                 **{f"storm_{name}": round(value, 2) for name, value in outage.items()},
@@ -90,8 +90,8 @@ def storm(count: int, capacity: float, away: float, timing: Timing | None = None
         failures[number] += 1
         heapq.heappush(ahead, (at + timing.pause(failures[number], slow[number]), number))
 
-    while len(back) < count and now < LONGEST:
-        next_at = ahead[0][0] if ahead else LONGEST
+    while len(back) < count and now < MAX_SIMULATED_S:
+        next_at = ahead[0][0] if ahead else MAX_SIMULATED_S
         if going:
             rate = capacity / len(going)
             next_at = min(next_at, now + max(0.0, going[0][0] - served) / rate, going[0][1])
@@ -111,7 +111,7 @@ def storm(count: int, capacity: float, away: float, timing: Timing | None = None
                 fail(number, now)
             else:
                 going.append((served + 1.0, now + timing.patience(slow[number]), number))
-    back += [LONGEST] * (count - len(back))
+    back += [MAX_SIMULATED_S] * (count - len(back))
     return {
         "back_first": back[0],
         "back_median": back[count // 2],

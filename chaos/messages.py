@@ -34,7 +34,7 @@ BAD: tuple[bytes, ...] = (
     b'{"method": "\\ud800", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
 )
 
-RATE: Final = 5000
+PINGS_PER_S: Final = 5000
 """Pings a second of a flood."""
 
 _GOOD = [
@@ -134,12 +134,12 @@ async def _flood(stand: Stand) -> tuple[int, float, float]:
     ping = {"protocol": 3, "method": "ping", "arguments": [], "reply_to": "director.x.y.z"}
     message = json.dumps(ping).encode()
     while (lasted := time.monotonic() - begun_at) < seconds:
-        while sent < lasted * RATE:
+        while sent < lasted * PINGS_PER_S:
             await _publish(stand, message)
             sent += 1
         await asyncio.sleep(0.01)
-    if sent < 0.95 * RATE * seconds:
-        raise CannotInjectError(f"needs a machine that sends {RATE} pings/s, this one sent {sent // seconds}")
+    if sent < 0.95 * PINGS_PER_S * seconds:
+        raise CannotInjectError(f"needs a machine that sends {PINGS_PER_S} pings/s, this one sent {sent // seconds}")
     beat = await stand.heartbeat(31)
     await asyncio.gather(*tasks, *asked, return_exceptions=True)
     return sent // seconds, beat, await stand.answers(5)

@@ -36,7 +36,7 @@ JOBS: Final = 20
 SAMPLED: Final = 5.0
 """Seconds between two looks at what the agent holds."""
 
-PERIOD: Final = 30.0
+HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
 """A heartbeat may come so much later than its period says."""
 
@@ -125,7 +125,7 @@ class Record:
         if last > first + 1:
             found.append(f"{last:g} threads after {first:g}")
         for at, gap in self.gaps():
-            late = gap - PERIOD
+            late = gap - HEARTBEAT_PERIOD_S
             if late > TOLERANCE and late > 2 * (machine := self.starved(at - late - 1, at)):
                 moment = at - self.begun_at
                 found.append(f"a heartbeat {late:.1f} s late at {moment:.0f} s; the sleeper was {machine:.1f} s late")

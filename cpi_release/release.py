@@ -1,9 +1,11 @@
-"""``./dev cpi-release``: a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
+"""``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
 
-One job, ``kubernetes_cpi``, whose properties are made from the types of the configuration, and one package with an
-interpreter, the libraries of requirements/cpi.lock and the program, all compiled: its packaging copies, and nothing is
-fetched where it is compiled. The interpreter is a copy of the one that runs this; so the release is for Linux systems
-with its glibc or a younger one, and for its architecture. The same tree, interpreter and lock give the same bytes.
+It has one job, ``kubernetes_cpi``, whose properties are generated from the types of the configuration, and one package
+with an interpreter, the libraries of requirements/cpi.lock and the program, all compiled: its packaging script copies,
+and downloads nothing.
+
+The interpreter is a copy of the one that runs this; so the release is for Linux systems with its glibc or a newer one,
+and for its architecture. Equal trees, interpreters and locks give equal bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def main() -> int:
 
 
 def release(version: str, out: Path) -> Path:
-    """Make the tarball in ``out``; its path."""
+    """Build the tarball in ``out`` and return its path."""
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
         package_tree(content)
@@ -95,7 +97,7 @@ def release(version: str, out: Path) -> Path:
 
 
 def own_version() -> str:
-    """That of this project."""
+    """Return the version of this project."""
     found = re.search(r'__version__ = "([^"]+)"', (ROOT / "agent_shim/__init__.py").read_text())
     assert found is not None
     return found[1]
@@ -105,7 +107,7 @@ def own_version() -> str:
 
 
 def properties() -> dict[str, dict[str, Any]]:
-    """Each property of the job, with its description and its default."""
+    """Return each property of the job, with its description and its default."""
     rows = {key: text for key, _, _, text in schema.rows(Config)}
     leaves = [key for key in rows if not any(other.startswith(f"{key}.") for other in rows)]
     found = {
@@ -136,7 +138,7 @@ def package_tree(target: Path) -> None:
         shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
         shutil.copy(shared, python / "lib")
         _look_beside(python / "bin", shared.parent)
-    # Beside the standard library: the one directory that every build of Python looks into, wherever it lies.
+    # Beside the standard library: every build of Python searches this directory, wherever it is.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements/cpi.lock")]
@@ -157,7 +159,7 @@ def package_tree(target: Path) -> None:
 
 
 def _look_beside(programs: Path, where: Path) -> None:
-    """Let programs look for their library in ``../lib`` instead of where it was built for (as chrpath does)."""
+    """Make programs search their library in ``../lib`` instead of the build's directory (like chrpath)."""
     before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
     for path in programs.iterdir():
         content = path.read_bytes()
@@ -170,7 +172,7 @@ def _look_beside(programs: Path, where: Path) -> None:
 
 
 def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
-    """Name, content (a text is the target of a link) and mode of each file, in order."""
+    """Yield name, content (a text is the target of a link) and mode of each file, in order."""
     for path in sorted(top.rglob("*")):
         name = str(path.relative_to(top))
         if path.is_symlink():
@@ -183,7 +185,7 @@ def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
 
 
 def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> bytes:
-    """A packed tarball; the same files give the same bytes."""
+    """Return a tarball; equal files give equal bytes."""
     target = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=level, mtime=0) as packed,
@@ -202,7 +204,7 @@ def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> by
 
 
 def _entry(name: str, content: bytes) -> dict[str, Any]:
-    """What the manifest of a release says of a job or package; its fingerprint stands for its content."""
+    """Return the manifest entry of a job or package; its fingerprint is a digest of its content."""
     digest = hashlib.sha256(content).hexdigest()
     return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
 

@@ -1,4 +1,4 @@
-"""The process: one request on standard input, one response on standard output; anything else goes to standard error."""
+"""Entry point: one request on standard input, one response on standard output, the log on standard error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def take_stdout() -> int:
-    """Keep standard output for the response: what libraries and children print goes to standard error."""
+    """Reserve standard output for the response: output of libraries and children goes to standard error."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
     response = os.dup(1)

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def attach(disk: str, target: str, uid: str) -> None:
-    """Mount, say so by a file, and wait for SIGTERM."""
+    """Mount the disk, create a file that says so, and wait for SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.makedirs(target, mode=0o755, exist_ok=True)
@@ -69,7 +69,7 @@ def attach(disk: str, target: str, uid: str) -> None:
 
 
 def detach(target: str, uid: str) -> None:
-    """Unmount; as long as the VM uses the disk this goes on, whatever asks for the end."""
+    """Unmount the disk; retry while the VM uses it, whatever the source of the request to end."""
     reported = 0.0
     while is_mounted(target):
         if libc.umount2(target.encode(), UMOUNT_NOFOLLOW) == 0:
@@ -84,14 +84,14 @@ def detach(target: str, uid: str) -> None:
     with contextlib.suppress(OSError):
         os.rmdir(target)
     if not any(processes(uid)):
-        # The VM is gone: its directory is empty then, or belongs to other disks still.
+        # The VM is gone: its directory is then empty, or belongs to other disks.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(target))
     say("unmounted")
 
 
 def mount(disk: str, target: str, uid: str) -> None:
-    """Bind the disk; idmapped where the VM has a user namespace of its own."""
+    """Bind the disk; idmapped if the VM has its own user namespace."""
     userns = foreign_userns(uid)
     if userns is None:
         check(libc.mount(disk.encode(), target.encode(), None, MS_BIND, None), "mount the disk")
@@ -110,7 +110,7 @@ def mount(disk: str, target: str, uid: str) -> None:
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Descriptor of the user namespace of the VM's processes; None when it is ours."""
+    """Return a descriptor of the user namespace of the VM's processes; None if it is this program's."""
     own = os.stat("/proc/self/ns/user").st_ino
     for pid in processes(uid):
         with contextlib.suppress(OSError):
@@ -122,10 +122,10 @@ def foreign_userns(uid: str) -> int | None:
 
 
 def reboot(uid: str, grace: float) -> None:
-    """End process 1 of the container in order, by force after the grace."""
+    """End process 1 of the container by SIGTERM, and by SIGKILL after the grace."""
     found = [pid for pid in processes(uid) if is_first(pid)]
     if not found:
-        raise SystemExit("cannot reboot: no process of the VM is there")
+        raise SystemExit("cannot reboot: the VM has no process")
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, REPORT_S)):
         fds = []
         for pid in found:
@@ -144,7 +144,7 @@ def reboot(uid: str, grace: float) -> None:
 
 
 def processes(uid: str) -> Iterator[int]:
-    """Processes of the pod; the path of a cgroup has its UID, with systemd's names for dashes or without."""
+    """Return the processes of the pod; the path of a cgroup has its UID, with dashes or with systemd's underscores."""
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -164,7 +164,7 @@ def is_first(pid: int) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """When the process started, to tell it from another of its number; "" when it has ended."""
+    """Return the start time of the process, which distinguishes it from another with its number; "" if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
@@ -172,25 +172,25 @@ def start_of(pid: int) -> str:
 
 
 def is_mounted(target: str) -> bool:
-    """True when something is mounted there, perhaps of the same file system as its parent."""
+    """True if a file system is mounted there, perhaps that of its parent."""
     real = os.path.realpath(target)
     with open("/proc/self/mountinfo") as file:
         return any(unescaped(line.split()[4]) == real for line in file)
 
 
 def is_same_file_system(disk: str, target: str) -> bool:
-    """True when the same directory of the same device is mounted on both."""
+    """True if the same directory of the same device is mounted on both."""
     one, other = os.stat(disk), os.stat(target)
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 def unescaped(field: str) -> str:
-    """A path of mountinfo, where blanks and the like are octal."""
+    """Decode a path of mountinfo, in which blanks and similar characters are octal."""
     return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
 
 
 def check(result: int, what: str) -> int:
-    """The result of a system call; ends with the reason when it failed."""
+    """Return the result of a system call; end the program with the reason if it failed."""
     if result < 0:
         raise SystemExit(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
     return result

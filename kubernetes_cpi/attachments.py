@@ -1,7 +1,7 @@
-"""Attachments: pods that bind a disk into a VM that runs. The VM keeps its address, processes and data.
+"""Attachments: pods that bind a disk into a running VM.
 
-An attachment mounts the claim, binds it below a directory of the node that the VM sees, and ends only when it has
-unmounted it again: whatever asks for its end, a disk that is in use stays where it is.
+The VM keeps its address, processes and data. An attachment mounts the claim, binds it below a directory of the node
+that the VM sees, and ends only after the unmount: no request to end removes a disk in use.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CONTAINER: Final = "attachment"
 DISK: Final = "/disk"
 TARGET: Final = "/target"
 GRACE_S: Final = 365 * 24 * 3600
-"""An attachment that is deleted waits until the VM lets go of the disk, and is killed by nothing before."""
+"""Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
 TRIES: Final = 3
 
 
 def manifest(session: Session, vm: Object, disk: str) -> Object:
-    """The attachment of a disk to the pod of a VM, on the VM's node."""
+    """Return the attachment of a disk to the pod of a VM, on the VM's node."""
     cid = vm["metadata"]["name"]
     pod = _helper(
         session,
@@ -48,14 +48,14 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
         {"name": "disk", "mountPath": DISK},
         {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"},
     ]
-    # The kubelet calls the container started, and so the pod ready, when this has returned.
+    # The kubelet reports the container as started, and so the pod as ready, when this returns.
     wait = "until [ -e /tmp/mounted ]; do sleep 0.02; done"
     container["lifecycle"] = {"postStart": {"exec": {"command": ["/bin/sh", "-c", wait]}}}
     return pod
 
 
 def attach(session: Session, vm: Object, disk: str) -> None:
-    """Make the attachment of a disk and wait until it has mounted it."""
+    """Create the attachment of a disk and wait until it has mounted the disk."""
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not manifests.takes_live_disks(vm):
         raise NotSupportedError(
@@ -81,7 +81,7 @@ def attach(session: Session, vm: Object, disk: str) -> None:
 
 
 def detach(session: Session, vm: str, disk: str) -> bool:
-    """End the attachment of a disk, which unmounts it; False when there is none, ``CpiError`` while the VM uses it."""
+    """End the attachment of a disk, which unmounts it; False without one, ``CpiError`` while the VM uses it."""
     namespace, name = session.namespace_of(vm), names.attachment(vm, disk)
     if session.client.delete(PODS, namespace, name) is None:
         return False
@@ -95,26 +95,26 @@ def detach(session: Session, vm: str, disk: str) -> bool:
 
 
 def find(session: Session, vm: str, disk: str) -> Object | None:
-    """The attachment of a disk to a VM; None when there is none, or one that has unmounted the disk."""
+    """Return the attachment of a disk to a VM; None without one, or if it has unmounted the disk."""
     pod = session.client.find(PODS, session.namespace_of(vm), names.attachment(vm, disk))
     return None if pod is None or pods.has_stopped(pod) else pod
 
 
 def of(session: Session, vm: str) -> list[Object]:
-    """All attachments and other helpers of a VM."""
+    """Return all attachments and other helpers of a VM."""
     kinds = f"{names.KIND_ATTACHMENT},{names.KIND_REBOOT}"
     selector = f"{names.VM}={vm},{names.KIND} in ({kinds})"
     return list(session.client.list(PODS, session.namespace_of(vm), labels=selector))
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """The disks that these attachments serve; those that are told to let go do not count."""
+    """Return the disks of these attachments, except those that are being detached."""
     kept = [pod for pod in attachments if not pods.is_ending(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]
 
 
 def end_all(session: Session, vm: str) -> bool:
-    """End the helpers of a VM whose pod is gone; False when there are none."""
+    """End the helpers of a VM whose pod is gone; False if it has none."""
     namespace, found = session.namespace_of(vm), of(session, vm)
     for pod in found:
         session.client.delete(PODS, namespace, pod["metadata"]["name"])
@@ -132,7 +132,7 @@ def end_all(session: Session, vm: str) -> bool:
 
 
 def reboot(session: Session, vm: Object) -> None:
-    """End process 1 of the VM by a helper pod; the kubelet starts the container again, on the same data."""
+    """End process 1 of the VM by a helper pod; the kubelet restarts the container on the same data."""
     cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
     grace = vm["spec"].get("terminationGracePeriodSeconds", 0)
     name = f"reboot-{names.tail(cid)}"
@@ -151,13 +151,13 @@ def reboot(session: Session, vm: Object) -> None:
             helper = session.client.find(PODS, namespace, name)
             if helper and helper.get("status", {}).get("phase") == "Failed":
                 raise CpiError(f"cannot reboot {cid}: {_last_words(helper)}")
-        raise CpiError(f"cannot reboot {cid}: its agent does not answer again; see `kubectl describe pod {cid}`")
+        raise CpiError(f"cannot reboot {cid}: its agent no longer answers; see `kubectl describe pod {cid}`")
     finally:
         pods.end(session, namespace, name, grace_s=0)
 
 
 def _helper(session: Session, vm: Object, name: str, kind: str, arguments: Sequence[str]) -> Object:
-    """A privileged pod on the node of a VM that runs the program."""
+    """Return a privileged pod on the node of a VM that runs the program."""
     cid, spec = vm["metadata"]["name"], vm["spec"]
     disks = session.config.disks
     pod: Object = {
@@ -189,7 +189,7 @@ def _helper(session: Session, vm: Object, name: str, kind: str, arguments: Seque
 
 
 def _made(session: Session, namespace: str, body: Object) -> Object:
-    """Make the attachment, or find the one that is there."""
+    """Create the attachment, or find the existing one."""
     try:
         return session.client.ensure(PODS, namespace, body)[0]
     except ApiError as exc:
@@ -206,7 +206,7 @@ def _held(session: Session, namespace: str, vm: str, disk: str) -> str:
         told = str(exc)
     return (
         f"cannot detach the disk {disk} from {vm} within {session.config.timeouts.unmount:g} s: {told}. It is "
-        "unmounted as soon as the VM lets go of it; `bosh recreate` ends the VM first"
+        "unmounted as soon as the VM no longer uses it; `bosh recreate` ends the VM first"
     )
 
 

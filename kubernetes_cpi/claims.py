@@ -1,7 +1,7 @@
-"""Claims of persistent disks: which VM holds one, and that no two do.
+"""Claims of persistent disks: the VM that holds each, and the exclusion of a second one.
 
-The VM that holds a disk stands in an annotation of its claim, which is changed only against its `resourceVersion`: of
-two calls that want one disk, one sees the other. Whether a VM has let go is asked of the pods themselves.
+An annotation of the claim names the VM that holds the disk. It is changed only against the claim's `resourceVersion`,
+so one of two calls for one disk sees the other. The pods themselves show if a VM still uses a disk.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError
 from kubernetes_cpi.session import Session
 
 ATTEMPTS: Final = 10
-"""Of a change that others' changes overtake."""
+"""Attempts of a change that is overtaken by other changes."""
 
 
 class InUseError(CpiError):
-    """Another pod has the disk mounted."""
+    """A disk that another pod has mounted."""
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A disk that a VM may mount once the VMs of ``lingering``, which were told to let go, no longer do."""
+    """A disk that a VM may mount once the VMs of ``lingering``, which are detaching it, no longer mount it."""
 
     lingering: list[str]
     detached_from: str
-    """The VM that was told last."""
+    """The VM that began to detach it last."""
 
 
 def annotation(claim: Object, key: str) -> str:
-    """An annotation; "" when there is none."""
+    """Return an annotation; "" if it is missing."""
     return (claim["metadata"].get("annotations") or {}).get(key) or ""
 
 
 def find(session: Session, disk: str) -> Object | None:
-    """The claim of a disk; None when there is none, or one that is being deleted or has lost its volume."""
+    """Return the claim of a disk; None without one, or if it is being deleted or has lost its volume."""
     claim = session.client.find(CLAIMS, session.namespace_of(disk), disk)
     if claim is None or "deletionTimestamp" in claim["metadata"]:
         return None
@@ -47,7 +47,7 @@ def find(session: Session, disk: str) -> Object | None:
 
 
 def get(session: Session, disk: str) -> Object:
-    """The claim of a disk; ``DiskNotFoundError`` as ``find`` says None."""
+    """Return the claim of a disk; ``DiskNotFoundError`` if ``find`` returns None."""
     claim = find(session, disk)
     if claim is None:
         raise DiskNotFoundError(
@@ -61,13 +61,13 @@ def check_same_namespace(session: Session, vm: str, disk: str) -> None:
     """Refuse a disk of another namespace, which no pod can mount."""
     if session.namespace_of(vm) != session.namespace_of(disk):
         raise CpiError(
-            f"cannot attach the disk {disk} to {vm}: it lies in the namespace {session.namespace_of(disk)}, the VM in "
+            f"cannot attach the disk {disk} to {vm}: it is in the namespace {session.namespace_of(disk)}, the VM in "
             f"{session.namespace_of(vm)}, and a claim cannot be mounted from elsewhere"
         )
 
 
 def hold(session: Session, disk: str, vm: str) -> Held:
-    """Make ``vm`` the holder of a disk; ``InUseError`` when another pod has it mounted."""
+    """Make ``vm`` the holder of a disk; ``InUseError`` if another pod has it mounted."""
     namespace = session.namespace_of(disk)
     for _ in range(ATTEMPTS):
         claim = get(session, disk)
@@ -79,11 +79,11 @@ def hold(session: Session, disk: str, vm: str) -> Held:
         change = {names.HOLDER: vm} | ({names.DETACHED_FROM: None} if former == vm else {})
         if holder == vm or annotate(session, claim, change):
             return Held(lingering, "" if former == vm else former)
-    raise CpiError(f"cannot attach the disk {disk}: others change its claim all the time", ok_to_retry=True)
+    raise CpiError(f"cannot attach the disk {disk}: other calls keep changing its claim", ok_to_retry=True)
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """The VMs among ``users`` of a claim that have been told to let go of it; ``InUseError`` when others use it."""
+    """Return the VMs among ``users`` of a claim that are detaching it; ``InUseError`` if others use it."""
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
         owner = owner_of(pod)
@@ -94,8 +94,8 @@ def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
     return [owner_of(pod) for pod in users]
 
 
-def let_go(session: Session, disk: str, vm: str) -> None:
-    """Note that ``vm`` has been told to let go of a disk; nothing when another VM holds it."""
+def record_detach(session: Session, disk: str, vm: str) -> None:
+    """Record that ``vm`` detaches a disk; does nothing if another VM holds it."""
     for _ in range(ATTEMPTS):
         claim = find(session, disk)
         if claim is None or annotation(claim, names.HOLDER) not in ("", vm):
@@ -104,11 +104,11 @@ def let_go(session: Session, disk: str, vm: str) -> None:
             return
         if annotate(session, claim, {names.HOLDER: None, names.DETACHED_FROM: vm}):
             return
-    raise CpiError(f"cannot detach the disk {disk}: others change its claim all the time", ok_to_retry=True)
+    raise CpiError(f"cannot detach the disk {disk}: other calls keep changing its claim", ok_to_retry=True)
 
 
 def users(session: Session, namespace: str, disk: str) -> list[Object]:
-    """Pods that mount a disk or will, those of others too; a pod whose containers have ended uses nothing."""
+    """Return all pods that mount a disk or will, not only VMs; a pod whose containers have ended does not count."""
     return [
         pod
         for pod in session.client.list(PODS, namespace)
@@ -117,37 +117,37 @@ def users(session: Session, namespace: str, disk: str) -> list[Object]:
 
 
 def _exists(session: Session, vm: str) -> bool:
-    """True from the first step of create_vm to the last of delete_vm: its Secret is there, with or without a pod."""
+    """True while the VM's Secret exists: from the first step of create_vm to the last of delete_vm."""
     return session.client.find(SECRETS, session.namespace_of(vm), vm) is not None
 
 
 def owner_of(pod: Object) -> str:
-    """The VM that a pod is, or that it serves; the pod's name when it is not ours."""
+    """Return the VM that a pod is or serves; the pod's name if it is not from this CPI."""
     labels = pod["metadata"].get("labels") or {}
     owner: str = labels.get(names.VM) or pod["metadata"]["name"]
     return owner
 
 
 def is_held(session: Session, disk: str, vm: str) -> bool:
-    """True when a disk is there and attached to ``vm``."""
+    """True if a disk exists and is attached to ``vm``."""
     claim = find(session, disk)
     return claim is not None and annotation(claim, names.HOLDER) == vm
 
 
 def make(session: Session, namespace: str, body: Object) -> Object:
-    """Make a claim, or find the one that an earlier attempt made; ``CpiError`` when it is somebody else's."""
+    """Create a claim, or find that of an earlier attempt; ``CpiError`` if it belongs to another owner."""
     name = body["metadata"]["name"]
     found, is_new = session.client.ensure(CLAIMS, namespace, body)
     if is_new:
         return found
     labels = found["metadata"].get("labels") or {}
     if "deletionTimestamp" in found["metadata"] or labels.get(names.KIND) != body["metadata"]["labels"][names.KIND]:
-        raise CpiError(f"cannot make the claim {name}: one of that name is there and is deleted or not ours")
+        raise CpiError(f"cannot make the claim {name}: one of that name is being deleted or not from this CPI")
     return found
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:
-    """Change a claim as it was read; False when it has changed since."""
+    """Change a claim in the state that was read; False if it has changed since."""
     metadata = {"annotations": annotations, "resourceVersion": claim["metadata"]["resourceVersion"]}
     name = claim["metadata"]["name"]
     try:

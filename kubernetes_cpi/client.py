@@ -1,4 +1,4 @@
-"""The API server: requests that are retried where that can help, and watches that survive what cuts them.
+"""Client of the API server: requests with useful retries, and watches that survive lost connections.
 
 Every request is one line of the log. The bound of all attempts is `timeouts.retry`.
 """
@@ -22,27 +22,27 @@ from kubernetes_cpi.credentials import Access
 from kubernetes_cpi.errors import ApiError, InputError, UnreachableError
 
 Object = dict[str, Any]
-"""An object of the API as it stands in JSON."""
+"""An object of the API as JSON."""
 
 RETRIED: Final = frozenset({429, 500, 502, 503, 504})
 """Statuses after which the same request may succeed."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 WATCH_S: Final = 5
-"""Seconds after which a watch is begun again: a connection that died in silence is not waited for."""
+"""Maximum duration of a watch before it is restarted: a silently dead connection is not waited for."""
 LIST_CHUNK: Final = 250
 ALREADY_EXISTS: Final = "AlreadyExists"
 MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind of objects: its group and version as in paths, and its plural."""
+    """A kind of objects: group and version as in paths, and the plural."""
 
     prefix: str
     plural: str
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """The path of an object, of a part of it, or of all objects of a namespace (cluster-wide kinds: "")."""
+        """Return the path of an object, of a part of it, or of all objects of a namespace (cluster-wide kinds: "")."""
         steps = [*(("namespaces", namespace) if namespace else ()), self.plural, name, part]
         return f"/{self.prefix}/" + "/".join(urllib.parse.quote(step, safe="") for step in steps if step)
 
@@ -58,7 +58,7 @@ SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots"
 
 
 class Client:
-    """Requests to one API server, one after another over one connection."""
+    """A client of one API server; requests share one connection in sequence."""
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
@@ -70,11 +70,11 @@ class Client:
         self._tls: ssl.SSLContext | None = None
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """The object; ``ApiError`` 404 when there is none."""
+        """Return an object; ``ApiError`` 404 without one."""
         return self._object("GET", resource.path(namespace, name))
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        """The object, or None."""
+        """Return an object, or None."""
         try:
             return self.get(resource, namespace, name)
         except ApiError as exc:
@@ -83,7 +83,7 @@ class Client:
             raise
 
     def list(self, resource: Resource, namespace: str, *, labels: str = "", fields: str = "") -> Iterator[Object]:
-        """All objects that the selectors name, read in chunks."""
+        """Return all objects that match the selectors, read in chunks."""
         token = ""
         while True:
             given = {"limit": LIST_CHUNK, "continue": token, "labelSelector": labels, "fieldSelector": fields}
@@ -95,11 +95,11 @@ class Client:
                 return
 
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Make an object; ``ApiError`` 409 when the name is taken, perhaps by an attempt whose answer was lost."""
+        """Create an object; ``ApiError`` 409 if the name is taken, perhaps by an attempt whose response was lost."""
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
 
     def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
-        """Make an object unless one of its name is there; the object, and whether it is new."""
+        """Create an object unless one of its name exists; return the object, and True if it is new."""
         try:
             return self.create(resource, namespace, body), True
         except ApiError as exc:
@@ -118,7 +118,7 @@ class Client:
     def delete(
         self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Object | None:
-        """Ask for the end of an object; None when there is none, or not in this ``version``."""
+        """Request the deletion of an object; None without one, or if it has another ``version``."""
         options: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -132,7 +132,7 @@ class Client:
             raise
 
     def log_of(self, namespace: str, pod: str, lines: int) -> str:
-        """The last lines that a pod has printed."""
+        """Return the last lines that a pod has printed."""
         _, body = self._send("GET", f"{PODS.path(namespace, pod, 'log')}?tailLines={lines}")
         return body.decode(errors="replace")
 
@@ -146,9 +146,11 @@ class Client:
         *,
         tick_s: float = WATCH_S,
     ) -> Iterator[Object | None]:
-        """Each state of an object, from ``start`` or its present one on; None once it is gone; ends at ``deadline``.
+        """Yield each state of an object, from ``start`` or the current one on; None once it is gone.
 
-        The last state is given again every ``tick_s``, so that a reader can look at the clock (``time.monotonic``).
+        End at ``deadline``.
+
+        The last state is repeated every ``tick_s`` seconds, so that a reader can check the clock (``time.monotonic``).
         """
         state, version = start, (start or {}).get("metadata", {}).get("resourceVersion", "")
         if start is None:
@@ -162,7 +164,7 @@ class Client:
                     if state is None:
                         return
             except (OSError, http.client.HTTPException, _WatchEndedError) as exc:
-                log.say(f"WATCH {resource.plural}/{name}: {_reason(exc)}; looking again")
+                log.say(f"WATCH {resource.plural}/{name}: {_reason(exc)}; retrying")
                 time.sleep(_jittered(pause))
                 pause = min(pause * 2, LONGEST_PAUSE_S)
             else:
@@ -171,13 +173,13 @@ class Client:
             yield state
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._hang_up()
 
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
-        """An object and a version to watch from.
+        """Return an object and a version to watch from.
 
-        The object's own is of no use: while others change and it rests, the server forgets that version.
+        The object's own version is useless: while other objects change and it rests, the server forgets that version.
         """
         query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
         page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)
@@ -196,7 +198,7 @@ class Client:
             ) from None
 
     def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:
-        """Make a request until it is answered for good; the body of a good answer, ``ApiError`` for a refusal."""
+        """Repeat a request until it has a final response; return its body, or raise ``ApiError`` for a refusal."""
         until = time.monotonic() + self._timeouts.retry
         what, is_renewed, attempt = f"{method} {_short(path, name)}", False, 0
         while True:
@@ -242,7 +244,7 @@ class Client:
     def _watch(
         self, resource: Resource, namespace: str, name: str, version: str, seconds: float
     ) -> Iterator[Object | None]:
-        """States of an object after ``version``, until the server ends the watch."""
+        """Yield states of an object after ``version``, until the server ends the watch."""
         whole = max(1, round(seconds))
         query = urllib.parse.urlencode(
             {
@@ -311,11 +313,11 @@ class Client:
 
 
 class _WatchEndedError(Exception):
-    """The server ended a watch with an error, 410 among them: the state has to be read again."""
+    """A watch that the server ended with an error, for example 410: the state has to be read again."""
 
 
 class _NamedContext(ssl.SSLContext):
-    """Checks the server's certificate for another name than the one that is connected to."""
+    """A connection that checks the server's certificate for another name than the one it connects to."""
 
     name: str = ""
 
@@ -343,7 +345,7 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 class _private_file:  # noqa: N801 - used as a function
-    """A text as a file that only this process reads: `ssl` takes keys from files alone."""
+    """Provide a text as a file that only this process reads: `ssl` takes keys only from files."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -358,7 +360,7 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """The server's Status object as an error; a page of a proxy as far as it is short."""
+    """Return the server's Status object as an error; a proxy's page only if it is short."""
     try:
         document = msgspec.json.decode(data, type=Object)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -369,7 +371,7 @@ def _refusal(what: str, status: int, data: bytes) -> ApiError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that a throttling server asks for; a date is not understood."""
+    """Return the seconds that a throttling server asks for; a date is not parsed."""
     try:
         return max(0.0, float(headers.get("Retry-After", "0")))
     except ValueError:
@@ -377,12 +379,12 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _jittered(seconds: float) -> float:
-    """Somewhat less: callers that failed together come back one by one."""
+    """Shorten a pause at random, so that callers that failed together do not return together."""
     return seconds * (0.5 + os.urandom(1)[0] / 512)
 
 
 def _short(path: str, name: str = "") -> str:
-    """`pods/NAME` for the log, from a path."""
+    """Return `pods/NAME` from a path, for the log."""
     plain = urllib.parse.unquote(path.partition("?")[0])
     steps = plain.split("/")
     at = steps.index("namespaces") + 2 if "namespaces" in steps else len(steps) - 2

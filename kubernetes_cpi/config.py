@@ -1,4 +1,4 @@
-"""The configuration: the job's file, with the properties of the cpi-config entry (the request's context) over it."""
+"""The configuration: the job's file, overlaid with the properties of the cpi-config entry (the request's context)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AttachWay = Literal["recreate", "live", "never"]
 
 
 class Cluster(Strict, frozen=True):
-    """Address and credentials of the API server; without any, those of the pod that the CPI runs in."""
+    """Address and credentials of the API server; if empty, those of the pod in which the CPI runs."""
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
     ca: Annotated[str, doc("Certificate of the CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
@@ -43,7 +43,7 @@ class Cluster(Strict, frozen=True):
 
 
 class Agent(Strict, frozen=True):
-    """Settings of the agents that no request carries."""
+    """Settings of the agents that are not in requests."""
 
     mbus: Annotated[
         str, doc("Address of the message bus, `nats://IP:4222`; for `bosh create-env` the `https://` one.")
@@ -58,7 +58,7 @@ class Disks(Strict, frozen=True):
     attach: Annotated[
         AttachWay,
         doc(
-            "How a disk comes to a VM that runs: `recreate` makes its pod anew (data on a claim keeps credentials, "
+            "How a disk reaches a running VM: `recreate` makes its pod again (data on a claim keeps credentials, "
             "packages and logs; the address may change); `live` binds it into the running pod (the namespace must "
             "admit privileged pods); `never` refuses (disks come at creation or are reserved)."
         ),
@@ -110,11 +110,11 @@ class Timeouts(Strict, frozen=True):
         float, doc("For a node that takes the pod, before create_vm fails; longer where nodes are added on demand.")
     ] = 10
     crashing: Annotated[float, doc("For a container that ends again and again, before create_vm fails.")] = 10
-    unmount: Annotated[float, doc("For a disk to be let go in detach_disk.")] = 20
+    unmount: Annotated[float, doc("For a VM to unmount a disk in detach_disk.")] = 20
     delete_vm: Annotated[
         float, doc("Beyond the grace of the VM, for its node to confirm the end; then the pod is deleted by force.")
     ] = 120
-    resize: Annotated[float, doc("For the storage to grow in resize_disk; it goes on growing afterwards.")] = 30
+    resize: Annotated[float, doc("For the storage to grow in resize_disk; it continues to grow afterwards.")] = 30
 
 
 class Config(Strict, frozen=True):
@@ -138,13 +138,13 @@ class Config(Strict, frozen=True):
 
 
 def check_namespace(name: str) -> None:
-    """Refuse a namespace that does not fit a cid."""
+    """Refuse a namespace that does not fit into a cid."""
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MAX_NAMESPACE_CHARS:
         raise ValueError(f"namespace {name!r} is no DNS label of at most {MAX_NAMESPACE_CHARS} characters")
 
 
 def load(file: str | Path, context: Mapping[str, Any]) -> Config:
-    """Read the job's file, lay the properties of ``context`` over it, and check the result."""
+    """Read the job's file, overlay the properties of ``context``, and check the result."""
     document: dict[str, Any] = {}
     if file:
         try:

@@ -1,4 +1,4 @@
-"""Where the API server is and how it knows us: properties, a kubeconfig (exec plugins too), or the service account."""
+"""Address of the API server and credentials: from properties, a kubeconfig (exec plugins too), or a service account."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_NAMESPACE: Final = "default"
 
 
 class Access(msgspec.Struct):
-    """An API server with credentials. ``renew`` reads tokens from files, and from exec plugins, again."""
+    """An API server with credentials; ``renew`` reads tokens again, from files and from exec plugins."""
 
     server: str
     ca: str = ""
@@ -38,7 +38,7 @@ class Access(msgspec.Struct):
     origin: str = "the configuration"
 
     def renew(self) -> None:
-        """Read what may have changed, and hide it from the log."""
+        """Read credentials that may have changed, and hide them from the log."""
         if self.token_file:
             self.token = _text(self.token_file, "token").strip()
         if self.plugin:
@@ -70,7 +70,7 @@ class Access(msgspec.Struct):
 
 
 def access(cluster: Cluster) -> Access:
-    """Find the API server and the credentials that the configuration means."""
+    """Return the API server and the credentials of the configuration."""
     has_kubeconfig = bool(cluster.kubeconfig or cluster.kubeconfig_file)
     found = _from_kubeconfig(cluster) if has_kubeconfig else _from_properties(cluster)
     found.renew()

@@ -1,8 +1,8 @@
-"""Persistent disks: claims, and the four ways in which they come to a VM.
+"""Persistent disks: claims, and the four ways in which they reach a VM.
 
-At creation: create_vm mounts the disks it is given, and attach_disk has nothing to do. Reserved: the claim is made with
-the VM, and create_disk hands it out. Live: an attachment binds it into the running pod. By recreation: the pod is made
-again.
+At creation: create_vm mounts the disks of its request, and attach_disk has nothing to do. Reserved: the claim is
+created with the VM, and create_disk returns it. Live: an attachment binds it into the running pod. By recreation: the
+pod is created again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNITS: Final = {
 
 
 def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any], vm: str | None) -> str:
-    """Make a claim, or hand out the one that was made with the VM; its cid. Nothing waits for it to be bound."""
+    """Create a claim, or return the one that was created with the VM; return its cid without waiting for a volume."""
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
     properties = _properties(cloud_properties)
@@ -45,7 +45,7 @@ def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any],
     if vm and (reserved := _handed_out(session, vm, size_mib, request)):
         return reserved
     namespace = session.namespace_of(vm) if vm else session.namespace
-    # Directors number their requests: one that is made again after it was cut off finds its disk.
+    # Directors number their requests: the repetition of an interrupted one finds its disk.
     key = (request,) if session.request_id else (os.urandom(8).hex(),)
     body = manifests.disk_claim(
         names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
@@ -60,7 +60,7 @@ def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any],
 
 
 def delete(session: Session, disk: str) -> None:
-    """Delete the claim; while a pod that has let go mounts it still, the cluster keeps it until that ends."""
+    """Delete the claim; the cluster keeps it while a pod that has detached it still mounts it."""
     claim = claims.find(session, disk)
     if claim is None:
         return
@@ -73,12 +73,12 @@ def delete(session: Session, disk: str) -> None:
 
 
 def has(session: Session, disk: str) -> bool:
-    """True when the claim is there and is not being deleted."""
+    """True if the claim exists and is not being deleted."""
     return claims.find(session, disk) is not None
 
 
 def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
-    """Bring a disk into a VM; the place where it is, as a hint for the agent."""
+    """Attach a disk to a VM; return its location, as a hint for the agent."""
     claims.check_same_namespace(session, vm, disk)
     pod = _pod(session, vm)
     if disk in manifests.disks_of(pod):
@@ -95,7 +95,7 @@ def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
 
 
 def detach(session: Session, vm: str, disk: str) -> None:
-    """Take a disk out of a VM: an attachment unmounts it; a pod that was made with it mounts it until it ends."""
+    """Detach a disk from a VM: an attachment unmounts it; a pod created with it mounts it until the pod ends."""
     pod = session.client.find(PODS, session.namespace_of(vm), vm)
     claim = claims.find(session, disk)
     is_mounted = pod is not None and disk in manifests.disks_of(pod)
@@ -106,7 +106,7 @@ def detach(session: Session, vm: str, disk: str) -> None:
     was_detached = claim is not None and claims.annotation(claim, names.DETACHED_FROM) == vm
     if not is_live and holder != vm and not was_detached:
         raise DiskNotAttachedError(f"cannot detach the disk {disk}: it is not attached to {vm}")
-    claims.let_go(session, disk, vm)
+    claims.record_detach(session, disk, vm)
     if is_live:
         attachments.detach(session, vm, disk)
     elif is_mounted:
@@ -114,25 +114,25 @@ def detach(session: Session, vm: str, disk: str) -> None:
 
 
 def of_vm(session: Session, vm: str) -> list[str]:
-    """The disks that are attached to a VM."""
+    """Return the disks that are attached to a VM."""
     pod = vms.get(session, vm)
     kept = [disk for disk in manifests.disks_of(pod) if claims.is_held(session, disk, vm)]
     return [*kept, *attachments.disks_of(attachments.of(session, vm))]
 
 
 def set_metadata(session: Session, disk: str, metadata: Mapping[str, Any]) -> None:
-    """Label and annotate the claim with what the Director says of it."""
+    """Set labels and annotations of the claim from the Director's metadata."""
     vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
 
 
 def resize(session: Session, disk: str, size_mib: int) -> None:
-    """Let the claim grow; a file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
+    """Grow the claim; a file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
     claim = claims.get(session, disk)
     _grow(session, claim, size_mib)
 
 
 def update(session: Session, disk: str, size_mib: int, cloud_properties: Mapping[str, Any]) -> None:
-    """Change size and VolumeAttributesClass; ``NotSupportedError`` for all else: the Director copies instead."""
+    """Change size and VolumeAttributesClass; ``NotSupportedError`` for other changes: the Director copies instead."""
     claim, properties = claims.get(session, disk), _properties(cloud_properties)
     spec = claim["spec"]
     wanted = properties.storage_class or session.config.disks.storage_class
@@ -150,7 +150,7 @@ def update(session: Session, disk: str, size_mib: int, cloud_properties: Mapping
 
 
 def bytes_of(quantity: str) -> int:
-    """A quantity of Kubernetes in bytes."""
+    """Convert a quantity of Kubernetes to bytes."""
     number = quantity.rstrip("kMGTPi")
     return int(float(number) * _UNITS[quantity[len(number) :]])
 
@@ -167,7 +167,7 @@ def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
         try:
             attachments.attach(session, pod, disk)
         except CpiError:
-            claims.let_go(session, disk, vm)
+            claims.record_detach(session, disk, vm)
             raise
     return _hint(manifests.LIVE_DISKS, disk)
 
@@ -189,13 +189,13 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
     try:
         recreation.recreate(session, pod, [*kept, disk])
     except CpiError:
-        claims.let_go(session, disk, vm)
+        claims.record_detach(session, disk, vm)
         raise
     return _hint(manifests.DISKS_AT_CREATION, disk)
 
 
 def _pod(session: Session, vm: str) -> Object:
-    """The pod of a VM; a recreation that was cut off between two pods is carried on."""
+    """Return the pod of a VM; an interrupted recreation is completed first."""
     pod = session.client.find(PODS, session.namespace_of(vm), vm)
     if pod is not None:
         return pod
@@ -206,7 +206,7 @@ def _pod(session: Session, vm: str) -> Object:
 
 
 def _free(session: Session, vm: str, disk: str, held: claims.Held) -> None:
-    """Make the pods that mount a disk still, though they were told to let go, again without it."""
+    """Recreate without the disk the pods that are detaching it and still mount it."""
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.client.find(PODS, session.namespace_of(other), other)
         if pod is not None and disk in manifests.disks_of(pod):
@@ -216,7 +216,7 @@ def _free(session: Session, vm: str, disk: str, held: claims.Held) -> None:
         elif pod is not None:
             recreation.finish(session, pod)
         elif intent := recreation.unfinished(session, other):
-            # Such a recreation was cut off, and that VM waits for its pod.
+            # Such a recreation was interrupted, and that VM waits for its pod.
             recreation.carry_on(session, other, intent)
 
 
@@ -232,7 +232,7 @@ def _properties(document: Mapping[str, Any]) -> DiskProperties:
 
 
 def _is_untouched(claim: Object) -> bool:
-    """True for a claim that nothing was done with since it was made."""
+    """True for a claim that is unchanged since its creation."""
     annotations = claim["metadata"].get("annotations") or {}
     is_used = any(key in annotations for key in (names.HOLDER, names.DETACHED_FROM))
     is_told = any(key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})])
@@ -240,7 +240,7 @@ def _is_untouched(claim: Object) -> bool:
 
 
 def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
-    """The disk that was made with the VM, for its first create_disk; "" when there is none to be had."""
+    """Return the disk that was created with the VM, for its first create_disk; "" if there is none."""
     namespace = session.namespace_of(vm)
     name = manifests.reserved_name(vm, namespace)
     for _ in range(claims.ATTEMPTS):
@@ -248,17 +248,17 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
         if claim is None:
             return ""
         if claims.annotation(claim, names.RESERVED_FOR) != vm:
-            # Handed out before: to this very request, whose answer was lost, or to another.
+            # Returned before: to this request, whose response was lost, or to another.
             return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
         if bytes_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
             _grow(session, claim, size_mib)
         elif claims.annotate(session, claim, {names.RESERVED_FOR: None, names.REQUEST: request}):
             return name
-    raise CpiError(f"cannot hand out the reserved disk {name}: others change its claim all the time", ok_to_retry=True)
+    raise CpiError(f"cannot return the reserved disk {name}: other calls keep changing its claim", ok_to_retry=True)
 
 
 def _grow(session: Session, claim: Object, size_mib: int) -> None:
-    """Ask for a larger volume and wait a while for it."""
+    """Request a larger volume and wait for it up to a limit."""
     name, wanted = claim["metadata"]["name"], size_mib * MIB
     has = bytes_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
@@ -278,11 +278,11 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
         is_pending = any(one["type"] == "FileSystemResizePending" for one in status.get("conditions") or [])
         if state is None or has_grown or is_pending:
             return
-    log.say(f"the disk {name} has not grown to {size_mib} MiB yet: the cluster goes on with it")
+    log.say(f"the disk {name} has not grown to {size_mib} MiB yet: the cluster continues")
 
 
 def _check_expansion(session: Session, claim: Object) -> None:
-    """Refuse where the StorageClass can be read and does not allow it; else the API server says so."""
+    """Refuse if the StorageClass is readable and does not allow it; otherwise the API server refuses."""
     name = claim["spec"].get("storageClassName")
     try:
         found = session.client.find(STORAGE_CLASSES, "", name) if name else None
@@ -297,7 +297,7 @@ def _check_expansion(session: Session, claim: Object) -> None:
 
 
 def _patched(session: Session, claim: Object, spec: Object) -> Object:
-    """Change a claim; ``NotSupportedError`` when the cluster refuses."""
+    """Change a claim; ``NotSupportedError`` if the cluster refuses."""
     metadata = claim["metadata"]
     try:
         return session.client.patch(CLAIMS, metadata["namespace"], metadata["name"], {"spec": spec})

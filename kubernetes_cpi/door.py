@@ -1,4 +1,4 @@
-"""The door: bytes of a request in, bytes of a response out, whatever happens between.
+"""Entry of requests: bytes of a request in, bytes of a response out, also for any error.
 
 Shapes are those of the Director (clouds/external_cpi.rb) and of the CLI (cloud/cpi_cmd_runner.go).
 """
@@ -16,12 +16,12 @@ from kubernetes_cpi import log
 from kubernetes_cpi.errors import CpiError, InputError
 
 INFO: Final = {"api_version": 3, "stemcell_formats": ["kubernetes-light", "docker-light", "warden-light"]}
-"""Asked before every other call (cloud_factory.rb): it needs neither a cluster nor a configuration."""
+"""The method `info`, which precedes every call (cloud_factory.rb) and needs neither a cluster nor a configuration."""
 USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPONSE"
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a Director or the CLI asks; members that are not known are ignored."""
+    """A request of a Director or the CLI; unknown members are ignored."""
 
     method: str
     arguments: list[Any] = []
@@ -42,7 +42,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
-    """The response to a request; never raises."""
+    """Return the response to a request; never raises."""
     began = time.monotonic()
     log.reset()
     name, result, error = "request", None, None

@@ -1,13 +1,13 @@
 """Errors of the CPI, one class for each type that a Director knows (clouds/errors.rb, external_cpi.rb).
 
-Texts read ``cannot X: why`` and end with a next step where there is one.
+Texts read ``cannot X: why`` and end with a next step if there is one.
 """
 
 from __future__ import annotations
 
 
 class CpiError(Exception):
-    """Any failure of a call; ``type_name`` is what the Director decides by, ``ok_to_retry`` what it retries by."""
+    """A failed call; the Director decides by ``type_name`` and retries by ``ok_to_retry``."""
 
     type_name = "Bosh::Clouds::CloudError"
     ok_to_retry = False
@@ -19,19 +19,19 @@ class CpiError(Exception):
 
 
 class InputError(CpiError):
-    """The request, the configuration, cloud properties or networks are wrong; the text names the place."""
+    """A wrong request, configuration, cloud property or network; the text names the place."""
 
     type_name = "Bosh::Clouds::CpiError"
 
 
 class NotSupportedError(CpiError):
-    """The CPI has the method, but this cluster or VM does not allow what is asked."""
+    """A method that this cluster or VM does not allow for these arguments."""
 
     type_name = "Bosh::Clouds::NotSupported"
 
 
 class NotImplementedByCpiError(CpiError):
-    """The CPI, or this cluster, does not have the method; Directors use another way where they know one."""
+    """A method that the CPI or this cluster does not have; Directors use another way if they know one."""
 
     type_name = "Bosh::Clouds::NotImplemented"
 
@@ -41,7 +41,7 @@ class VMNotFoundError(CpiError):
 
 
 class VMCreationFailedError(CpiError):
-    """No VM was made and nothing of it is left; with ``ok_to_retry`` a Director tries again at once."""
+    """A VM that was not created and left nothing behind; with ``ok_to_retry`` a Director retries at once."""
 
     type_name = "Bosh::Clouds::VMCreationFailed"
 
@@ -55,7 +55,7 @@ class DiskNotAttachedError(CpiError):
 
 
 class ApiError(CpiError):
-    """The API server refused a request; ``status`` and ``reason`` are those of its Status object."""
+    """A request refused by the API server; ``status`` and ``reason`` are those of its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str = "", ok_to_retry: bool | None = None) -> None:
         super().__init__(message, ok_to_retry=ok_to_retry)
@@ -64,6 +64,6 @@ class ApiError(CpiError):
 
 
 class UnreachableError(CpiError):
-    """The API server did not answer within the bound of all attempts."""
+    """An API server that did not respond within the bound of all attempts."""
 
     ok_to_retry = True

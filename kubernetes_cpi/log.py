@@ -1,4 +1,4 @@
-"""What a person reads in `bosh task N --cpi`: one line per call to the cluster, on standard error, without secrets."""
+"""The log for `bosh task N --cpi`: one line per call to the cluster, on standard error, without secrets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 MIN_SECRET_CHARS: Final = 6
-"""Shorter texts would be found everywhere."""
+"""Minimum length of a secret; shorter texts would match everywhere."""
 HIDDEN: Final = "<redacted>"
 NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
-"""Keys of `env.bosh` that Directors log too (clouds/external_cpi.rb)."""
+"""Keys of `env.bosh` that Directors also log (clouds/external_cpi.rb)."""
 
 _USERINFO: Final = re.compile(r"://([^/@\s]+)@")
 
@@ -29,7 +29,7 @@ def reset() -> None:
 
 def say(text: str) -> None:
     """Write a line, or several."""
-    with contextlib.suppress(OSError):  # a reader that went away is no reason to leave a call half done
+    with contextlib.suppress(OSError):  # a reader that has gone must not interrupt a call
         sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
         sys.stderr.flush()
 
@@ -41,18 +41,18 @@ def call(what: str, outcome: str, seconds: float) -> None:
 
 
 def summary(name: str, seconds: float) -> str:
-    """One line about the whole request, for `log` of the response."""
+    """Return one line about the whole request, for `log` of the response."""
     calls = f"{len(_calls)} call{'' if len(_calls) == 1 else 's'} to the cluster, {sum(_calls):.2f} s"
     return redacted(f"{name}: {seconds:.2f} s ({calls})\n")
 
 
 def hide(document: Any) -> None:
-    """Take all texts within ``document`` for secrets; those of groups and tags are not."""
+    """Treat all texts within ``document`` as secrets, except groups and tags."""
     _secrets.update(text for text in _texts(document) if len(text) >= MIN_SECRET_CHARS)
 
 
 def redacted(text: str) -> str:
-    """``text`` without the secrets, as they are and in base64."""
+    """Remove the secrets from ``text``, plain and in base64."""
     for secret in sorted(_secrets, key=len, reverse=True):
         for form in (secret, base64.b64encode(secret.encode()).decode()):
             text = text.replace(form, HIDDEN)

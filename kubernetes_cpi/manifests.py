@@ -1,6 +1,6 @@
-"""Pods, Secrets and claims as documents. Pure: the same request makes the same documents.
+"""Pods, Secrets and claims as documents. Pure: equal requests make equal documents.
 
-Fields are those of Kubernetes 1.20; newer ones are there only where a tier or a property asks for them.
+Fields are those of Kubernetes 1.20; newer ones appear only where a tier or a property needs them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kubernetes_cpi.properties import DiskProperties, Service, Size, VmPropertie
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/bosh/disks"
-"""Where disks come to a VM that runs; mounts arrive there from the node."""
+"""Directory below which disks reach a running VM; mounts arrive there from the node."""
 DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
 SETTINGS: Final = "config.json"
 POD: Final = "pod.json"
-"""Key of a VM's Secret: its pod without disks, from which a recreation makes it; no part of the settings' volume."""
+"""Key of a VM's Secret: its pod without disks, the source of a recreation; not in the settings' volume."""
 DATA: Final = "/var/vcap/data"
 MARGIN_S: Final = 10
-"""Between the grace of the jobs and that of the pod: the kubelet's clock starts before the hook."""
+"""Seconds between the grace of the jobs and that of the pod: the kubelet's clock starts before the hook."""
 
 _BASE_CAPABILITIES: Final = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
@@ -38,7 +38,7 @@ _USER: Final = 1000
 
 
 class Vm(msgspec.Struct, frozen=True):
-    """All that a pod is made from."""
+    """All inputs of a pod."""
 
     cid: str
     namespace: str
@@ -47,7 +47,7 @@ class Vm(msgspec.Struct, frozen=True):
     properties: VmProperties
     networks: Plan
     groups: Sequence[str]
-    """`env.bosh.groups`: director, deployment, instance group, and joins of them."""
+    """`env.bosh.groups`: director, deployment, instance group, and combinations of them."""
     attach: str
     """recreate, live, or never."""
     pull_policy: str
@@ -57,18 +57,18 @@ class Vm(msgspec.Struct, frozen=True):
 
     @property
     def has_data_claim(self) -> bool:
-        """True when `/var/vcap/data` outlives the pod."""
+        """True if `/var/vcap/data` outlives the pod."""
         chosen = self.properties.ephemeral_disk.type or ("empty_dir" if self.attach == "never" else "claim")
         return chosen == "claim"
 
     @property
     def group(self) -> str:
-        """Label of the VMs of one instance group; "" without one."""
+        """Return the label of the VMs of one instance group; "" without a group."""
         return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
 
 
 def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Object:
-    """The settings document of the agent (settings/settings.go); disks come over the bus."""
+    """Return the settings document of the agent (settings/settings.go); disks arrive over the bus."""
     return {
         "agent_id": agent_id,
         "vm": {"name": vm.cid, "id": vm.cid},
@@ -82,7 +82,7 @@ def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Obj
 
 
 def secret(vm: Vm, settings: Object, pod: Object) -> Object:
-    """The Secret of a VM; immutable, since what comes later comes over the bus."""
+    """Return the Secret of a VM; it is immutable, since later settings arrive over the bus."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -108,7 +108,7 @@ def claim(
     annotations: Mapping[str, str] | None = None,
     attributes_class: str = "",
 ) -> Object:
-    """A PersistentVolumeClaim."""
+    """Return a PersistentVolumeClaim."""
     spec: Object = {"accessModes": [access_mode], "resources": {"requests": {"storage": quantity(size)}}}
     if storage_class:
         spec["storageClassName"] = storage_class
@@ -127,7 +127,7 @@ def claim(
 
 
 def disk_claim(name: str, director: str, size: Size, properties: DiskProperties, config: Config) -> Object:
-    """The claim of a persistent disk."""
+    """Return the claim of a persistent disk."""
     return claim(
         name,
         names.KIND_DISK,
@@ -148,7 +148,7 @@ SNAPSHOT_CLASS: Final = "cpi.bosh.io/snapshot-class"
 
 
 def data_claim(vm: Vm) -> Object:
-    """The claim of `/var/vcap/data`."""
+    """Return the claim of `/var/vcap/data`."""
     disk = vm.properties.ephemeral_disk
     return claim(
         names.data_claim(vm.cid),
@@ -162,12 +162,12 @@ def data_claim(vm: Vm) -> Object:
 
 
 def reserved_name(vm: str, namespace: str) -> str:
-    """The disk that is made with a VM."""
+    """Return the reserved disk of a VM."""
     return names.cid("disk", namespace, "reserved", vm)
 
 
 def reserved_claim(vm: Vm, config: Config) -> Object:
-    """The claim of a disk that is made with a VM, and is nobody's until create_disk hands it out."""
+    """Return the claim of a reserved disk, which has no owner until create_disk returns it."""
     disk = vm.properties.persistent_disk
     assert disk is not None
     properties = DiskProperties(storage_class=disk.storage_class)
@@ -177,12 +177,12 @@ def reserved_claim(vm: Vm, config: Config) -> Object:
 
 
 def text(document: Object) -> str:
-    """A document as JSON."""
+    """Encode a document as JSON."""
     return msgspec.json.encode(document).decode()
 
 
 def group_service(service: Service, vm: Vm) -> Object:
-    """A Service in front of the VM's instance group; the annotation changes with each VM that wants it."""
+    """Return a Service for the VM's instance group; each VM that uses it changes the annotation."""
     spec: Object = {
         "type": service.type,
         "selector": {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM},
@@ -211,7 +211,7 @@ def group_service(service: Service, vm: Vm) -> Object:
 
 
 def quantity(size: Size) -> str:
-    """A size as Kubernetes has it: integers are MiB."""
+    """Return a size in Kubernetes' form: integers are MiB."""
     return f"{size}Mi" if isinstance(size, int) else size
 
 
@@ -219,7 +219,7 @@ def quantity(size: Size) -> str:
 
 
 def pod(vm: Vm) -> Object:
-    """The pod of a VM, without persistent disks."""
+    """Return the pod of a VM, without persistent disks."""
     properties = vm.properties
     volumes, mounts = _volumes(vm)
     container: Object = {
@@ -229,7 +229,7 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", "/usr/sbin/runsvdir-start"],
         "securityContext": _container_security(properties.tier),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # Not the bus: Directors let an agent on it when create_vm has returned, and Services outlive its outages.
+        # Not the bus: Directors admit an agent only after create_vm has returned, and Services outlive its outages.
         "readinessProbe": {
             "httpGet": {"path": "/readyz?level=boot", "port": "agent"},
             "periodSeconds": 1,
@@ -288,7 +288,7 @@ def pod(vm: Vm) -> Object:
 
 
 def with_disks(pod: Object, disks: Sequence[str]) -> Object:
-    """The pod with these disks mounted from its creation on."""
+    """Return the pod with these disks mounted from its creation on."""
     made = copy.deepcopy(pod)
     for disk in disks:
         name = f"disk-{names.tail(disk)}"
@@ -299,7 +299,7 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
 
 
 def pinned(pod: Object, node: str) -> Object:
-    """The pod on one node, through the scheduler: a `nodeName` would keep claims from being bound on first use."""
+    """Return the pod bound to one node by the scheduler: a `nodeName` would prevent binding of claims on first use."""
     made = copy.deepcopy(pod)
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
     _require_node(made["spec"].setdefault("affinity", {}), term)
@@ -307,20 +307,20 @@ def pinned(pod: Object, node: str) -> Object:
 
 
 def disks_of(pod: Object) -> list[str]:
-    """The disks that a pod has mounted from its creation on."""
+    """Return the disks that a pod has mounted since its creation."""
     at_creation = f"{DISKS_AT_CREATION}/"
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return [one["mountPath"].removeprefix(at_creation) for one in mounts if one["mountPath"].startswith(at_creation)]
 
 
 def claims_of(pod: Object) -> list[str]:
-    """All claims that a pod mounts, those that others gave it too."""
+    """Return all claims that a pod mounts, not only those of the CPI."""
     volumes = pod["spec"].get("volumes") or []
     return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
 
 
 def takes_live_disks(pod: Object) -> bool:
-    """True when mounts of the node reach the VM."""
+    """True if mounts of the node reach the VM."""
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return any(one["mountPath"] == LIVE_DISKS for one in mounts)
 
@@ -344,7 +344,7 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
     else:
         volumes.append({"name": "data", "emptyDir": {"sizeLimit": quantity(properties.ephemeral_disk.size)}})
     if vm.attach == "live":
-        # Never an emptyDir: the kubelet would empty the disks that are mounted there when the pod ends.
+        # Never an emptyDir: at the end of the pod the kubelet would empty the disks that are mounted there.
         path = f"{vm.host_path}/{vm.cid}"
         volumes.append({"name": "live-disks", "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
         mounts.append({"name": "live-disks", "mountPath": LIVE_DISKS, "mountPropagation": "HostToContainer"})
@@ -445,7 +445,7 @@ def _scheduling(vm: Vm) -> Object:
 
 
 def _require_node(affinity: Object, term: Object) -> None:
-    """Let ``term`` hold beside each of the alternatives that there are."""
+    """Add ``term`` to each of the existing alternatives."""
     rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
     rule["nodeSelectorTerms"] = [
@@ -460,6 +460,6 @@ def _dns(networks: Plan) -> Object:
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:
-    """Deployment and instance group, which set_vm_metadata says again with more."""
+    """Return deployment and instance group, which set_vm_metadata repeats later with more keys."""
     labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
     return labels | ({names.GROUP: vm.group} if vm.group else {})

@@ -1,4 +1,4 @@
-"""Methods by name: the arguments of each, and the function that serves it. `info` is the door's."""
+"""Methods by name, with their arguments and the functions that serve them. ``kubernetes_cpi.door`` serves `info`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Hash = dict[str, Any]
 
 
 class Arguments(msgspec.Struct, frozen=True, array_like=True):
-    """Arguments of a method by place; those beyond are ignored, as a newer Director may send more."""
+    """Positional arguments of a method; surplus ones are ignored, as a newer Director may send more."""
 
 
 class Cid(Arguments, frozen=True, array_like=True):
@@ -65,7 +65,7 @@ class Requirements(Arguments, frozen=True, array_like=True):
 
 
 class Method(msgspec.Struct, frozen=True):
-    """``serve`` gets the session, or the configuration alone where no cluster is asked."""
+    """A method; ``serve`` gets the session, or only the configuration if it needs no cluster."""
 
     arguments: type[msgspec.Struct]
     serve: Callable[[Any, Any], Any]
@@ -108,7 +108,7 @@ METHODS: Final[Mapping[str, Method]] = {
 
 
 def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: str) -> Any:
-    """Call the method ``name``; its result."""
+    """Call the method ``name`` and return its result."""
     method = METHODS.get(name)
     if method is None:
         raise NotImplementedByCpiError(f"cannot {name}: this CPI does not have the method")
@@ -125,7 +125,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
 
 
 def _hide_secrets(name: str, arguments: Sequence[Any]) -> None:
-    """Keep what Directors redact themselves out of all that is said: `env`, but for groups and tags."""
+    """Hide the values that Directors redact: `env`, except groups and tags."""
     at = vms.Wanted.__struct_fields__.index("env")
     if name == "create_vm" and len(arguments) > at:
         log.hide(arguments[at])

@@ -1,6 +1,7 @@
-"""Names and labels of objects. The name of an object is its cid; the cid holds the namespace, so that a call finds it.
+"""Names and labels of objects.
 
-Names follow from the request, not from chance: a call that was cut off and is made again finds what it made before.
+The name of an object is its cid; the cid contains the namespace, so that a call finds it. Names follow from the request
+and not from chance: the repetition of an interrupted call finds the objects of the first.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ DIRECTOR: Final = "cpi.bosh.io/director"
 VM: Final = "cpi.bosh.io/vm"
 DISK: Final = "cpi.bosh.io/disk"
 GROUP: Final = "cpi.bosh.io/group"
-"""Deployment and instance group as a digest, which fits where their names might not: anti-affinity, Services."""
+"""Label: digest of deployment and instance group, whose names might not fit: for anti-affinity and Services."""
 METADATA: Final = "bosh.io/"
-"""Prefix of the labels and annotations that set_vm_metadata and set_disk_metadata make."""
+"""Prefix of the labels and annotations from set_vm_metadata and set_disk_metadata."""
 
 HOLDER: Final = "cpi.bosh.io/holder"
 """Annotation of a claim: the VM that it is attached to, or is being attached to."""
 DETACHED_FROM: Final = "cpi.bosh.io/detached-from"
-"""Annotation of a claim: the VM that let go of it last; its pod may still mount it."""
+"""Annotation of a claim: the VM that detached it last; its pod may still mount it."""
 RESERVED_FOR: Final = "cpi.bosh.io/reserved-for"
-"""Annotation of a claim: the VM that it was made with, until create_disk hands it out."""
+"""Annotation of a claim: the VM that it was created with, until create_disk returns it."""
 REQUEST: Final = "cpi.bosh.io/request"
-"""Annotation: digest of the request that made or adopted the object."""
+"""Annotation: digest of the request that created or adopted the object."""
 DISKS: Final = "cpi.bosh.io/disks"
-"""Annotation of a data claim: the disks of the pod that a recreation makes, as JSON."""
+"""Annotation of a data claim: the disks of the pod that a recreation creates, as JSON."""
 ATTACH: Final = "cpi.bosh.io/attach"
-"""Annotation of a VM's pod: how disks come to it while it runs."""
+"""Annotation of a VM's pod: the way in which disks reach it while it runs."""
 RECREATED: Final = "cpi.bosh.io/recreated"
-"""Annotation of a pod that a recreation has made."""
+"""Annotation of a pod that a recreation has created."""
 
 KEEP: Final = "cpi.bosh.io/keep"
 """Label of a Service that outlives the VMs behind it."""
@@ -58,53 +59,53 @@ _CID: Final = re.compile(r"(?:vm|disk|snapshot)-(?P<namespace>.+)-[0-9a-f]{16}")
 
 
 def digest(*parts: str) -> str:
-    """16 hexadecimal digits that stand for ``parts``."""
+    """Return a digest of ``parts`` with 16 hexadecimal digits."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def cid(prefix: str, namespace: str, *parts: str) -> str:
-    """The cid of an object that ``parts`` identify."""
+    """Return the cid of an object that ``parts`` identify."""
     return f"{prefix}-{namespace}-{digest(*parts)}"
 
 
 def namespace_of(name: str, default: str) -> str:
-    """The namespace that a cid names; ``default`` for an object that was made by hand."""
+    """Return the namespace in a cid; ``default`` for an object that was not created by the CPI."""
     found = _CID.fullmatch(name)
     return found["namespace"] if found else default
 
 
 def tail(name: str) -> str:
-    """The digest of a cid, or one of a name that is none."""
+    """Return the digest in a cid, or a digest of a name that is no cid."""
     return name[-16:] if _CID.fullmatch(name) else digest(name)
 
 
 def data_claim(vm: str) -> str:
-    """The claim of `/var/vcap/data`."""
+    """Return the name of the claim of `/var/vcap/data`."""
     return f"data-{vm}"
 
 
 def attachment(vm: str, disk: str) -> str:
-    """The pod that binds a disk into a running VM."""
+    """Return the name of the pod that binds a disk into a running VM."""
     return f"attach-{tail(vm)}-{tail(disk)}"
 
 
 def labels(kind: str, director: str, **more: str) -> dict[str, str]:
-    """Labels of every object that the CPI makes."""
+    """Return the labels of every object of the CPI."""
     return {MANAGED_BY: OURS, KIND: kind, **({DIRECTOR: value(director)} if director else {}), **more}
 
 
 def value(text: str) -> str:
-    """``text`` as the value of a label: as it is where it fits, else a digest."""
+    """Return ``text`` as the value of a label: unchanged if it fits, else a digest."""
     return text if is_value(text) else digest(text)
 
 
 def is_value(text: str) -> bool:
-    """True for what a label takes as its value."""
+    """True for a valid value of a label."""
     return re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", text) is not None
 
 
 def metadata(document: Mapping[str, object]) -> tuple[dict[str, str], dict[str, str]]:
-    """Labels and annotations for the metadata of a Director: labels where both key and value fit."""
+    """Return labels and annotations for a Director's metadata: labels where both key and value fit."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     for key, given in document.items():

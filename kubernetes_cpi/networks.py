@@ -14,14 +14,14 @@ from kubernetes_cpi.errors import InputError, NotSupportedError
 from kubernetes_cpi.properties import NetworkProperties, Port
 
 MAX_NAMESERVERS: Final = 3
-"""As many as a pod's dnsConfig takes."""
+"""Maximum number of DNS servers in a pod's dnsConfig."""
 MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
 ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
-"""Of a dynamic network these are those of the instance's last VM, if any (network_settings.rb): no order."""
+"""Members that may be stale: in a dynamic network they are those of the instance's last VM (network_settings.rb)."""
 
 
 class Network(msgspec.Struct, frozen=True):
-    """One network of a create_vm request; members that are not known are passed to the agent."""
+    """A network of a create_vm request; unknown members are passed on to the agent."""
 
     type: str = "manual"
     ip: str = ""
@@ -41,7 +41,7 @@ class Vip(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The Service's: whichever VM has the address, it is the same Service."""
+        """Digest of the Service: the same for every VM behind the address."""
         return "vip-" + self.ip.replace(".", "-").replace(":", "-")
 
 
@@ -52,12 +52,12 @@ class Plan(msgspec.Struct, frozen=True):
     annotations: dict[str, str] = {}
     nameservers: list[str] = []
     address: str = ""
-    """The address that the pod must get; "" for any."""
+    """Required address of the pod; "" for any."""
     vips: list[Vip] = []
 
 
 def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
-    """Read the networks of a request and decide how the pod gets them."""
+    """Read the networks of a request and derive the pod's annotations, DNS and Services."""
     plan = Plan(settings={})
     annotations: dict[str, str] = {}
     interfaces: list[Object] = []
@@ -91,7 +91,7 @@ def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
 
 
 def service(vip: Vip, vm: str, director: str) -> Object:
-    """The Service of a `vip` network that leads to a VM."""
+    """Return the Service of a `vip` network for a VM."""
     spec: Object = {"type": vip.type, "selector": {names.VM: vm, names.KIND: names.KIND_VM}, "ports": ports(vip.ports)}
     spec |= {"loadBalancerIP": vip.ip} if vip.type == "LoadBalancer" else {"clusterIP": vip.ip}
     labels = names.labels(names.KIND_VIP, director, **{names.VM: vm})
@@ -99,7 +99,7 @@ def service(vip: Vip, vm: str, director: str) -> Object:
 
 
 def ports(given: list[Port]) -> list[Object]:
-    """Ports of a Service."""
+    """Return the ports of a Service."""
     return [
         {
             "name": port.name or f"{port.protocol.lower()}-{port.port}",
@@ -124,7 +124,7 @@ def _read(name: str, given: object) -> tuple[Network, NetworkProperties]:
 
 
 def _settings(given: Mapping[str, Any], network: Network) -> dict[str, Any]:
-    """The network as the agent gets it: the pod's interfaces are there already."""
+    """Return the network in the agent's form: the pod's interfaces already exist."""
     dropped = ADDRESS_OF_FORMER_VM if network.type == "dynamic" else ()
     return {**{key: value for key, value in given.items() if key not in dropped}, "preconfigured": True}
 
@@ -140,7 +140,7 @@ def _vip(name: str, network: Network, properties: NetworkProperties) -> Vip:
 def _address_annotations(
     name: str, network: Network, properties: NetworkProperties, defaults: Networks
 ) -> dict[str, str]:
-    """Annotations by which the CNI gives a pod this address."""
+    """Return the annotations by which the CNI gives a pod this address."""
     cni = properties.cni or defaults.cni
     filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
     given = {**defaults.annotations, **properties.annotations}
@@ -184,7 +184,7 @@ def _interface(name: str, network: Network, properties: NetworkProperties) -> Ob
 
 
 def _prefix(network: Network) -> int:
-    """Length of the netmask; `prefix` of a request is another thing."""
+    """Return the length of the netmask; `prefix` of a request has another meaning."""
     import ipaddress
 
     try:

@@ -1,4 +1,4 @@
-"""Pods as they come and go: until one is ready or the kubelet says why not, and until one has certainly ended."""
+"""Waits for pods: until one is ready or the kubelet reports a failure, and until one has certainly ended."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons of a waiting container that time does not mend."""
+"""Reasons of a waiting container that waiting does not fix."""
 PASSING: Final = re.compile(
     r"time-?out|timed out|connection (refused|reset)|EOF|too ?many ?requests|429|50[0234]", re.IGNORECASE
 )
-"""Words of a failed pull that another attempt may not meet."""
+"""Words of a failed pull that another attempt may fix."""
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
 
 
 def is_ready(pod: Object) -> bool:
-    """True when the kubelet calls the pod ready and it is not being deleted."""
+    """True if the kubelet reports the pod as ready and it is not being deleted."""
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
     return ready and not is_ending(pod)
 
 
 def is_ending(pod: Object) -> bool:
-    """True for a pod that has been deleted and has not ended yet."""
+    """True for a deleted pod that has not ended yet."""
     return "deletionTimestamp" in pod["metadata"]
 
 
@@ -46,13 +46,13 @@ def has_ended(pod: Object) -> bool:
 
 
 def has_stopped(pod: Object) -> bool:
-    """True for a pod that was deleted and whose containers have ended: its object may stay for a while."""
+    """True for a deleted pod whose containers have ended: its object may remain for a while."""
     statuses = pod.get("status", {}).get("containerStatuses") or []
     return is_ending(pod) and bool(statuses) and all("terminated" in one.get("state", {}) for one in statuses)
 
 
 def until_ready(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait for a pod that was just made; ``VMCreationFailedError`` with the kubelet's words as soon as it cannot."""
+    """Wait for a new pod; raises ``VMCreationFailedError`` with the kubelet's reason as soon as it cannot start."""
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
     judge, tick_s = _Judge(name, timeouts), min(WATCH_S, timeouts.unschedulable, timeouts.crashing)
@@ -63,7 +63,7 @@ def until_ready(session: Session, namespace: str, pod: Object, *, timeout_s: flo
         if is_ready(state):
             return state
         judge.look(state)
-    text = _waiting_for(state or pod) or "no reason is told"
+    text = _waiting_for(state or pod) or "no reason is known"
     events = "; ".join(_warnings(session, namespace, name))
     raise VMCreationFailedError(
         f"the pod {name} is not ready after {timeout_s:g} s: {text}{f'; events: {events}' if events else ''}"
@@ -73,10 +73,10 @@ def until_ready(session: Session, namespace: str, pod: Object, *, timeout_s: flo
 def end(
     session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
 ) -> bool:
-    """Delete a pod and wait until its containers have ended (its object too, if another of its name is to be made).
+    """Delete a pod and wait until its containers have ended; False without one.
 
-    False when there is none. When the node does not confirm it within the grace and `timeouts.delete_vm`, the pod is
-    deleted by force, unless the node is known to be well.
+    If another pod of its name is to follow, it waits for the end of the object too. If the node does not confirm the
+    end within the grace and `timeouts.delete_vm`, the pod is deleted by force, unless the node is known to be healthy.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
@@ -103,14 +103,14 @@ def end(
 
 
 def until_gone(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until a pod that was deleted is no more; False when it is still there."""
+    """Wait until a deleted pod no longer exists; False if it still does."""
     return _is_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
 
 
 def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until the containers of a pod that was deleted have ended, and well; False when they have not.
+    """Wait until the containers of a deleted pod have ended with success; False if they have not.
 
-    ``CpiError`` with the words of one that failed.
+    ``CpiError`` with the last words of one that failed.
     """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None:
@@ -133,7 +133,7 @@ def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: f
 
 
 def _is_well(session: Session, node: str) -> bool:
-    """True when the node is Ready; False too where the CPI may not read nodes."""
+    """True if the node is Ready; False also if the CPI may not read nodes."""
     try:
         found = session.client.find(NODES, "", node)
     except ApiError as exc:
@@ -145,20 +145,20 @@ def _is_well(session: Session, node: str) -> bool:
 
 
 class _Judge:
-    """Tells from the states of one pod when it is of no use to wait."""
+    """Detects from the states of one pod that it cannot start."""
 
     def __init__(self, name: str, timeouts: Timeouts) -> None:
         self._name = name
         self._patience = {"unschedulable": timeouts.unschedulable, "crashing": timeouts.crashing}
         self._since: dict[str, float] = {}
-        self._told = ""
+        self._logged = ""
 
     def look(self, pod: Object) -> None:
-        """Judge one state; ``VMCreationFailedError`` when it is hopeless."""
+        """Check one state; raises ``VMCreationFailedError`` if the pod cannot start."""
         text = _waiting_for(pod)
-        if text and text != self._told:
+        if text and text != self._logged:
             log.say(f"pod {self._name}: {text}")
-            self._told = text
+            self._logged = text
         if has_ended(pod):
             raise VMCreationFailedError(f"the pod {self._name} has ended: {text}", ok_to_retry=True)
         reason, message = _waiting(pod)
@@ -179,7 +179,7 @@ class _Judge:
 
 
 def _waiting_for(pod: Object) -> str:
-    """What the kubelet or the scheduler says of a pod that is not ready; "" for nothing."""
+    """Return the reason of the kubelet or the scheduler for a pod that is not ready; "" without one."""
     status = pod.get("status", {})
     if has_ended(pod):
         return ": ".join(filter(None, [status.get("reason"), status.get("message")])) or str(status["phase"])
@@ -205,7 +205,7 @@ def _waiting(pod: Object) -> tuple[str, str]:
 
 
 def _crash(pod: Object) -> Mapping[str, Any] | None:
-    """How the container ended, of one that ends again and again."""
+    """Return the exit reason of a container that ends repeatedly."""
     container = _container(pod)
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
     found: Mapping[str, Any] | None = ended
@@ -220,7 +220,7 @@ def _unschedulable(pod: Object) -> str | None:
 
 
 def _warnings(session: Session, namespace: str, name: str) -> list[str]:
-    """The last warnings about a pod, such as volumes that cannot be mounted."""
+    """Return the last warnings about a pod, such as volumes that cannot be mounted."""
     try:
         found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name},type=Warning")
         return [f"{one.get('reason')}: {one.get('message')}" for one in found][-EVENTS_SHOWN:]

@@ -10,7 +10,7 @@ from kubernetes_cpi.schema import Strict, doc
 Tier = Literal["privileged", "userns", "base", "restricted"]
 Protocol = Literal["TCP", "UDP", "SCTP"]
 Size = int | str
-"""An integer is MiB, a string a Kubernetes quantity."""
+"""A size: an integer is MiB, a string a Kubernetes quantity."""
 
 
 class Port(Strict, frozen=True):
@@ -27,7 +27,7 @@ class Port(Strict, frozen=True):
 class Service(Strict, frozen=True):
     """A Service in front of all VMs of an instance group."""
 
-    name: Annotated[str, doc("Name of the Service; VMs that say the same name share it.")]
+    name: Annotated[str, doc("Name of the Service; VMs with the same name share it.")]
     ports: Annotated[list[Port], doc("Its ports.")]
     type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Its type.")] = "ClusterIP"
     cluster_ip: Annotated[str, doc("Its address. Empty: any; `None`: a headless Service.")] = ""
@@ -37,7 +37,7 @@ class Service(Strict, frozen=True):
 
 
 class Volume(Strict, frozen=True):
-    """A volume of the pod beside those of the CPI."""
+    """An additional volume of the pod."""
 
     name: Annotated[str, doc("Name, a DNS label.")]
     mount_path: Annotated[str, doc("Directory in the VM.")]
@@ -75,7 +75,7 @@ class VmProperties(Strict, frozen=True):
     tier: Annotated[
         Tier,
         doc(
-            "What the pod may do: `privileged`, `userns` (root of a user namespace), `base` (root with nine "
+            "Permissions of the pod: `privileged`, `userns` (root of a user namespace), `base` (root with nine "
             "capabilities), `restricted` (no root)."
         ),
     ] = "base"
@@ -142,6 +142,6 @@ class NetworkProperties(Strict, frozen=True):
     ] = ""
     interface: Annotated[str, doc("Name of a multus interface. Empty: its own choice.")] = ""
     ports: Annotated[list[Port], doc("Ports of the Service of a `vip` network.")] = []
-    service_type: Annotated[Literal["ClusterIP", "LoadBalancer"], doc("What the address of a `vip` network is.")] = (
+    service_type: Annotated[Literal["ClusterIP", "LoadBalancer"], doc("Type of the Service of a `vip` network.")] = (
         "ClusterIP"
     )

@@ -1,7 +1,7 @@
-"""Recreation: the pod of a VM made again under its name, with other disks. Its data claim and Secret outlive it.
+"""Recreation: a VM gets a new pod of the same name with other disks; its data claim and Secret remain.
 
-What the new pod is to have stands in an annotation of the data claim before the old one goes: a call that was cut off
-between the two is carried on by the next.
+The properties of the new pod are recorded in an annotation of the data claim before the old pod ends: after an
+interruption between the two, the next call completes the recreation.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from kubernetes_cpi.session import Session
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The pod that a recreation makes: its disks, and the metadata that the old one had."""
+    """The pod that a recreation creates: its disks, and the metadata of the old one."""
 
     disks: list[str]
     live: list[str] = []
-    """Disks that are attached to it again while it runs."""
+    """Disks that are attached to it while it runs."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
 
 def can_recreate(pod: Object) -> bool:
-    """True when the VM's data outlives its pod: credentials, packages and logs lie there."""
+    """True if the VM's data outlives its pod: credentials, packages and logs are there."""
     return names.data_claim(pod["metadata"]["name"]) in manifests.claims_of(pod)
 
 
 def unfinished(session: Session, vm: str) -> Intent | None:
-    """The recreation of a VM that was begun and not finished."""
+    """Return the unfinished recreation of a VM."""
     claim = session.client.find(CLAIMS, session.namespace_of(vm), names.data_claim(vm))
     text = claims.annotation(claim, names.DISKS) if claim else ""
     return msgspec.json.decode(text, type=Intent) if text else None
 
 
 def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
-    """Make the pod again with these disks; with those that it had when it cannot start so."""
+    """Recreate the pod with these disks, or with its former ones if it cannot start with them."""
     vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
     if not can_recreate(pod):
         raise NotSupportedError(
@@ -64,7 +64,7 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 
 
 def carry_on(session: Session, vm: str, intent: Intent) -> Object:
-    """Make the pod of a recreation whose old one is gone, perhaps on another node, and wait for it."""
+    """Create the pod of a recreation whose old one is gone, perhaps on another node, and wait for it."""
     namespace = session.namespace_of(vm)
     if intent.live:
         attachments.end_all(session, vm)
@@ -72,7 +72,7 @@ def carry_on(session: Session, vm: str, intent: Intent) -> Object:
     if secret is None:
         raise VMNotFoundError(f"cannot make the pod of {vm} again: its Secret is gone")
     body = msgspec.json.decode(base64.b64decode(secret["data"][manifests.POD]), type=Object)
-    # It may have been cut off long ago.
+    # It may have been interrupted long ago.
     held = [disk for disk in intent.disks if claims.is_held(session, disk, vm)]
     body = manifests.with_disks(body, held)
     metadata = body["metadata"]
@@ -88,7 +88,7 @@ def carry_on(session: Session, vm: str, intent: Intent) -> Object:
 
 
 def finish(session: Session, pod: Object) -> None:
-    """Forget the recreation that has made a pod, if it was cut off before it could."""
+    """Delete the record of a recreation that has created its pod, in case it was interrupted before."""
     vm = pod["metadata"]["name"]
     if names.RECREATED in (pod["metadata"].get("annotations") or {}) and unfinished(session, vm):
         _note(session, vm, None)
@@ -101,6 +101,6 @@ def _note(session: Session, vm: str, intent: Intent | None) -> None:
 
 
 def _metadata(pod: Object, kind: str) -> dict[str, str]:
-    """Labels or annotations that set_vm_metadata has given the pod."""
+    """Return labels or annotations that set_vm_metadata has given the pod."""
     found = pod["metadata"].get(kind) or {}
     return {key: value for key, value in found.items() if key.startswith(names.METADATA)}

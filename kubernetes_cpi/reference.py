@@ -1,4 +1,4 @@
-"""``python -m kubernetes_cpi.reference``: the property tables of docs/cpi.md, made from the types."""
+"""``python -m kubernetes_cpi.reference`` prints the property tables of docs/cpi.md, generated from the types."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ TABLES: Final[Mapping[str, type[msgspec.Struct]]] = {
 
 
 def tables() -> str:
-    """All tables as Markdown."""
+    """Return all tables as Markdown."""
     return "\n".join(f"### {title}\n\n{table(struct)}" for title, struct in TABLES.items())
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """One table as Markdown: key, type, default, meaning."""
+    """Return one table as Markdown: key, type, default, meaning."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     lines += [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in schema.rows(struct)]
     return "\n".join(lines) + "\n"
 
 
 def properties() -> Iterator[tuple[str, str, str, str]]:
-    """Key, type, default and description of each property of the CPI, for the spec of a job."""
+    """Return key, type, default and description of each property of the CPI, for the spec of a job."""
     return schema.rows(Config)
 
 

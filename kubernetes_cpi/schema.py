@@ -1,6 +1,7 @@
-"""Typed reading of documents: unknown keys are errors that name the nearest known key; tables made from the types.
+"""Parser of documents into types: unknown keys are errors that name the nearest known key.
 
-A field is documented where it is declared: ``Annotated[str, doc("...")]``.
+Tables of properties are generated from the types. A field is documented at its declaration: ``Annotated[str,
+doc("...")]``.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _UNKNOWN = re.compile(r"unknown field `(?P<key>.*?)`(?: - at `(?P<path>[^`]*)`)?
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A struct that refuses keys it does not know."""
+    """A struct that refuses unknown keys."""
 
 
 def doc(text: str) -> msgspec.Meta:
-    """Document a field; the text stands in the property table."""
+    """Document a field; the text appears in the property table."""
     return msgspec.Meta(description=text)
 
 
 def read(document: object, wanted: type[T], *, origin: str) -> T:
-    """Turn ``document`` into a struct; ``origin`` names the document in errors, which name the path in it."""
+    """Convert ``document`` to a struct; ``origin`` names the document in errors, which include the path."""
     try:
         return msgspec.convert(document, wanted)
     except msgspec.ValidationError as exc:
@@ -47,14 +48,14 @@ def _explained(text: str, wanted: type[msgspec.Struct]) -> str:
 
 
 def nearest(key: str, known: list[str]) -> str:
-    """The known key that resembles ``key`` most."""
+    """Return the known key that is most similar to ``key``."""
     import difflib
 
     return max(known, key=lambda name: difflib.SequenceMatcher(None, key.lower(), name).ratio())
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both documents as one: hashes are merged key by key, anything else of ``above`` replaces what is below."""
+    """Merge two documents: hashes key by key; any other value of ``above`` replaces that of ``below``."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -63,7 +64,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _struct_at(wanted: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
-    """The struct that msgspec speaks of by a path like ``$.ports[...].name``."""
+    """Return the struct at a msgspec path like ``$.ports[...].name``."""
     here: Any = wanted
     for step in re.findall(r"\.([^.\[]+)|(\[[^\]]*\])", path):
         if step[0]:
@@ -72,7 +73,7 @@ def _struct_at(wanted: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
 
 
 def _struct_in(hint: Any) -> Any:
-    """The one struct within a type such as ``list[Port] | None``; the type itself when there is none."""
+    """Return the one struct within a type such as ``list[Port] | None``; the type itself without one."""
     if isinstance(hint, type) and not get_args(hint):
         return hint
     inner = [_struct_in(argument) for argument in get_args(hint)]
@@ -83,7 +84,7 @@ def _struct_in(hint: Any) -> Any:
 
 
 def rows(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Key, type, default and description of each field, those of structs within it after it."""
+    """Return key, type, default and description of each field, followed by those of nested structs."""
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         hint, description = hints[field.name], ""

@@ -1,4 +1,4 @@
-"""What a method works with: the configuration, the cluster, and who asks."""
+"""The context of a method: the configuration, the cluster, and the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kubernetes_cpi.errors import InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """One request's view of the cluster; ``request_id`` differs from call to call and is "" from the CLI."""
+    """The cluster as one request sees it; ``request_id`` differs from call to call and is "" from the CLI."""
 
     config: Config
     client: Client
@@ -24,16 +24,16 @@ class Session(msgspec.Struct, frozen=True):
     request_id: str
 
     def namespace_of(self, cid: str) -> str:
-        """The namespace of a VM, disk or snapshot."""
+        """Return the namespace of a VM, disk or snapshot."""
         return names.namespace_of(cid, self.namespace)
 
     def close(self) -> None:
-        """End the connection to the cluster."""
+        """Close the connection to the cluster."""
         self.client.close()
 
 
 def opened(config: Config, context: Mapping[str, Any]) -> Session:
-    """Find the cluster; no request is made yet."""
+    """Find the cluster, without a request to it."""
     log.hide([config.agent.mbus, config.agent.blobstore])
     log.hide([config.cluster.token, config.cluster.client_key])
     access = credentials.access(config.cluster)

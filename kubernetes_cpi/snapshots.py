@@ -1,4 +1,4 @@
-"""Snapshots: VolumeSnapshots, where the cluster has them."""
+"""Snapshots of disks by VolumeSnapshots, where the cluster has them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUT_TIMEOUT_S: Final = 60
 
 
 def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
-    """Take a snapshot of a disk and wait until its content is fixed; its cid."""
+    """Take a snapshot of a disk and wait until its content is fixed; return its cid."""
     claim = claims.get(session, disk)
     namespace = session.namespace_of(disk)
     labels, annotations = names.metadata(metadata)
@@ -47,12 +47,12 @@ def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
             raise CpiError(f"cannot take a snapshot of {disk}: {why if state else 'it was deleted'}")
         if status.get("creationTime") or status.get("readyToUse"):
             return name
-    log.say(f"the snapshot {name} is not ready yet: the cluster goes on with it")
+    log.say(f"the snapshot {name} is not ready yet: the cluster continues")
     return name
 
 
 def delete(session: Session, snapshot: str) -> None:
-    """Delete a snapshot; nothing when it is gone."""
+    """Delete a snapshot; does nothing if it is gone."""
     try:
         session.client.delete(SNAPSHOTS, session.namespace_of(snapshot), snapshot)
     except ApiError as exc:

@@ -1,4 +1,4 @@
-"""Light stemcells: an image in a registry. The cid of a stemcell is the image's reference with its digest."""
+"""Light stemcells: images in a registry; the cid of a stemcell is the image's reference with its digest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ REFERENCE: Final = re.compile(r"[a-zA-Z0-9][-a-zA-Z0-9._:/]*")
 
 
 def create(properties: Mapping[str, Any], config: Stemcells) -> str:
-    """Find the image in the cloud properties of a light stemcell: `image_reference` and `digest`, or `image`.
+    """Return the image in the cloud properties of a light stemcell: `image_reference` and `digest`, or `image`.
 
-    Nothing is pulled: a wrong reference shows when the first VM is made. Other keys are the stemcell builder's.
+    Nothing is pulled: the first VM reveals a wrong reference. Other keys are the stemcell builder's.
     """
     given = properties.get("image_reference") or properties.get("image")
     if not given:

@@ -1,4 +1,4 @@
-"""VMs: a pod that is never replaced by the cluster, an immutable Secret with its settings, and perhaps a data claim."""
+"""VMs: a pod that the cluster never replaces, an immutable Secret with its settings, and perhaps a data claim."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kubernetes_cpi.properties import VmProperties
 from kubernetes_cpi.session import Session
 
 GRACE_OF_FAILED_S: Final = 1
-"""For a VM that never ran a job."""
+"""Grace for a VM that never ran a job."""
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Arguments of create_vm, by place; those beyond are ignored."""
+    """Arguments of create_vm, by position; surplus ones are ignored."""
 
     agent_id: str
     stemcell: str
@@ -40,7 +40,10 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 
 
 def create(session: Session, wanted: Wanted) -> list[Any]:
-    """Make a VM and wait until its agent answers; its cid and networks. Nothing is left of one that fails."""
+    """Create a VM and wait until its agent responds; return its cid and networks.
+
+    A failed one leaves nothing behind.
+    """
     vm, disks, env = _described(session, wanted), wanted.disks or [], wanted.env or {}
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
@@ -62,20 +65,23 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
 
 
 def delete(session: Session, vm: str) -> None:
-    """End a VM and all that was made for it; persistent disks stay. The pod ends before what mounts disks into it."""
+    """Delete a VM with its objects except persistent disks.
+
+    The pod ends before the helpers that mount disks into it.
+    """
     namespace = session.namespace_of(vm)
     pods.end(session, namespace, vm)
     _remove_belongings(session, vm)
 
 
 def has(session: Session, vm: str) -> bool:
-    """True when there is a pod that runs or may run."""
+    """True if there is a pod that runs or may run."""
     pod = session.client.find(PODS, session.namespace_of(vm), vm)
     return pod is not None and not pods.has_ended(pod) and not pods.has_stopped(pod)
 
 
 def reboot(session: Session, vm: str) -> None:
-    """Start the container again: in its pod where disks are attached live, else in another pod with the same data."""
+    """Restart the container: in its pod if disks are attached live, else in a new pod with the same data."""
     pod = session.client.find(PODS, session.namespace_of(vm), vm)
     if pod is None and (intent := recreation.unfinished(session, vm)):
         recreation.carry_on(session, vm, intent)
@@ -92,12 +98,12 @@ def reboot(session: Session, vm: str) -> None:
 
 
 def set_metadata(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
-    """Label and annotate the pod with what the Director says of it."""
+    """Set labels and annotations of the pod from the Director's metadata."""
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
 
 
 def get(session: Session, vm: str) -> Object:
-    """The pod of a VM; ``VMNotFoundError`` without one."""
+    """Return the pod of a VM; ``VMNotFoundError`` without one."""
     pod = session.client.find(PODS, session.namespace_of(vm), vm)
     if pod is None:
         raise VMNotFoundError(f"cannot find the VM {vm}: the namespace {session.namespace_of(vm)} has no such pod")
@@ -107,7 +113,7 @@ def get(session: Session, vm: str) -> Object:
 def patch_metadata(
     session: Session, resource: Resource, cid: str, metadata: Mapping[str, Any], missing: Callable[[str], CpiError]
 ) -> None:
-    """Labels and annotations for a Director's metadata; of a key that fits a label no more the label goes."""
+    """Return labels and annotations for a Director's metadata; removes the label of a key that no longer fits one."""
     labels, annotations = names.metadata(metadata)
     gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
     body: Object = {"metadata": {"labels": {**gone, **labels}, "annotations": {**gone, **annotations}}}
@@ -120,7 +126,7 @@ def patch_metadata(
 
 
 def calculate_properties(requirements: Mapping[str, Any]) -> dict[str, Any]:
-    """Cloud properties for `vm_resources` of a manifest: `cpu`, `ram` and `ephemeral_disk_size` in MiB."""
+    """Return cloud properties for `vm_resources` of a manifest: `cpu`, `ram` and `ephemeral_disk_size` in MiB."""
     try:
         return {
             "cpu": requirements["cpu"],
@@ -156,18 +162,18 @@ def _described(session: Session, wanted: Wanted) -> Vm:
 
 
 def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:
-    """Make the Secret of a VM, its first object: from then on the VM can hold disks."""
+    """Create the Secret of a VM, its first object: from then on the VM can hold disks."""
     secret = manifests.secret(vm, settings, base)
     _, is_good = _ensured(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # An earlier attempt with this agent id had other settings, and its pod has them.
+        # An earlier attempt with this agent id had other settings, and its pod uses them.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.create(SECRETS, vm.namespace, secret)
 
 
 def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
-    """The disks that the pod can mount from the beginning; those that another VM uses come by attach_disk later."""
+    """Return the disks that the pod can mount from its creation on; attach_disk adds those that another VM uses."""
     held = []
     for disk in disks:
         try:
@@ -177,16 +183,16 @@ def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
             continue
         if found.lingering:
             log.say(
-                f"the disk {disk} is mounted by {', '.join(found.lingering)} still; it is left out until attach_disk"
+                f"the disk {disk} is still mounted by {', '.join(found.lingering)}; it is left out until attach_disk"
             )
-            claims.let_go(session, disk, vm.cid)
+            claims.record_detach(session, disk, vm.cid)
             continue
         held.append(disk)
     return held
 
 
 def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
-    """Make the claims and the pod of a VM, or find what an earlier attempt has made; the pod."""
+    """Create the claims and the pod of a VM, or find those of an earlier attempt; return the pod."""
     mounted = list(disks)
     if vm.has_data_claim:
         claims.make(session, vm.namespace, manifests.data_claim(vm))
@@ -206,7 +212,7 @@ def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_re
 def _ensured(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """The object, and whether it is as ``body`` says; one that is there already may differ."""
+    """Return the object, and True if it matches ``body``; an existing one may differ."""
     made, is_new = session.client.ensure(resource, namespace, body)
     return made, is_new or is_same(made, body)
 
@@ -222,7 +228,7 @@ def _is_same_pod(found: Object, wanted: Object) -> bool:
 
 
 def _make_services(session: Session, vm: Vm) -> None:
-    """Point the Services of the VM's group and of its `vip` networks to it; an address moves from VM to VM."""
+    """Point the Services of the VM's group and of its `vip` networks to the VM; an address moves from VM to VM."""
     bodies = [networks.service(vip, vm.cid, vm.director) for vip in vm.networks.vips]
     bodies += [manifests.group_service(service, vm) for service in vm.properties.services]
     for body in bodies:
@@ -231,7 +237,7 @@ def _make_services(session: Session, vm: Vm) -> None:
             continue
         if (made["metadata"].get("labels") or {}).get(names.MANAGED_BY) != names.OURS:
             raise VMCreationFailedError(
-                f"cannot use the Service {body['metadata']['name']}: one of that name is there and is not ours"
+                f"cannot use the Service {body['metadata']['name']}: one of that name exists and is not from this CPI"
             )
         spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
         metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
@@ -251,19 +257,19 @@ def _check_address(pod: Object, wanted: str) -> None:
 
 
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
-    """Remove what a failed create has made; what cannot be removed now is found by its label later."""
-    log.say(f"cannot create the VM: {why}; what was made of it is removed")
+    """Remove the objects of a failed create; the label marks the rest for a later removal."""
+    log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
         pods.end(session, session.namespace_of(vm), vm, grace_s=GRACE_OF_FAILED_S)
         _remove_belongings(session, vm)
         for disk in held:
-            claims.let_go(session, disk, vm)
+            claims.record_detach(session, disk, vm)
     except CpiError as exc:
-        log.say(f"cannot remove all that was made of {vm}: {exc}; delete_vm {vm} finds it")
+        log.say(f"cannot remove all objects of {vm}: {exc}; delete_vm {vm} finds it")
 
 
 def _remove_belongings(session: Session, vm: str) -> None:
-    """Delete what a VM has beside its pod, which is gone."""
+    """Delete the other objects of a VM whose pod is gone."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
     session.client.delete(SECRETS, namespace, vm)
@@ -276,7 +282,7 @@ def _remove_belongings(session: Session, vm: str) -> None:
 
 
 def _remove_services(session: Session, vm: str) -> None:
-    """Delete the Services that lead to this VM alone, and those of a group that has no VM any more."""
+    """Delete the Services that lead only to this VM, and those of a group without VMs."""
     namespace = session.namespace_of(vm)
     for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
         metadata = service["metadata"]
@@ -286,5 +292,5 @@ def _remove_services(session: Session, vm: str) -> None:
             members = session.client.list(PODS, namespace, labels=f"{names.GROUP}={labels.get(names.GROUP)}")
             is_mine = all(pods.is_ending(pod) for pod in members)
         if is_mine and names.KEEP not in labels:
-            # A VM that wants it meanwhile has changed it.
+            # Another VM has changed it meanwhile.
             session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])

@@ -24,7 +24,7 @@ from isal import igzip, isal_zlib
 from agent_shim.core.errors import ArchiveError
 from agent_shim.host import files
 
-CHUNK: Final = files.CHUNK_BYTES
+CHUNK_BYTES: Final = files.CHUNK_BYTES
 BLOCK: Final = tarfile.BLOCKSIZE
 
 GZIP: Final = b"\x1f\x8b"
@@ -224,7 +224,7 @@ class _Reader:
     def data(self) -> Iterator[bytes]:
         """Yield the remaining data of the current member in chunks."""
         while self._left:
-            piece = self._stream.read(min(self._left, CHUNK))
+            piece = self._stream.read(min(self._left, CHUNK_BYTES))
             if not piece:
                 raise ArchiveError("it ends in the middle of a file")
             self._left -= len(piece)

@@ -102,7 +102,7 @@ async def test_keys_are_private(tmp_path: Path) -> None:
 
 async def test_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says where to look."""
-    monkeypatch.setattr(broker, "PATIENCE", 0.2)
+    monkeypatch.setattr(broker, "SERVER_TIMEOUT_S", 0.2)
     server = NatsServer(tmp_path, ping_max=-1, ping_interval=-1)
     server.port = 1 << 20
     with pytest.raises(ShimError, match=r"cannot start nats-server within 0\.2 s: see .*nats\.log"):

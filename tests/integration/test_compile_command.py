@@ -22,7 +22,7 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
 from agent_shim.services.volume_lease import exclusive_agent
-from tests.support.programs import PATIENCE, is_alive
+from tests.support.programs import TIMEOUT_S, is_alive
 
 COMMAND = [sys.executable, "-c", "import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())"]
 
@@ -195,13 +195,13 @@ def test_an_end_takes_the_compilation_along(paths: Paths, tmp_path: Path, number
     command = [*COMMAND, "compile", "-b", str(paths.base), "-output-directory", str(tmp_path), str(source)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as running:
         try:
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + TIMEOUT_S
             while not (pids.exists() and len(pids.read_text().split()) == 2) and time.monotonic() < deadline:
                 time.sleep(0.02)
             started = [int(pid) for pid in pids.read_text().split()]
             assert [is_alive(pid) for pid in started] == [True, True]
             running.send_signal(number)
-            assert running.wait(PATIENCE) == 130
+            assert running.wait(TIMEOUT_S) == 130
         finally:
             running.kill()
 

@@ -22,7 +22,7 @@ from benchmarks.world import AGENT, COMMAND
 from benchmarks.world import World as Machine
 from benchmarks.world import world as made
 from tests.support import jobs
-from tests.support.programs import PATIENCE, end_marked, eventually, is_alive
+from tests.support.programs import TIMEOUT_S, end_marked, eventually, is_alive
 
 FAMILY = """
 trap '' TERM
@@ -77,7 +77,7 @@ async def test_agent_that_ends_takes_the_compilation_along(machine: Machine) -> 
 
     assert [is_alive(pid) for pid in pids] == [False] * 3
     assert left(machine.base) == []
-    assert time.monotonic() - begun_at < PATIENCE
+    assert time.monotonic() - begun_at < TIMEOUT_S
 
 
 async def test_agent_that_was_killed_ends_it_at_its_next_start(machine: Machine) -> None:

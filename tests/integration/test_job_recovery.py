@@ -21,7 +21,7 @@ from benchmarks.world import world as made
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 30.0
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture
@@ -119,14 +119,14 @@ async def state(world: World) -> dict[str, Any]:
 
 async def until(world: World, *job_states: str) -> None:
     """Wait for one of these states of the instance."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while (await state(world))["job_state"] not in job_states:
             await asyncio.sleep(0.02)
 
 
 async def until_said(world: World, text: str) -> None:
     """Wait for a line of the log."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while not (log := world.scratch / "agent.log").exists() or text not in log.read_text():
             await asyncio.sleep(0.02)
 
@@ -134,7 +134,7 @@ async def until_said(world: World, text: str) -> None:
 async def snapshot(tree: Path) -> dict[str, int]:
     """When everything below a directory was changed, once nothing changes any more."""
     found: dict[str, int] = {}
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while (now := {str(path): path.lstat().st_mtime_ns for path in tree.rglob("*")}) != found:
             found = now
             await asyncio.sleep(0.2)
@@ -290,7 +290,7 @@ async def test_director_goes_first(world: World) -> None:
     await deploy(world, {"job-web": job(world, "job-web", f"echo $$ >{world.base}/data/hanging; exec sleep 1000")})
     await restart_container(world)
     hanging = world.base / "data/hanging"
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while not (hanging.exists() and hanging.read_text().strip()):
             await asyncio.sleep(0.02)
     assert (await state(world))["job_state"] == "starting"
@@ -326,7 +326,7 @@ async def test_agent_that_is_killed_in_pre_start_has_it_run_again(world: World) 
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web", f"test -e {world.base}/data/seen || exec sleep 1000")})
     await restart_container(world)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while events(world) != ["pre-start job-web"]:
             await asyncio.sleep(0.02)
 
@@ -428,7 +428,7 @@ async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_f
     argv = [word.format(config=world.scratch / "agent.json", base=other) for word in shlex.split(COMMAND)]
     second = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_S):
             while "waiting until another agent ends" not in (log.read_text() if log.exists() else ""):
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.5)
@@ -442,7 +442,7 @@ async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_f
 
         await world.director.value(AGENT, "shutdown")
         await world.stop_agent()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_S):
             while "boot step directories" not in log.read_text():
                 await asyncio.sleep(0.02)
     finally:
@@ -468,7 +468,7 @@ async def test_agent_whose_volume_was_taken_ends_its_jobs_and_leaves_the_bus(wor
 
     await until_said(world, f"was taken over by agent {AGENT} on elsewhere")
 
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while Path(f"/proc/{pid}").exists():
             await asyncio.sleep(0.02)
         while (found := await status(world))["bus"]["connected"]:

@@ -272,7 +272,7 @@ async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wr
 async def test_a_blob_without_an_end_leaves_room_for_others(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "RESERVE", shutil.disk_usage(tmp_path).free - (32 << 20))
+    monkeypatch.setattr(transfers, "RESERVE_BYTES", shutil.disk_usage(tmp_path).free - (32 << 20))
     monkeypatch.setattr(transfers, "RESERVED_PART", 1)
     server.plan = [http.ENDLESS]
     async with Transfer("", SURE, tmp_path) as transfer:

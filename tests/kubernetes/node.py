@@ -29,7 +29,7 @@ NAME: Final = "node"
 API: Final = "https://127.0.0.1:6443"
 ETCD: Final = "http://127.0.0.1:2379"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
-PATIENCE: Final = 120.0
+TIMEOUT_S: Final = 120.0
 """Seconds that a part may take to be ready on a busy machine."""
 
 CONTAINERD_CONFIG: Final = """
@@ -214,7 +214,7 @@ class Node:
         return self.where / f"{part}.log"
 
     def _until(self, what: str, part: str, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         while not is_so():
             ended = [process.args for process in self._parts if process.poll() is not None]
             if ended or time.monotonic() > deadline:

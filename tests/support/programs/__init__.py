@@ -14,7 +14,7 @@ from typing import TypeVar
 from agent_shim.host import proc, process
 
 HERE = Path(__file__).parent
-PATIENCE = 60.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
+TIMEOUT_S = 60.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
 """Seconds after which a fact that was waited for counts as missing."""
 
 Fact = TypeVar("Fact")
@@ -29,7 +29,7 @@ def argv(name: str, *arguments: object) -> list[str]:
 async def eventually(fact: Callable[[], Fact | None], what: str = "") -> Fact:
     """Wait until ``fact()`` is true, and return it."""
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_S):
             while not (found := fact()):
                 await asyncio.sleep(0.003)
             return found

@@ -10,7 +10,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import reaper
 from agent_shim.supervisor.process_record import MARK
 from agent_shim.supervisor.supervisor import Event, JobFile, ServiceInfo, Supervisor, Timing
-from tests.support.programs import PATIENCE, argv, end_marked, eventually, is_alive, number_in
+from tests.support.programs import TIMEOUT_S, argv, end_marked, eventually, is_alive, number_in
 
 FAST = Timing(settle=0.3, backoff_first=0.05, backoff_limit=0.4, stop=2, grace=0.3, linger=0.15, look=0.02, cycle=0.1)
 LASTING = "exec sleep 600"
@@ -99,4 +99,4 @@ async def until(supervisor: Supervisor, name: str, *states: str) -> ServiceInfo:
     return info(supervisor, name)
 
 
-__all__ = ["FAST", "LASTING", "PATIENCE", "World", "eventually", "info", "is_alive", "number_in", "program", "until"]
+__all__ = ["FAST", "LASTING", "TIMEOUT_S", "World", "eventually", "info", "is_alive", "number_in", "program", "until"]

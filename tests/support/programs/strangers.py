@@ -12,13 +12,13 @@ import sys
 import time
 
 PR_SET_CHILD_SUBREAPER = 36
-PATIENCE = 0.5
+TIMEOUT_S = 0.5
 told: dict[int, int] = {}
 
 
 def take(wanted: int, how: str) -> int:
     """Fork until the number is ours."""
-    give_up_at = time.monotonic() + PATIENCE
+    give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
         reading, writing = os.pipe()
         with open("/proc/sys/kernel/ns_last_pid", "w") as last:
