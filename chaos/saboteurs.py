@@ -400,9 +400,9 @@ JOBS: Final = (
     Saboteur(
         "S-11",
         "forgets a start that follows a stop in progress",
-        "agent_shim/supervisor/service.py",
-        "        self.record.is_start_due = start\n",
-        "        self.record.is_start_due = False\n",
+        "agent_shim/supervisor/state.py",
+        "_RESTART: Final = Move(State.BOUNCING)\n",
+        "_RESTART: Final = Move(State.STOPPING)\n",
         "1 instances after restart and restart",
     ),
     Saboteur(
@@ -468,8 +468,8 @@ RESOURCES: Final = (
         "R-02",
         "never starts a job again that could not be started once",
         "agent_shim/supervisor/service.py",
-        "        self._move(Trigger.FAILED)\n",
-        "        self._move(Trigger.UNMONITOR_ASKED)\n",
+        "        self.on(Trigger.FAILED)\n",
+        "        self.on(Trigger.UNMONITOR_ASKED)\n",
         "the job that died runs again",
     ),
     Saboteur(

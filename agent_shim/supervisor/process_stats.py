@@ -196,7 +196,7 @@ class ProcessStats:
                     job=service.spec.job,
                     kind=service.spec.kind,
                     groups=tuple(sorted(service.spec.groups)),
-                    state=service.state.value,
+                    state=service.state.shown,
                     pid=process.pid if process is not None else 0,
                     restarts=service.record.restarts,
                     last_exit=service.record.last_exit,

@@ -1,7 +1,8 @@
 """Service lifecycle: start, watch, restart, stop.
 
-One coroutine runs per service. Each state has a step that ends with a transition; a request from outside changes the
-state and cancels the step. Cancellation never kills: a cancelled lifecycle leaves its process running.
+``Service.on`` takes every event and changes the state by the table of ``state``. One coroutine runs per service and
+does the work of its state; a request from outside interrupts the work. Cancellation never kills: a cancelled
+lifecycle leaves its process running.
 
 Durations are seconds, ``*_at`` is monotonic time.
 """
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -32,10 +33,15 @@ from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timin
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import (
     ACTIVE,
+    ENDING,
+    NEXT,
+    UNDERWAY,
     UP,
+    WORK,
+    Effect,
     State,
     Trigger,
-    after,
+    Work,
     reported,
 )
 
@@ -73,7 +79,21 @@ class Record(msgspec.Struct):
     was_taken_along: bool = False
     """Stopped together with a prerequisite, and started together with it."""
     is_start_due: bool = False
-    """A start follows the stop in progress."""
+    """Saved by version 0.2.0 with a stop that precedes a start."""
+
+    def __post_init__(self) -> None:
+        if self.is_start_due and self.state is State.STOPPING:
+            self.state = State.BOUNCING
+        self.is_start_due = False
+
+
+class StopRequest(NamedTuple):
+    """Data of a stop."""
+
+    by: float = float("inf")
+    """Monotonic time at which remaining processes get KILL."""
+    is_one_of_all: bool = False
+    """The stop is part of a stop of all jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +129,6 @@ class Service:
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
         """Failed checks of the running service, by rule number; any of them makes the service ``failing``."""
-        self.is_stuck = False
-        """The last stop left processes alive."""
         self._shared = shared
         self._timing = shared.timing
         self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
@@ -120,9 +138,7 @@ class Service:
         self._stopper: Process | None = None
         """The last stop program; it outlives its step if the file breaks meanwhile."""
         self._has_lived = False
-        self._stop_by = float("inf")
-        self._is_one_of_all = False
-        """The stop in progress stops all jobs."""
+        self._stop = StopRequest()
         self._patience = 0.0
         self._restarted_at: list[float] = []
         """Times of the last restarts, monotonic."""
@@ -156,15 +172,9 @@ class Service:
         process = self._finder.process
         return reported(self.state, fails_a_check=bool(self.complaints) or (process is not None and process.is_over))
 
-    @property
-    def is_underway(self) -> bool:
-        """A start or stop is in progress, or a restart is due immediately."""
-        at_once = self.state is State.DOWN and self.spec.is_restartable and not self._delay()
-        return at_once or self.state in (State.STARTING, State.RESTARTING, State.STOPPING)
-
-    async def reach(self, fact: Callable[[Service], bool]) -> None:
-        """Wait until ``fact`` holds; checks it after each transition."""
-        while not fact(self):
+    async def has_left(self, states: frozenset[State]) -> None:
+        """Wait until the state is none of these."""
+        while self.state in states:
             self._moved = self._moved or asyncio.Event()
             await self._moved.wait()
 
@@ -175,13 +185,11 @@ class Service:
         if spec.rules != self.spec.rules:
             self.complaints.clear()
         self.spec = spec
-        before = self.state
         if error := spec.error or (HELD.format(self.held_by) if self.held_by else ""):
-            self.record.state, self.record.reason = State.BROKEN, error
-        elif before is State.BROKEN:
-            self.record.state, self.record.reason = State.STOPPED, ""
-        if self.state is not before and self._step is not None:
-            self._step.cancel()
+            self.on(Trigger.FILE_BROKE)
+            self.record.reason = error
+        else:
+            self.on(Trigger.FILE_MENDED)
 
     def trust(self) -> None:
         """Read the files again that blocked an earlier agent: the request needs them."""
@@ -195,67 +203,69 @@ class Service:
     def start(self) -> None:
         """Start the service, after the stop in progress if there is one."""
         self.record.was_taken_along = False
-        if self.state is State.STOPPING:
-            self._follow_up(start=True)
-        elif self.state not in UP:
-            self.record.failures = 0
-            self._ask(Trigger.START_ASKED)
+        self.on(Trigger.START_ASKED)
 
-    def stop(self, by: float = float("inf"), *, is_one_of_all: bool = False) -> None:
-        """Stop dependants, then the service and all its processes.
-
-        Remaining processes get KILL at monotonic time ``by``.
-        """
-        self._is_counted = False
-        self._is_one_of_all = is_one_of_all
+    def stop(self, request: StopRequest = StopRequest()) -> None:  # noqa: B008 - immutable
+        """Stop dependants, then the service and all its processes."""
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
-                dependant.stop(by, is_one_of_all=is_one_of_all)
-        self._ask_stop(by)
+                dependant.stop(request)
+        self._stop = request
+        self.on(Trigger.STOP_ASKED)
 
     def bounce(self) -> None:
         """Restart the service and its active dependants."""
         for dependant in self.dependants:
             if dependant.state in ACTIVE:
                 dependant.bounce()
-        self._ask_stop()
-        self._follow_up(start=self.state is State.STOPPING)
+        self._stop = StopRequest()
+        self.on(Trigger.RESTART_ASKED)
 
     def unmonitor(self) -> None:
         """Stop monitoring the service and its dependants."""
         for dependant in self.dependants:
             dependant.unmonitor()
-        self._is_counted = False
-        self.complaints.clear()
-        self._follow_up(start=False)
-        self._ask(Trigger.UNMONITOR_ASKED)
+        self.on(Trigger.UNMONITOR_ASKED)
 
-    def _follow_up(self, *, start: bool) -> None:
-        """Record whether a start follows the stop in progress."""
-        self.record.is_start_due = start
-        self._shared.changed()
+    # --- events -----------------------------------------------------------------------------------------------------
 
-    def _ask_stop(self, by: float = float("inf")) -> None:
-        self._follow_up(start=False)
-        self._stop_by = by
-        self._ask(Trigger.STOP_ASKED)
-
-    def _ask(self, trigger: Trigger) -> None:
-        before = self.state
-        self._move(trigger)
-        if self.state is not before and self._step is not None:
-            self._step.cancel()
-
-    def _move(self, trigger: Trigger) -> None:
-        state = after(self.state, trigger)
-        if state is self.state:
+    def on(self, trigger: Trigger) -> None:
+        """Take an event: move to the next state with its effect, and interrupt work that the event does not end."""
+        before = self.record.state
+        move = NEXT[before].get(trigger)
+        if move is None:
             return
-        logger.info("%s: %s, now %s", self.name, trigger.value, state.value)
-        self.record.state = state
-        if self._moved is not None:
-            self._moved.set()
-            self._moved = None
+        self.record.state = move.to
+        self._take_effect(move.effect)
+        if move.to is not before:
+            logger.info("%s: %s, now %s", self.name, trigger.value, move.to.value)
+            if self._moved is not None:
+                self._moved.set()
+                self._moved = None
+        if self._step is not None and WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
+            self._step.cancel()
         self._shared.changed()
+
+    def _take_effect(self, effect: Effect) -> None:
+        record = self.record
+        if Effect.FORGIVE in effect:
+            record.failures = 0
+        if Effect.CLEAR_REASON in effect:
+            record.reason = ""
+        if Effect.CLEAR_COMPLAINTS in effect:
+            self.complaints.clear()
+        if Effect.COUNT in effect:
+            self._patience = 0.0
+            self._count_restart()
+        if Effect.UNCOUNT in effect:
+            self._is_counted = False
+        if Effect.RELEASE_PROGRAM in effect:
+            self._finder.release_program()
+        if Effect.FORGET_PROCESSES in effect:
+            self.release()
+            self._stopper = None
+            self._has_lived = False
+            record.traces = ProcessRecord()
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -271,25 +281,12 @@ class Service:
             self._finder.resume(record.traces)
             return
         record.traces = ProcessRecord()
-        if record.state is State.STOPPING and not record.is_start_due:
-            record.state = State.STOPPED
-        elif record.state not in (State.STOPPED, State.UNMONITORED, State.BROKEN):
-            record.state = State.STARTING
-        record.is_start_due = False
+        self.on(Trigger.REBOOTED)
 
     async def live(self) -> None:
         """Run the lifecycle until cancelled; cancellation leaves the process running."""
-        steps = {
-            State.STARTING: self._launch,
-            State.RESTARTING: self._launch,
-            State.RUNNING: self._watch,
-            State.SETTLING: self._settle,
-            State.DOWN: self._wait_and_retry,
-            State.STOPPING: self._end,
-        }
         while True:
-            step = asyncio.create_task(steps.get(self.state, _rest)(), name=f"{self.name} {self.state.value}")
-            self._step = step
+            self._step = step = asyncio.create_task(self._work(), name=f"work of {self.name}")
             try:
                 await asyncio.wait([step])
             finally:
@@ -297,6 +294,19 @@ class Service:
                 await asyncio.wait([step])
             if not step.cancelled():
                 step.result()
+
+    async def _work(self) -> None:
+        """Do the work of each state in turn, until an event interrupts it."""
+        work = {
+            Work.REST: asyncio.Event().wait,
+            Work.LAUNCH: self._launch,
+            Work.WATCH: self._watch,
+            Work.SETTLE: self._settle,
+            Work.WAIT: self._wait_and_retry,
+            Work.END: self._end,
+        }
+        while True:
+            await work[WORK[self.state]]()
 
     def release(self) -> None:
         """Drop the process handles; the processes stay alive."""
@@ -309,19 +319,18 @@ class Service:
         self._has_lived = True
         if self.state is State.STARTING:
             for prerequisite in self.prerequisites:
-                await prerequisite.reach(lambda it: not it.is_underway)
+                await prerequisite.has_left(UNDERWAY)
         else:
             await self._shared.restarts.take()
         try:
             await self._bring_up()
-        except LateError as exc:
-            # The process may still appear: an early retry would start a second one.
-            self._patience = self._timing.cycle
-            await self._failed(self._with_refusal(str(exc)))
         except HostError as exc:
-            await self._failed(self._with_refusal(str(exc)))
+            if isinstance(exc, LateError):
+                # The process may still appear: an early retry would start a second one.
+                self._patience = self._timing.cycle
+            await self._failed(f"{exc}; {self._finder.refused}" if self._finder.refused else str(exc))
         else:
-            self._appeared()
+            self.on(Trigger.APPEARED)
             await self._note_limits()
         if self._is_counted:
             self._is_counted = False
@@ -329,7 +338,8 @@ class Service:
 
     async def _bring_up(self) -> None:
         spec, finder = self.spec, self._finder
-        await self._await_stopper()
+        if self._stopper is not None:
+            await self._await_stopper(self._stopper)
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
@@ -342,7 +352,8 @@ class Service:
             await self._shared.may_start.wait()
             if not spec.is_process and self.state is State.RESTARTING:
                 await self._run_stop()
-            await self._clear()
+            if spec.is_process and spec.start.bpm is None and self.record.traces.begun:
+                await self._clear()
             with watchdog.reading(self.name, "its pidfile"):
                 before = process_record.read(spec.pidfile) if spec.pidfile else None
             finder.program = await self._run_start(spec.start)
@@ -353,21 +364,17 @@ class Service:
 
     async def _clear(self) -> None:
         """End remaining processes of the last run: they may hold a port or lock that the next run needs."""
-        traces = self.record.traces
-        if self.spec.is_process and traces.begun and not (self.spec.start and self.spec.start.bpm):
-            left = await self._shared.programs.clear(self.spec.label, traces, self._timing.grace)
-            if left:
-                raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, left))}")
+        left = await self._shared.programs.clear(self.spec.label, self.record.traces, self._timing.grace)
+        if left:
+            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, left))}")
 
-    async def _await_stopper(self) -> None:
+    async def _await_stopper(self, stopper: Process) -> None:
         """Wait for the stop program: no start program runs beside it."""
-        if self._stopper is None:
-            return
         try:
             async with asyncio.timeout(self.spec.stop.timeout if self.spec.stop else self._timing.stop):
-                await self._stopper.wait()
+                await stopper.wait()
         except TimeoutError:
-            await self._stopper.terminate(self._timing.grace)
+            await stopper.terminate(self._timing.grace)
         self._stopper = None
 
     async def _run_start(self, start: Program) -> Process:
@@ -384,17 +391,11 @@ class Service:
     async def _look(self) -> bool:
         return await self._finder.look(self.spec, self.record.traces)
 
-    def _appeared(self) -> None:
-        self._finder.release_program()
-        if self.state is State.STARTING:
-            self.record.reason = ""
-        self._move(Trigger.APPEARED)
-
     async def _failed(self, why: str) -> None:
         self.record.failures = max(self.record.failures + 1, 2)
         self.record.reason = await self._with_last_words(f"cannot start: {why}")
         self.notify("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
-        self._move(Trigger.FAILED)
+        self.on(Trigger.FAILED)
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -413,9 +414,8 @@ class Service:
             async with asyncio.timeout(self._timing.settle):
                 how = await self._finder.gone(self.spec)
         except TimeoutError:
-            self.record.reason = ""
             self.notify("Exists", "alert", f"process is running with pid {self._finder.pid}")
-            self._move(Trigger.SETTLED)
+            self.on(Trigger.SETTLED)
         else:
             if not await self._look():
                 await self._lost(how)
@@ -430,7 +430,6 @@ class Service:
         record.exits[kind] = record.exits.get(kind, 0) + 1
         record.last_exit = how
         record.reason = reason
-        self.complaints.clear()
         text = "process is not running"
         if killer := self._killer(how):
             record.oom_kills += 1
@@ -440,11 +439,13 @@ class Service:
         if self.spec.why_not_restarted:
             record.reason = f"{record.reason}; it is not restarted: {self.spec.why_not_restarted}"
         self.notify("Does not exist", self.spec.absence.kind, text)
-        self._move(Trigger.DIED)
+        self.on(Trigger.DIED)
         if self.spec.is_restartable:
             for dependant in self.dependants:
                 if dependant.state in ACTIVE:
                     dependant.bounce()
+            if not self._delay():
+                self.on(Trigger.RETRIED)
 
     def _killer(self, how: str) -> str:
         """Name the cause of an out-of-memory kill of the process or its descendants; empty without one."""
@@ -455,7 +456,7 @@ class Service:
         return "its limit of memory" if by_limit else "the kernel" if by_kernel else ""
 
     async def _wait_and_retry(self) -> None:
-        """Restart immediately or after a growing wait; adopt a process that appears meanwhile."""
+        """Restart after a growing wait; adopt a process that appears meanwhile."""
         if not self.spec.is_restartable:
             await self._wait_for_others()
             return
@@ -463,11 +464,9 @@ class Service:
         while (left := try_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left, self._timing.look))
             if await self._look():
-                self._appeared()
+                self.on(Trigger.APPEARED)
                 return
-        self._patience = 0.0
-        self._count_restart()
-        self._move(Trigger.RETRIED)
+        self.on(Trigger.RETRIED)
 
     async def _wait_for_others(self) -> None:
         """Apply the file's reaction to a missing process each cycle, as monit does, until the process appears."""
@@ -477,7 +476,7 @@ class Service:
             while time.monotonic() < again_at:
                 await asyncio.sleep(self._timing.look)
                 if await self._look():
-                    self._appeared()
+                    self.on(Trigger.APPEARED)
                     return
 
     def _count_restart(self) -> None:
@@ -531,7 +530,7 @@ class Service:
     async def _end(self) -> None:
         """Stop dependants, run the stop program, end the remaining processes, then verify that none is left."""
         for dependant in self.dependants:
-            await dependant.reach(lambda it: it.state not in UP and it.state is not State.STOPPING)
+            await dependant.has_left(UP | ENDING)
         programs, traces = self._shared.programs, self.record.traces
         known: list[Identity] = []
         left: list[Left] = []
@@ -543,25 +542,13 @@ class Service:
         if self.spec.start is not None:
             left = await programs.sweep(self.spec.label, traces, known, self._within(self._timing.grace))
             left += await self._unproven_left()
-        self.is_stuck = bool(left)
-        if not self.record.is_start_due:
-            # After a restart a complaint stands until its check passes.
-            self.complaints.clear()
-        self.record.failures = 0
-        self.record.reason = f"cannot end {', '.join(map(str, left))}" if left else ""
         if left:
+            self.record.reason = f"cannot end {', '.join(map(str, left))}"
             self.notify("Execution failed", "alert", "failed to stop")
-            self._move(Trigger.STUCK)
+            self.on(Trigger.STUCK)
             return
         await programs.dismiss(self.spec)
-        self.release()
-        self._stopper = None
-        self._has_lived = False
-        self.record.traces = ProcessRecord()
-        self._move(Trigger.EMPTIED)
-        if self.record.is_start_due:
-            self._follow_up(start=False)
-            self._move(Trigger.START_ASKED)
+        self.on(Trigger.EMPTIED)
 
     async def _unproven_left(self) -> list[Left]:
         """Find remaining processes without proof that they belong to this service; they get no signal.
@@ -571,7 +558,7 @@ class Service:
         """
         traces, running = self.record.traces, self._finder.process
         found = [left(running.identity)] if running is not None and running.is_alive and traces.is_guest else []
-        if traces.begun and not (traces.is_caged or self._is_one_of_all or self.record.is_start_due):
+        if traces.begun and not (traces.is_caged or self._stop.is_one_of_all or self.state is State.BOUNCING):
             found += await self._shared.programs.strays(traces.begun)
         return found
 
@@ -583,7 +570,7 @@ class Service:
             await program.terminate(self._within(self._timing.grace))
         if stop is not None and stop.bpm is not None:
             try:
-                await self._shared.bpm.stop(stop.bpm, min(self._stop_by, time.monotonic() + stop.timeout))
+                await self._shared.bpm.stop(stop.bpm, min(self._stop.by, time.monotonic() + stop.timeout))
             except OSError as exc:
                 self.notify("Execution failed", "alert", str(exc))
             return
@@ -609,7 +596,7 @@ class Service:
                 await stopper.terminate(self._within(self._timing.grace))
 
     def _within(self, wanted: float) -> float:
-        return max(0.0, min(wanted, self._stop_by - time.monotonic()))
+        return max(0.0, min(wanted, self._stop.by - time.monotonic()))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -624,9 +611,6 @@ class Service:
         if start is not None and start.bpm is None and (said := await self._shared.programs.refused_limit(self.name)):
             self.record.reason = f"running with a lower limit than its start program requested: {said}"
 
-    def _with_refusal(self, why: str) -> str:
-        return f"{why}; {self._finder.refused}" if self._finder.refused else why
-
     async def _with_last_words(self, why: str) -> str:
         start = self.spec.start
         call = start.bpm if start else None
@@ -636,8 +620,3 @@ class Service:
     def notify(self, event: str, action: str, description: str) -> None:
         """Report an event to operators."""
         self._shared.notify(Event(self.name, event, action, description))
-
-
-async def _rest() -> None:
-    """Wait for the next request."""
-    await asyncio.Event().wait()

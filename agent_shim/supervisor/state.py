@@ -1,15 +1,18 @@
-"""State machine of a service, as data. Pure."""
+"""State machine of a service, as data: the next state and the effect of each event in each state. Pure.
+
+``Service.on`` takes the events; the diagram in the documentation is drawn from the same table.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 
 class State(enum.Enum):
-    """State of a service; the value is shown to operators."""
+    """State of a service; the value is saved."""
 
     STOPPED = "stopped"
     """No process runs or should run."""
@@ -22,16 +25,28 @@ class State(enum.Enum):
     SETTLING = "settling"
     """Running again, and not yet considered stable."""
     STOPPING = "stopping"
+    BOUNCING = "bouncing"
+    """Stopping, and starting again afterwards."""
     UNMONITORED = "unmonitored"
     """Ignored, dead or alive."""
+    STUCK = "stuck"
+    """Ignored, because a stop left processes alive."""
     BROKEN = "broken"
     """Its monit file is unusable."""
+
+    @property
+    def shown(self) -> str:
+        """The word for operators."""
+        return _SHOWN.get(self, self.value)
 
 
 class Trigger(enum.Enum):
     """An event of a service; the value appears in the log."""
 
     START_ASKED = "start asked"
+    STOP_ASKED = "stop asked"
+    RESTART_ASKED = "restart asked"
+    UNMONITOR_ASKED = "unmonitor asked"
     APPEARED = "appeared"
     """The process is alive, and the start program has finished."""
     FAILED = "failed"
@@ -41,49 +56,156 @@ class Trigger(enum.Enum):
     RETRIED = "retried"
     """The next start is due."""
     SETTLED = "settled"
-    STOP_ASKED = "stop asked"
     EMPTIED = "emptied"
     """No process of the service is left."""
     STUCK = "stuck"
     """A process of the service cannot be ended."""
-    UNMONITOR_ASKED = "unmonitor asked"
+    FILE_BROKE = "file unusable"
+    FILE_MENDED = "file usable"
+    REBOOTED = "rebooted"
+    """All processes ended with the machine or the container."""
 
 
-_ENDED: Final = {Trigger.STOP_ASKED: State.STOPPING, Trigger.UNMONITOR_ASKED: State.UNMONITORED}
+class Effect(enum.Flag):
+    """Changes to a service that come with a transition."""
 
-NEXT: Final[Mapping[State, Mapping[Trigger, State]]] = MappingProxyType(
+    NONE = 0
+    FORGIVE = enum.auto()
+    """Failures in a row no longer lengthen the wait."""
+    CLEAR_REASON = enum.auto()
+    CLEAR_COMPLAINTS = enum.auto()
+    COUNT = enum.auto()
+    """The next start counts towards the restart limits."""
+    UNCOUNT = enum.auto()
+    RELEASE_PROGRAM = enum.auto()
+    """The start program is no longer watched."""
+    FORGET_PROCESSES = enum.auto()
+
+
+class Work(enum.Enum):
+    """Work of a service in a state; the value is the events that end it. A request interrupts it."""
+
+    REST = frozenset[Trigger]()
+    LAUNCH = frozenset({Trigger.APPEARED, Trigger.FAILED})
+    """Adopt the process; without one, run the start program."""
+    WATCH = frozenset({Trigger.DIED})
+    SETTLE = frozenset({Trigger.DIED, Trigger.SETTLED})
+    """Watch for a limited time."""
+    WAIT = frozenset({Trigger.APPEARED, Trigger.RETRIED})
+    """Let the back-off pass, or adopt a process that appears."""
+    END = frozenset({Trigger.EMPTIED, Trigger.STUCK})
+    """Run the stop program and end every process of the service."""
+
+
+class Move(NamedTuple):
+    """A transition: the next state and the effect."""
+
+    to: State
+    effect: Effect = Effect.NONE
+
+
+_START: Final = Move(State.STARTING, Effect.FORGIVE)
+_STOP: Final = Move(State.STOPPING, Effect.UNCOUNT)
+_RESTART: Final = Move(State.BOUNCING)
+_BREAK: Final = Move(State.BROKEN)
+_APPEAR: Final = Move(State.SETTLING, Effect.RELEASE_PROGRAM)
+_DIE: Final = Move(State.DOWN, Effect.CLEAR_COMPLAINTS)
+_EMPTY: Final = Effect.FORGIVE | Effect.CLEAR_REASON | Effect.FORGET_PROCESSES
+_WANTED: Final = {
+    Trigger.STOP_ASKED: _STOP,
+    Trigger.RESTART_ASKED: _RESTART,
+    Trigger.UNMONITOR_ASKED: Move(State.UNMONITORED, Effect.CLEAR_COMPLAINTS | Effect.UNCOUNT),
+    Trigger.FILE_BROKE: _BREAK,
+    Trigger.REBOOTED: Move(State.STARTING),
+}
+"""Events of a service that should run."""
+_LEFT_ALONE: Final = {
+    Trigger.START_ASKED: _START,
+    Trigger.STOP_ASKED: _STOP,
+    Trigger.RESTART_ASKED: _RESTART,
+    Trigger.FILE_BROKE: _BREAK,
+}
+_ENDING: Final = {
+    Trigger.STOP_ASKED: _STOP,
+    Trigger.UNMONITOR_ASKED: Move(State.STOPPING, Effect.CLEAR_COMPLAINTS | Effect.UNCOUNT),
+    Trigger.STUCK: Move(State.STUCK, Effect.FORGIVE | Effect.CLEAR_COMPLAINTS),
+    Trigger.FILE_BROKE: _BREAK,
+}
+
+NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
     {
-        State.STOPPED: {Trigger.START_ASKED: State.STARTING, Trigger.STOP_ASKED: State.STOPPING},
-        State.STARTING: {Trigger.APPEARED: State.RUNNING, Trigger.FAILED: State.DOWN, **_ENDED},
-        State.RUNNING: {Trigger.DIED: State.DOWN, **_ENDED},
-        State.DOWN: {
-            Trigger.RETRIED: State.RESTARTING,
-            Trigger.START_ASKED: State.RESTARTING,
-            Trigger.APPEARED: State.SETTLING,
-            **_ENDED,
+        State.STOPPED: _LEFT_ALONE,
+        State.STARTING: _WANTED
+        | {
+            Trigger.START_ASKED: _START,
+            Trigger.APPEARED: Move(State.RUNNING, Effect.RELEASE_PROGRAM | Effect.CLEAR_REASON),
+            Trigger.FAILED: Move(State.DOWN),
         },
-        State.RESTARTING: {Trigger.APPEARED: State.SETTLING, Trigger.FAILED: State.DOWN, **_ENDED},
-        State.SETTLING: {Trigger.SETTLED: State.RUNNING, Trigger.DIED: State.DOWN, **_ENDED},
-        State.STOPPING: {Trigger.EMPTIED: State.STOPPED, Trigger.STUCK: State.UNMONITORED},
-        State.UNMONITORED: {Trigger.START_ASKED: State.STARTING, Trigger.STOP_ASKED: State.STOPPING},
-        State.BROKEN: {},
+        State.RUNNING: _WANTED | {Trigger.DIED: _DIE},
+        State.DOWN: _WANTED
+        | {
+            Trigger.START_ASKED: Move(State.RESTARTING, Effect.FORGIVE),
+            Trigger.RETRIED: Move(State.RESTARTING, Effect.COUNT),
+            Trigger.APPEARED: _APPEAR,
+        },
+        State.RESTARTING: _WANTED
+        | {
+            Trigger.START_ASKED: Move(State.RESTARTING, Effect.FORGIVE),
+            Trigger.APPEARED: _APPEAR,
+            Trigger.FAILED: Move(State.DOWN),
+        },
+        State.SETTLING: _WANTED
+        | {
+            Trigger.SETTLED: Move(State.RUNNING, Effect.CLEAR_REASON),
+            Trigger.DIED: _DIE,
+        },
+        State.STOPPING: _ENDING
+        | {
+            Trigger.START_ASKED: _RESTART,
+            Trigger.RESTART_ASKED: _RESTART,
+            Trigger.EMPTIED: Move(State.STOPPED, _EMPTY | Effect.CLEAR_COMPLAINTS),
+            Trigger.REBOOTED: Move(State.STOPPED),
+        },
+        # A complaint stands over a restart until its check passes.
+        State.BOUNCING: _ENDING
+        | {
+            Trigger.EMPTIED: Move(State.STARTING, _EMPTY),
+            Trigger.REBOOTED: Move(State.STARTING),
+        },
+        State.UNMONITORED: _LEFT_ALONE,
+        State.STUCK: _LEFT_ALONE | {Trigger.REBOOTED: Move(State.UNMONITORED)},
+        State.BROKEN: {Trigger.FILE_MENDED: Move(State.STOPPED, Effect.CLEAR_REASON)},
     }
 )
-"""Transitions by trigger; an unlisted trigger has no effect."""
+"""Transitions; an event that is not listed has no effect."""
 
-MOVES: Final[Mapping[State, frozenset[State]]] = MappingProxyType(
-    {state: frozenset(moves.values()) for state, moves in NEXT.items()}
+WORK: Final[Mapping[State, Work]] = MappingProxyType(
+    {
+        State.STOPPED: Work.REST,
+        State.STARTING: Work.LAUNCH,
+        State.RUNNING: Work.WATCH,
+        State.DOWN: Work.WAIT,
+        State.RESTARTING: Work.LAUNCH,
+        State.SETTLING: Work.SETTLE,
+        State.STOPPING: Work.END,
+        State.BOUNCING: Work.END,
+        State.UNMONITORED: Work.REST,
+        State.STUCK: Work.REST,
+        State.BROKEN: Work.REST,
+    }
 )
-"""Possible successors of each state."""
 
-MONITORED: Final = frozenset(State) - {State.STOPPED, State.STOPPING, State.UNMONITORED}
-"""States with a non-zero monitor flag in monit."""
 UP: Final = frozenset({State.RUNNING, State.SETTLING})
 """The process is alive and watched."""
-
+ENDING: Final = frozenset({State.STOPPING, State.BOUNCING})
+UNDERWAY: Final = ENDING | {State.STARTING, State.RESTARTING}
+"""A start or stop is in progress."""
 ACTIVE: Final = UP | {State.STARTING, State.RESTARTING}
 """Up or starting."""
+MONITORED: Final = frozenset(State) - ENDING - {State.STOPPED, State.UNMONITORED, State.STUCK}
+"""States with a non-zero monitor flag in monit."""
 
+_SHOWN: Final = {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
 _REPORTED: Final = {
     State.STARTING: "starting",
     State.SETTLING: "starting",
@@ -92,11 +214,6 @@ _REPORTED: Final = {
     State.RESTARTING: "failing",
     State.BROKEN: "failing",
 }
-
-
-def after(state: State, trigger: Trigger) -> State:
-    """Return the next state after ``trigger``."""
-    return NEXT[state].get(trigger, state)
 
 
 def reported(state: State, *, fails_a_check: bool = False) -> str:
@@ -120,9 +237,29 @@ def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
 
 
 def mermaid() -> str:
-    """Render the transitions as a diagram for the documentation."""
-    lines = ["stateDiagram-v2", f"    [*] --> {State.STOPPED.value}"]
-    for state, moves in NEXT.items():
-        lines += [f"    {state.value} --> {target.value}: {trigger.value}" for trigger, target in moves.items()]
-    lines.append(f"    [*] --> {State.BROKEN.value}: its file cannot be used")
+    """Render the transitions as a diagram for the documentation.
+
+    An arrow names all events that lead along it. Events with the same target in all states of a service that should run
+    leave the box around them; an unusable file may be found in any state.
+    """
+    inner = [state for state in State if state in ACTIVE | {State.DOWN}]
+    arrows: dict[State, dict[Trigger, State]] = {
+        state: {trigger: move.to for trigger, move in moves.items() if trigger is not Trigger.FILE_BROKE}
+        for state, moves in NEXT.items()
+    }
+    common = dict(set.intersection(*(set(arrows[state].items()) for state in inner)))
+    lines = ["stateDiagram-v2", "    [*] --> stopped", "    [*] --> broken: file unusable", "    state wanted {"]
+    for state in inner:
+        own = {trigger: to for trigger, to in arrows.pop(state).items() if trigger not in common and to is not state}
+        lines += [f"        {arrow}" for arrow in _arrows(state.value, own)]
+    lines.append("    }")
+    for name, moves in [("wanted", common), *((state.value, moves) for state, moves in arrows.items())]:
+        lines += [f"    {arrow}" for arrow in _arrows(name, moves) if not arrow.startswith(f"{name} --> {name}:")]
     return "\n".join(lines) + "\n"
+
+
+def _arrows(source: str, moves: Mapping[Trigger, State]) -> list[str]:
+    events: dict[State, list[str]] = {}
+    for trigger in [trigger for trigger in Trigger if trigger in moves]:
+        events.setdefault(moves[trigger], []).append(trigger.value)
+    return [f"{source} --> {target.value}: {', '.join(names)}" for target, names in events.items()]

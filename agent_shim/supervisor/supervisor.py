@@ -29,8 +29,8 @@ from agent_shim.supervisor.process_finder import Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
-from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
-from agent_shim.supervisor.state import ACTIVE, MONITORED, State, job_state
+from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
+from agent_shim.supervisor.state import ACTIVE, ENDING, MONITORED, UNDERWAY, State, job_state
 
 __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
 
@@ -327,7 +327,7 @@ class Supervisor:
         begun = min((each.record.traces.begun for each in vcap if each.record.traces.begun), default=0)
         is_uncaged = any(each.record.traces.begun and not each.record.traces.is_caged for each in vcap)
         for service in vcap:
-            service.stop(time.monotonic() + kill_after, is_one_of_all=True)
+            service.stop(StopRequest(time.monotonic() + kill_after, is_one_of_all=True))
         await self._save()
         if not (self._is_sealed or self._is_wanted):  # a start may have come meanwhile
             await files.save(self._paths.stopped_marker, b"")
@@ -389,7 +389,7 @@ class Supervisor:
     async def finished(self, name: str) -> ServiceInfo:
         """Wait until no start or stop of a service is in progress, then describe it."""
         service = self._named(name)
-        await service.reach(lambda it: not it.is_underway)
+        await service.has_left(UNDERWAY)
         return self._readings.describe([service])[0]
 
     async def _ordered(self, name: str) -> Service:
@@ -499,11 +499,11 @@ async def _stopped(services: Sequence[Service], timeout: float) -> None:
     try:
         async with asyncio.timeout(timeout):
             for service in services:
-                await service.reach(lambda it: it.state is not State.STOPPING)
+                await service.has_left(ENDING)
     except TimeoutError:
-        names = ", ".join(service.name for service in services if service.state is State.STOPPING)
+        names = ", ".join(service.name for service in services if service.state in ENDING)
         raise ActionError(f"Timed out waiting for services '{names}' to stop after {timeout / 60:g} minutes") from None
-    stuck = {service.name: service.record.reason for service in services if service.is_stuck}
+    stuck = {service.name: service.record.reason for service in services if service.state is State.STUCK}
     if stuck:
         why = "; ".join(f"{name}: {reason}" for name, reason in stuck.items())
         raise ActionError(f"Stopping services '[{' '.join(stuck)}]' errored: {why}")

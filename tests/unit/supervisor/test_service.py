@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.service import Service, ServiceContext
+from agent_shim.supervisor.service import Record, Service, ServiceContext
 from agent_shim.supervisor.state import State
 
 
@@ -30,16 +31,14 @@ async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_tim
 
 
 @pytest.mark.parametrize(
-    ("state", "after", "is_start_due"),
+    ("state", "after"),
     [
-        (State.STOPPED, State.STOPPED, False),
-        (State.UNMONITORED, State.UNMONITORED, False),
-        (State.RUNNING, State.STOPPING, True),
+        (State.STOPPED, State.STOPPED),
+        (State.UNMONITORED, State.UNMONITORED),
+        (State.RUNNING, State.BOUNCING),
     ],
 )
-async def test_a_restart_takes_along_only_dependants_that_are_up(
-    state: State, after: State, is_start_due: bool
-) -> None:
+async def test_a_restart_takes_along_only_dependants_that_are_up(state: State, after: State) -> None:
     """One that was stopped stays so."""
     service, dependant = made("web"), made("needs-web")
     service.dependants = [dependant]
@@ -47,8 +46,16 @@ async def test_a_restart_takes_along_only_dependants_that_are_up(
 
     service.bounce()
 
-    assert (service.state, service.record.is_start_due) == (State.STOPPING, True)
-    assert (dependant.state, dependant.record.is_start_due) == (after, is_start_due)
+    assert (service.state, dependant.state) == (State.BOUNCING, after)
+
+
+def test_a_restart_saved_by_the_first_release_goes_on() -> None:
+    """Version 0.2.0 saved it as a stop with a mark."""
+    saved = msgspec.json.decode(b'{"state": "stopping", "is_start_due": true}', type=Record)
+    stop = msgspec.json.decode(b'{"state": "stopping", "is_start_due": false}', type=Record)
+
+    assert (saved.state, stop.state) == (State.BOUNCING, State.STOPPING)
+    assert b'"is_start_due":false' in msgspec.json.encode(saved)
 
 
 def made(name: str) -> Service:

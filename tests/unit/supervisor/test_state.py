@@ -5,69 +5,84 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.supervisor.state import (
+    ACTIVE,
+    ENDING,
     MONITORED,
-    MOVES,
     NEXT,
+    UNDERWAY,
+    WORK,
+    Move,
     State,
     Trigger,
-    after,
+    Work,
     job_state,
     mermaid,
     reported,
 )
 
-# A column for each trigger in the order of the class: start, appeared, failed, died, retried, settled, stop, emptied,
-# stuck, unmonitor. A dot is a trigger that changes nothing.
+# A column for each event in the order of the class: the requests start, stop, restart, unmonitor; appeared, failed,
+# died, retried, settled, emptied, stuck; file unusable, file usable, rebooted. A dot is an event that changes nothing.
 TABLE = """
-stopped      starting   .        .    .    .          .       stopping .       .           .
-starting     .          running  down .    .          .       stopping .       .           unmonitored
-running      .          .        .    down .          .       stopping .       .           unmonitored
-down         restarting settling .    .    restarting .       stopping .       .           unmonitored
-restarting   .          settling down .    .          .       stopping .       .           unmonitored
-settling     .          .        .    down .          running stopping .       .           unmonitored
-stopping     .          .        .    .    .          .       .        stopped unmonitored .
-unmonitored  starting   .        .    .    .          .       stopping .       .           .
-broken       .          .        .    .    .          .       .        .       .           .
-"""
+stopped      starting   stopping bouncing .           .        .    .    .          .       .        .     broken .       .
+starting     starting   stopping bouncing unmonitored running  down .    .          .       .        .     broken .       starting
+running      .          stopping bouncing unmonitored .        .    down .          .       .        .     broken .       starting
+down         restarting stopping bouncing unmonitored settling .    .    restarting .       .        .     broken .       starting
+restarting   restarting stopping bouncing unmonitored settling down .    .          .       .        .     broken .       starting
+settling     .          stopping bouncing unmonitored .        .    down .          running .        .     broken .       starting
+stopping     bouncing   stopping bouncing stopping    .        .    .    .          .       stopped  stuck broken .       stopped
+bouncing     .          stopping .        stopping    .        .    .    .          .       starting stuck broken .       starting
+unmonitored  starting   stopping bouncing .           .        .    .    .          .       .        .     broken .       .
+stuck        starting   stopping bouncing .           .        .    .    .          .       .        .     broken .       unmonitored
+broken       .          .        .        .           .        .    .    .          .       .        .     .      stopped .
+"""  # noqa: E501 - a table
 EXPECTED = [
-    (State(name), trigger, State(name if target == "." else target))
+    (State(name), trigger, None if target == "." else State(target))
     for name, *targets in (line.split() for line in TABLE.strip().splitlines())
     for trigger, target in zip(Trigger, targets, strict=True)
 ]
 
 
 @pytest.mark.parametrize(("state", "trigger", "target"), EXPECTED)
-def test_where_a_trigger_leads(state: State, trigger: Trigger, target: State) -> None:
+def test_where_an_event_leads(state: State, trigger: Trigger, target: State | None) -> None:
     """The table above, cell by cell."""
-    assert after(state, trigger) is target
+    move = NEXT[state].get(trigger)
+
+    assert (move.to if move else None) is target
 
 
 def test_table_is_complete() -> None:
-    """Every state and every trigger is in it, in both directions."""
+    """Every state and every event is in it, in both directions; every state has work."""
     assert {(state, trigger) for state, trigger, _ in EXPECTED} == {(s, t) for s in State for t in Trigger}
-    assert set(NEXT) == set(MOVES) == set(State)
+    assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)
-
-
-def test_every_state_can_be_reached() -> None:
-    """From a stopped service; a broken one is made, not reached."""
-    reached = {State.STOPPED}
-    while more := {target for state in reached for target in MOVES[state]} - reached:
-        reached |= more
-
-    assert reached == set(State) - {State.BROKEN}
-
-
-def test_every_state_leads_back_to_stopped() -> None:
-    """Stop means stopped, from wherever it is asked."""
-    for state in set(State) - {State.BROKEN}:
-        assert after(after(state, Trigger.STOP_ASKED), Trigger.EMPTIED) is State.STOPPED
+    assert set(WORK.values()) == set(Work)
 
 
 def test_way_to_running_after_a_death_leads_through_settling() -> None:
     """A restart in milliseconds does not hide a crash loop."""
-    assert {state for state in State if State.RUNNING in MOVES[state]} == {State.STARTING, State.SETTLING}
-    assert {state for state in State if State.STARTING in MOVES[state]} == {State.STOPPED, State.UNMONITORED}
+    assert sources(State.RUNNING, Trigger.APPEARED, Trigger.SETTLED) == {State.STARTING, State.SETTLING}
+    assert sources(State.STARTING, Trigger.RETRIED, Trigger.DIED, Trigger.FAILED) == set()
+
+
+def sources(target: State, *triggers: Trigger) -> set[State]:
+    """The states that one of these events leads to ``target``."""
+    return {state for state in State for trigger in triggers if NEXT[state].get(trigger, Move(state)).to is target} - {
+        target
+    }
+
+
+def test_what_is_underway() -> None:
+    """A state with a start or a stop in progress, by its work."""
+    assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
+    assert {state for state in State if WORK[state] is Work.END} == ENDING
+    assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.WATCH, Work.SETTLE)} == ACTIVE
+
+
+def test_operators_see_the_words_of_the_first_release() -> None:
+    """A restart in progress is a stop to them, and a service whose stop failed is unmonitored."""
+    shown = {state: state.shown for state in State if state.shown != state.value}
+
+    assert shown == {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,9 @@ def test_way_to_running_after_a_death_leads_through_settling() -> None:
         (State.RESTARTING, "failing"),
         (State.SETTLING, "starting"),
         (State.STOPPING, "unknown"),
+        (State.BOUNCING, "unknown"),
         (State.UNMONITORED, "unknown"),
+        (State.STUCK, "unknown"),
         (State.BROKEN, "failing"),
     ],
 )
@@ -114,10 +131,20 @@ def test_job_state(processes: list[str], text: str) -> None:
     assert job_state(processes, is_stopped=True) == "stopped"
 
 
-def test_diagram_shows_every_move() -> None:
-    """One line for each, readable by mermaid."""
+def test_diagram_shows_every_transition() -> None:
+    """Each event of each state is on an arrow of the state, or on one of the box around it; readable by mermaid."""
     lines = mermaid().splitlines()
+    events: dict[tuple[str, str], str] = {}
+    for line in lines:
+        arrow, _, names = line.strip().partition(": ")
+        source, _, target = arrow.partition(" --> ")
+        events |= {(source, name): target for name in names.split(", ") if name}
 
     assert lines[0] == "stateDiagram-v2"
-    assert "    down --> settling: appeared" in lines
-    assert len(lines) == 3 + sum(len(moves) for moves in NEXT.values())
+    assert "        down --> restarting: start asked, retried" in lines
+    assert "    wanted --> stopping: stop asked" in lines
+    for state, moves in NEXT.items():
+        for trigger, move in moves.items():
+            places = [state.value, *(["wanted"] if state in ACTIVE or state is State.DOWN else []), "[*]"]
+            drawn = next((events[at, trigger.value] for at in places if (at, trigger.value) in events), state.value)
+            assert drawn == move.to.value, f"{state} {trigger}"

@@ -29,7 +29,7 @@ from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_finder import LateError, Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
-from agent_shim.supervisor.state import State
+from agent_shim.supervisor.state import ENDING, State
 
 TIMING: Final = Timing()
 SPEC: Final = ProcessSpec(
@@ -259,7 +259,7 @@ class Model:
     """What is wanted and whether it is trusted; the rest are facts of the machine."""
 
     machine: Machine
-    wanted: Literal["up", "down", "left alone", "nothing usable"] = "down"
+    wanted: Literal["up", "down", "left alone", "stuck", "nothing usable"] = "down"
     is_trusted: bool = True
     is_ending: bool = False
     """A stop has been asked for and has not been through."""
@@ -275,8 +275,10 @@ class Model:
                 return State.BROKEN
             case "left alone":
                 return State.UNMONITORED
+            case "stuck":
+                return State.STUCK
             case "down":
-                return State.STOPPING if self.is_ending else State.STOPPED
+                return (State.BOUNCING if self.again else State.STOPPING) if self.is_ending else State.STOPPED
         if machine.is_stopping:
             return State.STARTING if self.is_trusted else State.RESTARTING
         if machine.is_starting and not (self.watched is not None and self.watched.is_alive):
@@ -303,6 +305,7 @@ class Model:
 
     def boot(self) -> None:
         """Nothing has survived; what was wanted is started anew, and trusted."""
+        self.wanted = "left alone" if self.wanted == "stuck" else self.wanted
         self.watched, self.is_trusted = None, True
         if self.is_ending:
             self.is_ending, self.wanted = False, "up" if self.again else "down"
@@ -311,11 +314,11 @@ class Model:
     def look(self, state: State, now: float) -> None:
         """Take up the facts; ``state`` tells only that a stop is through, and how, and the exact moment of trust."""
         machine = self.machine
-        if self.is_ending and state is not State.STOPPING:
+        if self.is_ending and state not in ENDING:
             self.is_ending, self.watched = False, None
-            if state is State.UNMONITORED:
+            if state is State.STUCK:
                 assert machine.is_there, "called stuck, though nothing is left"
-                self.wanted, self.again = "left alone", False
+                self.wanted, self.again = "stuck", False
             else:
                 assert self.again or not (machine.is_there or machine.is_starting), "called stopped, and it lives"
                 if self.again:

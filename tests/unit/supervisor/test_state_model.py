@@ -1,0 +1,195 @@
+"""Every sequence of events over the table of states, whatever its length: what must never happen does not.
+
+The table is played on a small machine: at most a process and a start program that the service's record knows, and
+others that it does not. The machine is finite, so all sequences are covered once every world that one can lead to has
+been visited. The work of a state is a model here; ``test_walk`` plays long sequences on the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import pytest
+
+from agent_shim.supervisor.state import NEXT, WORK, Effect, Move, State, Trigger, Work
+
+Table: TypeAlias = Mapping[State, Mapping[Trigger, Move]]
+
+ASKED: Final = {
+    Trigger.START_ASKED: "up",
+    Trigger.RESTART_ASKED: "up",
+    Trigger.STOP_ASKED: "down",
+    Trigger.UNMONITOR_ASKED: "left alone",
+    Trigger.FILE_BROKE: "",
+}
+OUTSIDE: Final = (*ASKED, Trigger.FILE_MENDED, Trigger.REBOOTED)
+"""Events that no work raises."""
+
+TWO: Final = "two processes"
+STOP: Final = "a stop does not win"
+UNASKED: Final = "started without a request"
+NO_WAY: Final = "no way out"
+
+
+class Violation(Exception):  # noqa: N818 - a finding
+    pass
+
+
+@dataclass(frozen=True)
+class World:
+    """A service and its machine."""
+
+    state: State = State.STOPPED
+    asked: str = "down"
+    """By the last request; nothing since a file was unusable."""
+    process: bool = False
+    """A process is alive that the record knows."""
+    starter: bool = False
+    """A start program is running that the record knows, and may bring a process."""
+    strangers: int = 0
+    """Processes and start programs that the record has lost."""
+
+    def on(self, trigger: Trigger, table: Table) -> World:
+        """The world after an event, as ``Service.on`` makes it."""
+        move = table[self.state].get(trigger)
+        if move is None:
+            return self
+        one = replace(self, state=move.to)
+        if Effect.RELEASE_PROGRAM in move.effect:
+            # One that has brought the process brings no other.
+            one = replace(one, starter=False, strangers=one.strangers + (one.starter and not one.process))
+        if Effect.FORGET_PROCESSES in move.effect:
+            one = replace(one, process=False, starter=False, strangers=one.strangers + one.process + one.starter)
+        if one.state is State.STOPPED and one.asked == "down" and (one.process or one.starter or one.strangers):
+            raise Violation(STOP)
+        # A stop that could not be carried out has failed: its caller has the error, and no request is left.
+        return replace(one, asked="left alone") if one.state is State.STUCK else one
+
+    def asked_for(self, table: Table) -> Iterator[World]:
+        """The worlds after each request, and after each event of files and machines."""
+        for trigger in OUTSIDE:
+            one = self
+            if trigger in ASKED and self.state is not State.BROKEN:
+                one = replace(self, asked=ASKED[trigger])
+            if trigger is Trigger.REBOOTED:
+                one = replace(self, process=False, starter=False, strangers=0)
+            yield one.on(trigger, table)
+
+    def left_to_itself(self, table: Table) -> Iterator[World]:
+        """The worlds after each thing that can happen without a request."""
+        if self.process:
+            yield replace(self, process=False)
+        if self.starter:
+            yield replace(self, starter=False)
+            yield replace(self, starter=False, process=True)
+        match WORK[self.state]:
+            case Work.LAUNCH if self.process:
+                yield self.on(Trigger.APPEARED, table)
+            case Work.LAUNCH:
+                yield replace(self, starter=False).on(Trigger.FAILED, table)
+                if not self.starter:
+                    yield self.started()
+            case Work.WATCH if not self.process:
+                yield self.on(Trigger.DIED, table)
+            case Work.SETTLE:
+                yield self.on(Trigger.SETTLED if self.process else Trigger.DIED, table)
+            case Work.WAIT:
+                yield self.on(Trigger.APPEARED if self.process else Trigger.RETRIED, table)
+            case Work.END:
+                yield replace(self, process=False, starter=False).on(Trigger.EMPTIED, table)
+                if self.process:
+                    yield self.on(Trigger.STUCK, table)
+
+    def started(self) -> World:
+        if self.asked != "up":
+            raise Violation(STOP if self.asked == "down" else UNASKED)
+        if self.strangers:
+            raise Violation(TWO)
+        return replace(self, starter=True)
+
+
+def violations(table: Table) -> set[str]:
+    """The broken promises, over all sequences of events."""
+    found = {
+        NO_WAY
+        for state, moves in table.items()
+        for trigger in WORK[state].value
+        if trigger not in moves or moves[trigger].to is state
+    }
+    alone: dict[World, set[World]] = {}
+    all_next: dict[World, set[World]] = {}
+    ahead = [World()]
+    for world in ahead:
+        if world in alone:
+            continue
+        alone[world], all_next[world] = set(), set()
+        for events, leads in ((world.left_to_itself(table), alone), (world.asked_for(table), all_next)):
+            while True:
+                try:
+                    leads[world].add(next(events))
+                except StopIteration:
+                    break
+                except Violation as violation:
+                    found.add(str(violation))
+                    break
+        all_next[world] |= alone[world]
+        ahead.extend(all_next[world])
+    assert {world.state for world in alone} <= set(State)
+    if not all(reaching(all_next, state) == set(alone) for state in State):
+        found.add(NO_WAY)
+    ended = reaching(alone, State.STOPPED) | reaching(alone, State.STUCK)
+    if any(world.asked == "down" and world not in ended for world in alone):
+        found.add(STOP)
+    runs = reaching(alone, State.RUNNING) | reaching(alone, State.STUCK)
+    if any(world.asked == "up" and world not in runs for world in alone):
+        found.add(NO_WAY)
+    return found
+
+
+def reaching(leads: Mapping[World, Iterable[World]], state: State) -> set[World]:
+    """The worlds from which some sequence of events leads to the state."""
+    sources: dict[World, set[World]] = {}
+    for world, targets in leads.items():
+        for target in targets:
+            sources.setdefault(target, set()).add(world)
+    ahead = [world for world in leads if world.state is state]
+    found = set(ahead)
+    for world in ahead:
+        new = sources.get(world, set()) - found
+        found |= new
+        ahead.extend(new)
+    return found
+
+
+def test_no_sequence_of_events_breaks_a_promise() -> None:
+    """Never two processes, stop wins, nothing unmonitored is started, and every state has a way out."""
+    assert violations(NEXT) == set()
+
+
+@pytest.mark.parametrize(
+    ("state", "trigger", "move", "violation"),
+    [
+        (State.RUNNING, Trigger.UNMONITOR_ASKED, Move(State.UNMONITORED, Effect.FORGET_PROCESSES), TWO),
+        (State.STARTING, Trigger.UNMONITOR_ASKED, Move(State.UNMONITORED, Effect.RELEASE_PROGRAM), TWO),
+        (State.STUCK, Trigger.STOP_ASKED, Move(State.STOPPED, Effect.FORGET_PROCESSES), STOP),
+        (State.RUNNING, Trigger.STOP_ASKED, Move(State.STOPPED), STOP),
+        (State.STOPPING, Trigger.EMPTIED, Move(State.STARTING), STOP),
+        (State.BOUNCING, Trigger.STOP_ASKED, None, STOP),
+        (State.RESTARTING, Trigger.STOP_ASKED, Move(State.UNMONITORED), STOP),
+        (State.BOUNCING, Trigger.UNMONITOR_ASKED, None, UNASKED),
+        (State.BROKEN, Trigger.FILE_MENDED, Move(State.STARTING), UNASKED),
+        (State.STUCK, Trigger.REBOOTED, Move(State.STARTING), UNASKED),
+        (State.STARTING, Trigger.FAILED, None, NO_WAY),
+        (State.STUCK, Trigger.START_ASKED, None, NO_WAY),
+        (State.BROKEN, Trigger.FILE_MENDED, None, NO_WAY),
+        (State.SETTLING, Trigger.DIED, Move(State.STOPPED), NO_WAY),
+    ],
+)
+def test_a_wrong_table_is_found(state: State, trigger: Trigger, move: Move | None, violation: str) -> None:
+    """One wrong cell is enough."""
+    moves = {known: to for known, to in NEXT[state].items() if known is not trigger}
+    wrong = {**NEXT, state: moves | ({trigger: move} if move is not None else {})}
+
+    assert violation in violations(wrong)
