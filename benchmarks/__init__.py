@@ -1,1 +1,1 @@
-"""What an agent costs and how long it makes one wait, measured through the wire alone."""
+"""Resources and latencies of an agent, measured through the wire alone."""

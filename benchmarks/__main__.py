@@ -119,7 +119,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     """Measure, print, draw."""
     args = parsed()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started stays
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or started processes remain
     if args.earlier:
         document = json.loads(args.earlier.read_text())
     else:

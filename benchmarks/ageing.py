@@ -58,7 +58,7 @@ async def grown(w: World, work: object) -> Figure:
 
 
 async def act(w: World, count: int) -> None:
-    """What a Director asks, the usual mix: mostly what is answered at once, one in a hundred a task."""
+    """Send a Director's usual mix of requests: mostly immediate answers, one task in a hundred."""
     spec = w.spec(5, 1)
     for number in range(count // 10):
         await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(6)))
@@ -125,7 +125,7 @@ async def lose_links(own: dict[str, object], count: int) -> float:
 
 def cut(bus: NatsBus) -> None:
     """As a server that goes away without a word."""
-    link = bus._link  # noqa: SLF001 - nobody but a server ends a link, and a server ends those of all
+    link = bus._link  # noqa: SLF001 - only a server can end a link, and it would end all of them
     if link is not None:
         link.end("cut")
 

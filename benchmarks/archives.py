@@ -1,6 +1,6 @@
-"""Bytes: unpacking and packing beside tar, gzip, pigz and igzip on the same files.
+"""Throughput: unpacking and packing beside tar, gzip, pigz and igzip on the same files.
 
-What the agent is asked for is ``apply`` of one large package and of one with many files, and ``fetch_logs``.
+The agent gets ``apply`` of one large package and of one with many files, and ``fetch_logs``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ OWN_MACHINE: Final = (
     "&& mount --bind /mnt/etc /etc && mount -t tmpfs tmpfs /usr/local/share "
     "&& (getent group vcap >/dev/null || useradd -U -M vcap) && "
 )
-"""What an agent that is root writes stays in its own world: the tree, /etc, and authorities."""
+"""Mounts that confine the writes of an agent that is root: the tree, /etc, and authorities."""
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5
 
@@ -59,9 +59,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def measure_as_root(command: str, found: Figures) -> None:
-    """The same below the real ``/var/vcap`` with all that root does at a start, in mount and UTS namespaces of its own.
+    """Measure boots below the real ``/var/vcap`` with all root steps, in new mount and UTS namespaces.
 
-    The median of each step that took a millisecond or more stands beside the figure, in milliseconds.
+    Beside the figure is the median of each step that took a millisecond or more, in milliseconds.
     """
     inside = shlex.quote(f"{OWN_MACHINE}exec {command.replace('{base}', '/var/vcap')}")
     took: list[float] = []

@@ -1,7 +1,7 @@
-"""``./dev run python -m benchmarks.coming_back``: how long an instance takes to come back; needs root. Prints one JSON.
+"""``./dev run python -m benchmarks.coming_back``: the time of an instance to come back; needs root. Prints one JSON.
 
-Five jobs with a pre-start each and a disk, in containers with mounts and process numbers of their own: restarted in
-place, made anew with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of the agent.
+Five jobs with a pre-start each and a disk, in containers with their own mounts and process numbers: restarted in place,
+created again with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of the agent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def job(name: str) -> dict[str, str | bytes]:
 
 
 async def running(one: Pod, begun_at: float) -> float:
-    """Seconds from ``begun_at`` (monotonic) until the Director is told that all jobs run."""
+    """Return the seconds from ``begun_at`` (monotonic) until the Director sees all jobs running."""
     await one.until("running")
     return time.monotonic() - begun_at
 

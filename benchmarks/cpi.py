@@ -45,11 +45,11 @@ START: Final = "import json, msgspec"
 
 
 async def measure(command: str, scale: float, figures: Figures) -> None:
-    """Start a node and take what was measured there."""
+    """Start a node and return the measurements taken there."""
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch, "figures.json")
         argv = [sys.executable, "-m", "benchmarks.cpi", str(found), str(scale)]
-        # What the node says belongs with the progress.
+        # Messages of the node belong to the progress.
         run = "import sys; from tests.kubernetes.__main__ import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
         done = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *argv, stdout=sys.stderr)
         code = await done.wait()
@@ -353,7 +353,7 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """The settings of another agent in the place of these; what is none stays."""
+    """Replace these settings by those of another agent; other values stay."""
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:
         return encoded
@@ -366,7 +366,7 @@ def _settings_of(encoded: str, agent: str, env: Any) -> str:
 
 def main() -> int:
     target, scale = Path(sys.argv[1]), float(sys.argv[2])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was measured is lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the measurement is lost
     figures: Figures = {}
     scratch = Path(tempfile.mkdtemp())
     try:

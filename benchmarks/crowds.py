@@ -1,6 +1,6 @@
-"""Supervising 10, 50, 200 and 500 processes: what they cost while nothing happens, and how soon all are back.
+"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time until all are back after a kill.
 
-When a process was back is read off its pidfile, so that nobody polls meanwhile; all are killed in one go.
+All are killed at once. The pidfile gives the time of each restart, so no polling disturbs the measurement.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
 
 
 async def spawned(jobs: int) -> float:
-    """What it takes to start so many shells and no more."""
+    """Measure the start of so many shells and nothing else."""
 
     def spawn() -> float:
 

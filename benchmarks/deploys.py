@@ -1,7 +1,7 @@
 """A deploy as the Director sees it: a get_task at once, then one each second, and a manifest's watch times.
 
-What is left of the time when the Director's own pauses are taken off is the agent's share of the waiting: the same
-steps asked without any pause are measured beside it.
+The agent's share is the time without the Director's own pauses: the same steps without any pause are measured beside
+it.
 """
 
 from __future__ import annotations

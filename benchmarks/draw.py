@@ -37,7 +37,7 @@ _OTHER: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 
 
 def terminal(text: str, command: str) -> str:
-    """What a command showed, with its colours, as a window."""
+    """Draw the coloured output of a command as a window."""
     lines = [f"\x1b[1m{command}\x1b[0m", *_OTHER.sub("", text).replace("\r", "").rstrip().split("\n")]
     width = 8.43 * max(len(_SGR.sub("", line)) for line in lines) + 40
     height = 19 * len(lines) + 58

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.echo CONFIG``: the least agent there is, nats-py that answers every request with pong.
+"""``python -m benchmarks.echo CONFIG``: the smallest agent, nats-py that answers every request with pong.
 
-What it takes to start, to answer and to live is what no agent in this language and with this client can beat.
+No agent in this language with this client can start, answer or live at a lower cost.
 """
 
 from __future__ import annotations

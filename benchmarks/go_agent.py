@@ -1,9 +1,9 @@
 """``./dev run python -m benchmarks.go_agent BINARY [--monit MONIT] [...]``: ``./dev bench`` for the Go agent and monit.
 
-BINARY is a bosh-agent, MONIT the monit that it has beside it (the one on PATH unless told; a stemcell has 5.2.5, and
-later ones refuse to be told by the agent to start anything). What follows is given to ``./dev bench``. Needs root:
-everything runs in mount, network and pid namespaces of its own, with an empty ``/var/vcap``, a syslog, and the
-rest of the disk read-only but for ``/tmp``, and ends with them. Memory and processor time are those of both programs.
+BINARY is a bosh-agent, MONIT its monit (default: the one on PATH; a stemcell has 5.2.5, and later ones refuse start
+requests of the agent). Further options go to ``./dev bench``. Needs root: everything runs in new mount, network and pid
+namespaces, with an empty ``/var/vcap``, a syslog, and the rest of the disk read-only except ``/tmp``, and ends with
+them. Memory and processor time are those of both programs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def name(monit: Path) -> str:
-    """What the figures are headed with."""
+    """Return the heading of the figures."""
     said = subprocess.run([monit, "-V"], capture_output=True, text=True, check=True).stdout
     return f"Go agent and monit {said.split('version', 1)[1].split()[0]}"
 

@@ -93,7 +93,7 @@ async def busy(w: World, size: int) -> Figures:
 
 
 async def free_port() -> str:
-    """An address nobody listens on."""
+    """Return an address without a listener."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     server.close()

@@ -47,7 +47,7 @@ async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
             await asyncio.to_thread(unpack, [*blobs, templates], w.scratch / "floor")
         shutil.rmtree(w.scratch / "floor")
         took.append(await w.run("apply", spec))
-    # What the last one brought goes, so that the next does not pay for it.
+    # The bundles of the last one are removed, so that the next does not pay for them.
     await w.run("apply", w.spec(1, 0, version=f"none-{jobs}-{packages}"))
     return figure(took, "s", floor=least, floor_is="tar, two at a time")
 

@@ -62,7 +62,7 @@ def fill(root: Path, files: int, size: int) -> None:
             out.write(pool[begin : begin + size % (POOL // 2)])
 
 
-# --- what is seen from outside --------------------------------------------------------------------------------------
+# --- observations -----------------------------------------------------------------------------------------------------
 
 
 def memory(pid: int | str, name: str) -> float:
@@ -76,7 +76,7 @@ def memory(pid: int | str, name: str) -> float:
 
 @dataclass
 class Watch:
-    """What is seen while something goes on."""
+    """Measurements during a step."""
 
     pings: dict[str, list[float]] = field(default_factory=lambda: {AGENT: [], BYSTANDER: []})
     children: dict[str, float] = field(default_factory=dict)
@@ -111,7 +111,7 @@ async def watched(w: World) -> AsyncIterator[Watch]:
 
 
 async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]:
-    """What ``work`` on ``size`` bytes costs."""
+    """Measure ``work`` on ``size`` bytes."""
     Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # from here on VmHWM is the most since now
     before, begun_at = memory(w.pid, "VmRSS"), time.monotonic()
     async with watched(w) as watch:
@@ -131,7 +131,7 @@ async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]
     }
 
 
-# --- what is done ---------------------------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------------------
 
 
 async def write(log: Path) -> None:

@@ -1,7 +1,7 @@
-"""What is read off processes from outside, and the shape of a figure.
+"""Readings of processes from outside, and the form of a figure.
 
-A figure is ``{"unit", "median", "min", "max", "samples"}`` and, where there is a floor, ``"floor"`` (the median of the
-same measured of the least that could do it, in the same run), ``"floor_is"`` (what that is) and ``"ratio"``.
+A figure is ``{"unit", "median", "min", "max", "samples"}`` and, if it has a floor, ``"floor"`` (the median of the
+minimal way to do the same, in the same run), ``"floor_is"`` (a description of it) and ``"ratio"``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 MB: Final = 1024 * 1024
 Figure = dict[str, Any]
 Figures = dict[str, Figure]
-"""By their names. A part puts each in as soon as it has it: what fails later takes nothing away."""
+"""Figures by name. A part adds each as soon as it has it: a later failure removes none."""
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:

@@ -1,6 +1,6 @@
-"""How many agents fit on a machine: PSS of several that run beside each other on one bus.
+"""Number of agents that fit on a machine: PSS of several that run beside each other on one bus.
 
-What they share (the interpreter, libraries) is divided among them, so the share of each falls with their number.
+Shared memory (the interpreter, libraries) is divided among them, so the share of each falls with their number.
 """
 
 from __future__ import annotations

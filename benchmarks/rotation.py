@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 
 @dataclass
 class Seen:
-    """What the askers of one agent have seen."""
+    """Observations of the clients of one agent."""
 
     replies: int = 0
     lost: int = 0

@@ -1,9 +1,9 @@
 """``./dev run python -m benchmarks.scale [N...]``: many agents on one bus, measured and modelled; prints one JSON.
 
 Each agent is the real bus module with the real heartbeat, about fifty to a process; the server is the Director's
-nats-server with mutual TLS, the Health Monitor counts, the Director asks everybody. Then the server is killed and
-started again. What was measured is fitted, and the fit is checked against the largest measured point before it is used
-for more agents than this machine can hold. ``--into-docs`` writes the tables and the picture of docs/scale.md.
+nats-server with mutual TLS, the Health Monitor counts, the Director queries all agents. Then the server is killed and
+restarted. A model is fitted to the measurements and checked against the largest point before it is used for more agents
+than this machine can hold. ``--into-docs`` writes the tables and the picture of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
 
 @dataclass
 class Point:
-    """What was measured with ``agents`` agents. Seconds, MB, percent of one core."""
+    """Measurements with ``agents`` agents. Seconds, MB, percent of one core."""
 
     agents: int
     all_connected_after: float = 0.0
@@ -198,7 +198,7 @@ class Point:
     back_last: float = 0.0
     """After the server listens again."""
     attempts: float = 0.0
-    """Of each agent, from the end of the server to its coming back."""
+    """Processor time of each agent from the end of the server to its reconnection."""
     most_attempts_per_second: float = 0.0
     deaf: int = 0
     curve: list[tuple[float, float, float]] | None = None
@@ -231,7 +231,7 @@ async def measure(count: int) -> Point:
 
 
 async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
-    """What the server needs and the Health Monitor gets while nothing happens."""
+    """Measure the server's resources and the Health Monitor's messages at rest."""
     used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
     await asyncio.sleep(STEADY)
     point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
@@ -306,7 +306,7 @@ def main() -> int:
         "--from", dest="earlier", type=Path, metavar="FILE", help="draw what an earlier run has printed"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started stays
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or started processes remain
     if args.crowd:
         asyncio.run(crowd())
         return 0

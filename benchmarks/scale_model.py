@@ -1,7 +1,8 @@
-"""What many agents cost one nats-server, fitted to what was measured; and how they come back, by discrete events.
+"""Model of the cost of many agents on one nats-server, fitted to measurements; a simulation of their reconnection.
 
-A handshake with mutual TLS is what comes back in, and processors are what it needs: those that go on share them evenly,
-and one that has not ended in time was for nothing. The pauses are those of the bus itself.
+A reconnection is a handshake with mutual TLS, which needs a processor: active handshakes share the processors evenly,
+and one that exceeds its timeout is wasted. The pauses are those of the bus module. The simulation is by discrete
+events.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
 
 
 def _each(points: Sequence[dict[str, Any]], name: str) -> float:
-    """What one more agent costs, of a cost that is told for each: what there is without any is left out."""
+    """Return the cost of one more agent, without the constant part."""
     costs = [{"agents": each["agents"], name: each[name] * each["agents"]} for each in points]
     if len(costs) < 2:
         return float(points[0][name])

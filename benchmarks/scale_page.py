@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/scale.md, drawn from what ``benchmarks.scale`` has measured and modelled."""
+"""The tables and the picture of docs/scale.md, drawn from the results of ``benchmarks.scale``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES: Final = {
 
 
 def write(found: dict[str, Any]) -> None:
-    """Put everything where the page has a place for it."""
+    """Write the tables into the page, and the picture."""
     text = PAGE.read_text()
     for name, draw in PLACES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
@@ -42,7 +42,7 @@ def write(found: dict[str, Any]) -> None:
 
 
 def measured(found: dict[str, Any]) -> str:
-    """What was seen."""
+    """Return the table of measurements."""
     rows = [MEASURED.split("|")]
     rows += [
         [
@@ -63,7 +63,7 @@ def measured(found: dict[str, Any]) -> str:
 
 
 def checked(found: dict[str, Any]) -> str:
-    """The model beside the largest point, which it did not know."""
+    """Return the table of the model beside the largest point, which it was not fitted to."""
     told = found["modelled"]
     rows = [[f"at {found['measured'][-1]['agents']} agents", "modelled from the smaller ones", "measured"]]
     rows += [
@@ -74,7 +74,7 @@ def checked(found: dict[str, Any]) -> str:
 
 
 def beyond(found: dict[str, Any]) -> str:
-    """What it says of many more."""
+    """Return the table of the model's predictions."""
     rows = [BEYOND.split("|")]
     rows += [
         [
@@ -105,7 +105,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def picture(points: Sequence[dict[str, Any]]) -> str:
-    """How they came back, and how their attempts were spread, since the server listened again."""
+    """Draw the reconnections and the attempts over the time since the server's return."""
     back: list[Line] = []
     spread: list[Line] = []
     for point in points:

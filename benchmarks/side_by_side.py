@@ -64,7 +64,7 @@ class Job:
 
 
 def jobs(python: str, port: int) -> dict[str, Job]:
-    """The jobs by what is peculiar about them."""
+    """The jobs by their special property."""
     py = f"{python} -S -E -c"
     serve = f"exec {py} {shlex.quote(_SERVE)} {port}"
     return {
@@ -98,7 +98,7 @@ def jobs(python: str, port: int) -> dict[str, Job]:
 
 
 class World:
-    """The jobs below one directory, and what is to be seen of them from outside."""
+    """The jobs below one directory, and their effects visible from outside."""
 
     def __init__(self, base: Path, port: int) -> None:
         self.base = base
@@ -161,13 +161,13 @@ class World:
 
 
 Told = dict[str, str]
-"""What a supervisor says of each job."""
+"""Report of a supervisor on each job."""
 
 
 async def observe(
     world: World, start: Callable[[], Awaitable[None]], told: Callable[[], Told], stop: Callable[[], Awaitable[None]]
 ) -> dict[str, Any]:
-    """Put the jobs through everything; what was to be seen, by job."""
+    """Play all events with the jobs; return the observations by job."""
     seen: dict[str, dict[str, Any]] = {name: {} for name in world.jobs}
     begun_at = time.time()
     await start()

@@ -11,7 +11,7 @@ END: Final = "<!-- /figures -->"
 
 
 class Budget(NamedTuple):
-    """What must be reached and what is aimed at, in the unit of the figure."""
+    """Budget and goal, in the unit of the figure."""
 
     must: float
     aim: float
@@ -57,7 +57,7 @@ def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """What was measured on what, a line for each figure, what the floors are, and what was not measured and why."""
+    """Return the conditions, a line for each figure, the floors, and the missing figures with reasons."""
     floors = _Floors()
     columns = ["figure", "median", "least to greatest", "floor", "ratio", "must / aim"]
     columns += [f"{other['agent']} (times ours)" for other in others]

@@ -38,7 +38,7 @@ ECHO: Final = f"{shlex.quote(sys.executable)} -m benchmarks.echo {{config}}"
 """The floor of many figures; it is run as an agent is, from the top of the project."""
 
 ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""What the image starts an agent with."""
+"""Variables with which the image starts an agent."""
 ROOT: Final = Path(__file__).parents[1]
 MAX_PIDFILE_BYTES: Final = 64
 
@@ -131,7 +131,7 @@ class World:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def log_text(self) -> str:
-        """What the agent has said."""
+        """Return the agent's log."""
         return self._log.read_text(errors="replace")
 
     def forget_log(self) -> None:
@@ -188,7 +188,7 @@ class World:
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
-        """What the agent is started with; the first start does it unless it was done before."""
+        """Write the files for the start of the agent; the first start does it by itself."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
@@ -293,10 +293,7 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def bystander(w: World) -> AsyncIterator[None]:
-    """Another client on the bus, ``BYSTANDER``, that does nothing but answer.
-
-    What the machine takes from everybody is seen when it is asked.
-    """
+    """Another client on the bus, ``BYSTANDER``, that only answers; its delays are those of the machine."""
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
     running = asyncio.create_task(bus.run())

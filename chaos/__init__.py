@@ -1,1 +1,1 @@
-"""The scorecard of reliability as a program: faults on real parts, and what has to hold after each of them."""
+"""The scorecard of reliability as a program: faults on real parts, and the invariants checked after each of them."""

@@ -31,7 +31,7 @@ FULL_LIMIT: Final = 3 * 3600.0
 
 
 async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
-    """Play one case on a stand of its own and look at the invariants afterwards."""
+    """Play one case on a new stand and check the invariants afterwards."""
     try:
         async with asyncio.timeout(FULL_LIMIT if is_full else LIMIT), stand(command, is_full=is_full) as one:
             try:
@@ -62,7 +62,7 @@ async def play_all(
     is_full: bool = False,
     enter: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Each case so often in a row; the first time it does not hold is its row, which ``enter`` is told at once."""
+    """Play each case ``times`` times in a row; the first failure becomes its row, which goes to ``enter`` at once."""
     rows = []
     for position, case in enumerate(cases, 1):
         for number in range(1, times + 1):
@@ -82,7 +82,7 @@ async def play_all(
 
 
 def play_in_guest(cases: Sequence[Case], command: str, times: int, *, is_full: bool = False) -> list[Row]:
-    """The same in a virtual machine, one for all of them; only our own agent is in there."""
+    """Play the cases in one virtual machine; only this project's agent is in there."""
     if command != COMMAND:
         return [Row(case.id, case.fault, "not run", "this agent is not in the virtual machine") for case in cases]
     with tempfile.TemporaryDirectory() as name:
@@ -102,7 +102,7 @@ def play_in_guest(cases: Sequence[Case], command: str, times: int, *, is_full: b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if all cases held that were played."""
+    """Return 0 if all played cases held."""
     parser = argparse.ArgumentParser(prog="./dev chaos", description=__doc__)
     parser.add_argument("case", nargs="*", metavar="CASE", help="C-01, N, ... (default: all)")
     parser.add_argument("--agent-command", default=COMMAND, metavar="COMMAND")
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sabotage(chosen: Sequence[str], into: Path, logs: Path | None) -> int:
-    """0 if every chosen row fails under its saboteur; the document gets the dates."""
+    """Return 0 if every chosen row fails under its saboteur; the document gets the dates."""
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     playing = [one for one in SABOTEURS if {"all", one.row, one.row[0]} & set(chosen)]

@@ -13,7 +13,10 @@ Play = Callable[[Stand], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Case:
-    """``play`` injects the fault and returns the figures or raises ``NotHeldError``; ``scale`` is what was reduced."""
+    """A case: ``play`` injects the fault and returns the figures or raises ``NotHeldError``.
+
+    ``scale`` names reductions.
+    """
 
     id: str
     fault: str

@@ -87,17 +87,17 @@ async def killed_in_apply(stand: Stand) -> str:
 
 
 Told = dict[str, Any]
-"""What a tracer has said of a kill; empty if there are not so many calls."""
+"""Report of a tracer about a kill; empty if there are fewer calls."""
 WHO: Final = ("caller", "all", "root")
-"""Who dies: the worker alone where it makes the call, the agent and its worker, the agent alone."""
+"""Victims in turn: the worker alone where it makes the call, the agent and its worker, the agent alone."""
 
 
 async def killed(
     stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
 ) -> Told:
-    """Have somebody killed at the ``number``th call of ``work`` that changes a file below ``places``.
+    """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
 
-    An agent that was killed is back afterwards; ``work`` may fail then, or not be over.
+    A killed agent is back afterwards; ``work`` may then fail or be unfinished.
     """
     pid = stand.pid
     argv = ["-m", "chaos.tracer", str(pid), str(number), who, *map(str, places)]
@@ -133,9 +133,9 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
 
 
 async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Each ``step``th call, up to the first two that there are no more: two runs differ by a call or two.
+    """Kill at each ``step``th call, until two in a row do not exist, as two runs differ by a call or two.
 
-    How many kills, and the number of the last.
+    Return the number of kills and the last call.
     """
     count, last, beyond, number = 0, 0, 0, 1
     while beyond < 2:
@@ -149,7 +149,7 @@ async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[in
 
 
 async def _tidied(places: Sequence[Path], where: str) -> None:
-    """Nothing half written stays; what is being written just now has another name each time."""
+    """Check that no half-written file remains; a file that is being written has another name each time."""
 
     def left() -> set[Path]:
         return {path for place in places for path in place.rglob(".*.tmp-*")}
@@ -159,7 +159,7 @@ async def _tidied(places: Sequence[Path], where: str) -> None:
 
 
 def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
-    """Modes and contents of all files of packages and jobs; where a version stands in one, that does not count."""
+    """Return modes and contents of all files of packages and jobs, without version numbers in them."""
     found = {}
     for place in (world.base / "packages", world.base / "jobs"):
         for top in place.iterdir():
@@ -249,7 +249,7 @@ async def killed_in_writes(stand: Stand) -> str:
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
-"""What waits, before it becomes the agent, for who wants to follow it."""
+"""A program that waits for a tracer to follow it, and then becomes the agent."""
 
 
 def _stands(pid: int) -> bool:
@@ -384,7 +384,7 @@ async def replaced(stand: Stand) -> str:
     try:
         await stand.call("get_task", task)
     except RpcRemoteError as exc:
-        # As with the Go agent: what ran for the old process is lost, and the Director is told so.
+        # As with the Go agent: a script that ran for the old process is lost, and the Director receives that error.
         expect("could not be found" in str(exc), str(exc))
     return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is told as lost, as by the Go agent"
 

@@ -253,7 +253,7 @@ async def _move(logs: Path, count: int) -> None:
 
 @dataclass
 class Watched:
-    """The most that was seen while something went on, in bytes: resident memory, and files below ``data/tmp``."""
+    """Record maxima in bytes for the length of the block: resident memory, and files below ``data/tmp``."""
 
     memory: int = 0
     worker: int = 0
@@ -451,7 +451,7 @@ async def awkward_disks(stand: Stand) -> str:
 
 
 async def listed(stand: Stand) -> list[str]:
-    """What ``list_disk`` says."""
+    """Return the result of ``list_disk``."""
     names: list[str] = await stand.world.director.run(AGENT, "list_disk")
     return names
 

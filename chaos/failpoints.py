@@ -1,6 +1,6 @@
-"""failpoints.py FILE ARGUMENT...: the agent, in which any asyncio task can be made to fail.
+"""failpoints.py FILE ARGUMENT...: an agent in which any asyncio task can be made to fail.
 
-On SIGRTMIN the one fails whose name is in FILE: what it waits for at that moment raises an error nobody has foreseen.
+On SIGRTMIN the task with the name in FILE fails: its current wait raises an error that no code expects.
 """
 
 from __future__ import annotations

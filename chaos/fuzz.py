@@ -1,7 +1,7 @@
-"""``./dev fuzz [TARGET…]``: mutated input for everything that reads what others wrote, until the time is over.
+"""``./dev fuzz [TARGET…]``: mutated input for every parser of foreign input, for a given time.
 
-A finding is an exception that the reader does not name, or a reading that takes longer than a second. It is printed
-with its input, which belongs among the seeds of its target then.
+A finding is an exception that the parser does not document, or a call that takes longer than a second. It is printed
+with its input, which is then added to the seeds of its target.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _request(data: bytes) -> object:
 
 
 class _Unheard(asyncio.Transport):
-    """A transport that takes what is written."""
+    """A transport that discards written bytes."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
@@ -90,7 +90,7 @@ _LOOP: Final = asyncio.new_event_loop()
 
 
 def _pidfile(data: bytes) -> None:
-    """What is read can be asked of the kernel."""
+    """Check that the parsed values can be passed to the kernel."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         path = Path(place, "pid")
         path.write_bytes(data)
@@ -113,7 +113,7 @@ def _update(data: bytes) -> None:
 
 
 class _NoProcesses:
-    """What answers of the commands ``bpm`` and ``monit`` are asked of: there is nothing."""
+    """An empty supervisor for the answers to ``bpm`` and ``monit``."""
 
     def rows(self) -> tuple[list[Any], list[str]]:
         return [], []
@@ -446,7 +446,7 @@ def findings(target: Target, chance: random.Random, until: Callable[[int], bool]
             target.read(data)
         except target.known:
             pass
-        except Exception:  # noqa: BLE001 - that is what is looked for
+        except Exception:  # noqa: BLE001 - any exception is a finding
             yield data, traceback.format_exc(limit=-3)
         took = time.process_time() - begun_at
         if took > SLOW:

@@ -1,7 +1,7 @@
-"""``python -m chaos.guided TARGET [OPTION…]``: the targets of ``./dev fuzz``, led by which lines an input reaches.
+"""``python -m chaos.guided TARGET [OPTION…]``: the targets of ``./dev fuzz``, with coverage guidance.
 
-The options are those of libFuzzer. Needs ``atheris``, which is no dependency of ours: it is large. What it finds
-ends the run with a traceback and is left in a file ``crash-…``.
+The options are those of libFuzzer. Needs ``atheris``, which is too large for a dependency. A finding ends the run with
+a traceback and leaves a file ``crash-…``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What takes a kernel of its own: cgroups of version 2 with memory, disks that hang, clocks, links that lose packets.
+"""Cases that need their own kernel: cgroup v2 with memory limits, disks that hang, clocks, links that lose packets.
 
-Played in the virtual machine of ``tests.support.guest`` and nowhere else.
+Played only in the virtual machine of ``tests.support.guest``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ stop) kill $(cat $run/{name}.pid); rm -f $run/{name}.pid ;;
 esac
 """,
 }
-"""Eats when it is told to, without end."""
+"""A program that allocates memory without end on request."""
 _LIMITED = {
     "monit": """
 check process {name}
@@ -106,7 +106,7 @@ def container(limit: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """What has been killed takes a while to go."""
+    """Wait until killed processes have gone."""
     for _ in range(1000):
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -257,7 +257,7 @@ async def hanging_disk(stand: Stand) -> str:
 
 
 async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
-    """What a request takes."""
+    """Return the seconds that a request takes."""
     begun_at = time.monotonic()
     await stand.world.director.value(agent, method, *arguments, timeout=20)
     return time.monotonic() - begun_at
@@ -283,7 +283,7 @@ def _mapped(image: Path, point: Path) -> Iterator[str]:
 
 @contextmanager
 def _suspended(name: str) -> Iterator[None]:
-    """Whoever reads or writes waits."""
+    """Make all reads and writes of the volume wait."""
     _do("dmsetup", "suspend", "--nolockfs", "--noflush", name)
     try:
         yield
@@ -299,7 +299,7 @@ async def bad_link(stand: Stand) -> str:
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # Of a fifth lost TCP itself repairs one request in ten later than after 5 s.
+    # With a fifth lost, TCP itself repairs one request in ten only after 5 s.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):
@@ -318,7 +318,7 @@ async def bad_link(stand: Stand) -> str:
 
 @asynccontextmanager
 async def _netem(port: int, how: str) -> AsyncIterator[None]:
-    """What goes to and from one port of the loopback passes through a bad network."""
+    """Send packets to and from one port of the loopback through a bad network."""
     _do("tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "prio", "bands", "4")
     try:
         _do("tc", "qdisc", "add", "dev", "lo", "parent", "1:4", "handle", "30:", "netem", *how.split())

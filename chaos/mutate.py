@@ -1,9 +1,9 @@
-"""``./dev mutate [PATH…]``: change the agent in small wrong ways, one at a time, and list those no test notices.
+"""``./dev mutate [PATH…]``: make small wrong changes of the agent, one at a time, and list those that no test notices.
 
-A mutant is one change of ``agent_shim``: a statement less, a condition turned round, another number, another constant.
-The tests that reach its line run against it, fastest first, until one fails; a mutant under which all of them pass
-survives. Which tests reach which line is measured once by coverage, in the processes that tests start too, and kept in
-``.mutate`` with the results: a run that was broken off goes on where it was.
+A mutant is one change of ``agent_shim``: a statement removed, a condition negated, another number, another constant.
+The tests that reach its line run against it, fastest first, until one fails; if all pass, the mutant survives. Coverage
+measures once, also in child processes of tests, which tests reach which line; ``.mutate`` keeps that and the results,
+so that an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
     inner = {node for function in functions for each in function.body for node in ast.walk(each)}
 
     def offset(line: int, column: int) -> int:
-        """Of a character; ``ast`` counts columns in bytes of UTF-8."""
+        """Convert a column to characters; ``ast`` counts columns in bytes of UTF-8."""
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     def span(part: ast.expr | ast.stmt) -> tuple[int, int]:
@@ -212,7 +212,7 @@ def _lines(bits: bytes) -> Iterator[int]:
 
 
 def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, str]:
-    """Whether all ``tests`` pass with the change, and which failed first (or that they hung)."""
+    """Return True if all ``tests`` pass with the change, and the first that failed or hung."""
     target = copy / mutant.path
     original = target.read_text()
     target.write_text(mutant.applied(original))
@@ -242,9 +242,9 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
 
 
 def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str]:
-    """The tests that reach a line; of one in the middle of a statement those of its beginning.
+    """Return the tests that reach a line; inside a statement, those of its first line.
 
-    What runs when the module is imported is reached by the tests of all of the module.
+    A line that runs at the import of a module is reached by all tests of the module.
     """
     for line in range(mutant.line, max(0, mutant.line - 8), -1):
         if line in lines:
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_copy(copy: Path) -> None:
-    """The files git knows or would take; what they say is what is mutated."""
+    """Copy the files that git tracks or would add; their current content is mutated."""
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

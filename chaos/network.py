@@ -297,11 +297,11 @@ ERRORS = (
     "something that no server says",
     "",
 )
-"""What nats-server has in ``server/errors.go``, and two that it has not."""
+"""Errors of nats-server's ``server/errors.go``, and two that it does not have."""
 
 
 def _nonsense() -> dict[str, bytes]:
-    """What no server should say, by what it is."""
+    """Invalid messages of a server, by kind."""
     message = b'{"protocol":3,"method":"ping","arguments":[],"reply_to":"director.x.y.z"}'
     return {
         **{f"-ERR {text}": f"-ERR '{text}'\r\n".encode() for text in ERRORS},

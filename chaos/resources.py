@@ -67,7 +67,7 @@ async def starved(stand: Stand) -> str:
 
 @contextmanager
 def cgroup(controller: str) -> Iterator[Path]:
-    """A group of our own in the first hierarchy; what is in it goes back afterwards."""
+    """Create a cgroup in the first hierarchy; its processes return to the former one afterwards."""
     top = Path("/sys/fs/cgroup") / controller
     place = top / f"agent-shim-chaos-{os.getpid()}"
     try:

@@ -81,7 +81,7 @@ def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, str]:
 
 
 def is_caught(saboteur: Saboteur, row: Row) -> bool:
-    """Whether a row failed, and by what the saboteur broke."""
+    """Return True if a row failed, and for the reason of its saboteur."""
     return row.verdict == "not held" and re.search(saboteur.shows, row.figures) is not None
 
 

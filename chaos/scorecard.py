@@ -60,7 +60,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is written into the document."""
+    """Return the text for the document."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
     lines = [
         f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",

@@ -1,11 +1,11 @@
-"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time, and a picture of what the agent took.
+"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time, and a picture of the agent's use.
 
-The Director asks all the time; jobs are killed, deployed anew, their logs fetched, errands run; credentials change;
-nonsense and floods of requests come; the bus is cut, killed and swallowed. The agent is killed once, early in the first
-quarter, in which everything also happens for the first time; growth is measured after it.
+The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
+credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and swallowed. The agent is
+killed once, early in the first quarter, in which everything also happens for the first time; growth is measured after
+it.
 
-A process that only sleeps and looks at the clock runs beside it: what is late while that one is late too was kept from
-the processor by the machine.
+A process that only sleeps and reads the clock runs beside it: a delay that it shares is the machine's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ while True:
 
 @dataclass
 class Record:
-    """What was seen; all moments are monotonic seconds."""
+    """Measurements; all times are monotonic seconds."""
 
     begun_at: float
     until: float
@@ -84,7 +84,7 @@ class Record:
         return self.begun_at + (self.until - self.begun_at) / 4
 
     def settled(self) -> list[tuple[float, Size]]:
-        """What the agent held after the first quarter."""
+        """Return samples of the agent after the first quarter."""
         return [(moment, size) for moment, size in self.sizes if moment >= self.settled_at]
 
     def growth(self) -> float:
@@ -114,7 +114,7 @@ class Record:
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
     def faults(self) -> list[str]:
-        """What was not as it has to be."""
+        """Return the violations."""
         found = list(self.broken)
         if (growth := self.growth()) > GROWTH:
             found.append(f"memory grows by {growth / (1 << 20):.2f} MiB an hour")
@@ -194,7 +194,7 @@ def _highest(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return list(found.values())
 
 
-# --- what is done -----------------------------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------------------
 
 
 class Soak:
@@ -237,7 +237,7 @@ class Soak:
         self._record.done[name] = self._record.done.get(name, 0) + 1
         try:
             await action()
-        except Exception as exc:  # noqa: BLE001 - the soak goes on; what went wrong is told at its end
+        except Exception as exc:  # noqa: BLE001 - the soak continues and reports failures at its end
             moment = time.monotonic() - self._record.begun_at
             self._record.broken.append(f"{name} at {moment:.0f} s: {type(exc).__name__}: {exc}")
 
@@ -338,7 +338,7 @@ class Soak:
                 await asyncio.sleep(3)
 
 
-# --- what is seen meanwhile -------------------------------------------------------------------------------------------
+# --- observations -----------------------------------------------------------------------------------------------------
 
 
 async def _ask(one: Stand, record: Record) -> None:
@@ -360,7 +360,7 @@ async def _ask(one: Stand, record: Record) -> None:
 
 
 async def _measure(one: Stand, record: Record) -> None:
-    """What the agent holds; a scrape with every third look."""
+    """Sample the agent's resources; every third sample includes a scrape."""
     number = 0
     while True:
         with contextlib.suppress(OSError, KeyError):  # it is just not there

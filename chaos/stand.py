@@ -1,7 +1,7 @@
-"""What a case works on: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
+"""The environment of a case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
 
-The agent under test is a command, known by the wire alone. After each case ``Stand.broken`` says which of the ten
-invariants do not hold; an invariant that cannot be seen from outside is judged by what can.
+The agent under test is a command, known only by its protocol. After each case ``Stand.broken`` returns violations of
+the ten invariants; an invariant that cannot be seen from outside is checked by its visible effects.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RESTART_PAUSE: Final = 0.2
 
 
 HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
-"""Names of what is not finished yet."""
+"""Names of unfinished files."""
 BUNDLE: Final = re.compile("[0-9a-f]{40}")
 """Name of an installed version of a job or package."""
 DEAF: Final = 3.0
@@ -87,7 +87,7 @@ async def until(fact: Callable[[], Any], within: float, what: str) -> float:
 
 @dataclass(frozen=True)
 class Size:
-    """What an agent holds of the machine's."""
+    """Resources of the machine that an agent holds."""
 
     descriptors: int
     threads: int
@@ -95,7 +95,7 @@ class Size:
     """Resident bytes."""
 
     def beyond(self, before: Size) -> list[str]:
-        """What is too much of it, in the words of I4."""
+        """Return the excess, in the words of I4."""
         found = []
         if self.descriptors > before.descriptors + 5:
             found.append(f"I4: {self.descriptors} descriptors after {before.descriptors}")
@@ -123,9 +123,9 @@ class Stand:
     omitted: dict[str, str] = field(default_factory=dict)
     """Invariants that are not looked at after this case, each with the reason."""
     between: Callable[[], object] = lambda: None
-    """What its init does before it starts the agent again."""
+    """Action of the init before it restarts the agent."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """What a case has made and the invariants still need."""
+    """Objects of a case that the invariants still need."""
     _init: asyncio.Task[None] | None = None
     _before: Size | None = None
     _starts: dict[str, list[int]] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class Stand:
         return [one.body for one in self.monitor.of("alert", AGENT) if text in json.dumps(one.body)]
 
     def size(self) -> Size:
-        """What the agent holds now."""
+        """Return the resources that the agent holds now."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         memory = int(fields["VmRSS"].split()[0]) * 1024
@@ -242,21 +242,22 @@ class Stand:
     # --- invariants ---
 
     def remember(self) -> None:
-        """What the invariants compare with: call it when all is set up and before the fault."""
+        """Record the reference of the invariants: call it after the setup and before the fault."""
         self._before = self.size()
         self._starts, self._running = self.world.starts(), self._identities()
         self._log_size, self._asked = self._log(), self._published()
 
     def remember_memory(self) -> None:
-        """Compare its memory with that of now: call it after a first flood and before a second.
+        """Compare the agent's memory with the current one: call it after a first flood and before a second.
 
-        What an allocator keeps of the first is no leak: measured here, up to 9 MiB, to which four more add 0.5.
+        Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, to which four more floods add
+        0.5.
         """
         assert self._before is not None
         self._before = replace(self._before, memory=self.size().memory)
 
     async def broken(self) -> list[str]:
-        """The invariants that do not hold now, each with what was seen."""
+        """Return the violated invariants, each with the observation."""
         found = []
         if len(self.ends) != self.expected_ends:
             found.append(f"I1: the agent ended {len(self.ends)} times, not {self.expected_ends}: {self.ends}")
@@ -327,7 +328,7 @@ class Stand:
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
     async def _left(self) -> list[str]:
-        """What is half made at two looks: what is being written just now has another name each time."""
+        """Return files that are unfinished at two checks: one that is being written has another name each time."""
         if first := self._half_made():
             await asyncio.sleep(2)
         left = first & self._half_made() if first else set()
@@ -370,7 +371,7 @@ class Stand:
         return found
 
     async def _tasks(self) -> list[str]:
-        """What was asked for last may still be at work; a minute is plenty for any of it."""
+        """Wait for the end of earlier requests; a minute is enough for any of them."""
         running: float | None = None
         for _ in range(60):
             running = self.read_metric("agent_shim_tasks_running")
@@ -451,7 +452,7 @@ class Stand:
 
 
 async def asked(stand: Stand, command: str, **members: Any) -> Any:
-    """What the agent answers to an operator, on its socket."""
+    """Return the agent's response to an operator, on its socket."""
     socket = Paths(stand.world.base).control_socket
     return await asyncio.to_thread(control_client.ask, socket, {"command": command, **members}, timeout=60)
 
@@ -522,10 +523,10 @@ def _free_port() -> int:
 
 @asynccontextmanager
 async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
-    """A stand with a bus and nobody on it yet."""
+    """Provide a stand with a bus and no client."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), _free_port()
-    # What the launcher of the image sets for every agent; memory of threads goes back to the system.
+    # Set by the image's launcher for every agent: memory of threads returns to the system.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
         world(command) as made,

@@ -85,7 +85,7 @@ async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) 
 
 
 async def process_states(stand: Stand) -> dict[str, str]:
-    """What ``get_state full`` says of each process."""
+    """Return the entries of ``get_state full`` by process."""
     state = await stand.call("get_state", "full")
     return {one["name"]: one["state"] for one in state["processes"]}
 
@@ -215,7 +215,7 @@ async def numbers_again(stand: Stand) -> str:
     stand.remember()
     rounds = str(stand.of(300, 10_000))
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), rounds, "5"]
-    # The shell is process 1: orphans that nobody has taken in are its own.
+    # The shell is process 1: other orphans become its children.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
     done = await asyncio.to_thread(

@@ -1,13 +1,13 @@
-"""``python -m chaos.tracer PID NUMBER WHO PATH…``: SIGKILL at the system call that changes files for the NUMBERth time.
+"""``python -m chaos.tracer PID NUMBER WHO PATH…``: SIGKILL at the NUMBERth system call that changes files.
 
-Follows a process, its threads and all that descend from it (ptrace), and counts, over all of them together, the calls
-that change what is at one of the PATHs or below: each of them is a state that a crash can leave, and what lies between
-two of them changes nothing. strace counts for each thread by itself, so that some are never reached. The call that is
-counted last is not made. WHO dies there: ``all`` that is followed, the process (``root``), or who makes the call
-(``caller``). With NUMBER 0 nobody.
+Follows a process, its threads and all descendants (ptrace), and counts the calls of all of them together that change a
+file at or below one of the PATHs: each call is a state that a crash can leave, and nothing changes between two calls.
+strace counts for each thread separately, so some calls are never reached. The last counted call is not executed. WHO
+selects the victims: ``all`` followed processes, the process (``root``), or the process that makes the call
+(``caller``). NUMBER 0 kills none.
 
-Says ``following`` once every change is seen, then a line of JSON for each one that counts if nobody dies, else one for
-the last: ``call``, ``path``, ``pid``, ``killed``. It ends after that, when the process ends, or by SIGTERM.
+Prints ``following`` once every change is traced, then a line of JSON for each counted call if none is killed, else one
+for the last: ``call``, ``path``, ``pid``, ``killed``. It ends after that, when the process ends, or by SIGTERM.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Tracer:
         self._info = ctypes.create_string_buffer(INFO.size)
 
     def run(self) -> None:
-        """Until somebody is killed, or the process ends."""
+        """Follow until a process is killed or the traced one ends."""
         self._seize()
         while self._threads:
             tid, status = os.waitpid(-1, WALL)
@@ -119,7 +119,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _stopped(self, tid: int, reason: int, event: int) -> bool:
-        """Have a thread go on; true if somebody has been killed instead."""
+        """Let a thread continue; True if a process was killed instead."""
         if reason == signal.SIGTRAP | 0x80:
             if self._at_last(tid):
                 return True
@@ -171,7 +171,7 @@ class Tracer:
         return "", ""
 
     def _kill(self, caller: int) -> list[int]:
-        """Who makes the call first: it stands, and does not make it."""
+        """Return the thread that enters the call; it is stopped and has not executed it."""
         if self._who == "all":
             others = {_group(tid) for tid in self._threads} - {caller, 0}
             pids = [caller, *sorted(others)]

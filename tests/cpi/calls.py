@@ -66,7 +66,7 @@ class Cpi:
         return checked(door.answer(request, ["--config", str(self.file)]))
 
     def run(self, request: bytes) -> tuple[Object, str]:
-        """The response and what was said, of a process with a bare environment."""
+        """Return the response and the log of a process with a bare environment."""
         done = start(request, "--config", str(self.file))
         return checked(done.stdout), done.stderr.decode()
 

@@ -47,9 +47,9 @@ class RefusalError(Exception):
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests whose ``METHOD plural/name`` matches ``pattern``.
+    """Fault for the next ``times`` requests whose ``METHOD plural/name`` matches ``pattern``.
 
-    ``status``: answered so, unprocessed. ``cut``: the connection ends "before" or "after" the request was processed.
+    ``status``: the response, without processing. ``cut``: the connection ends "before" or "after" the processing.
     """
 
     pattern: str
@@ -325,7 +325,7 @@ class Server:
         self._http = Quiet(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         if tls:
-            # The handshake is its thread's: one that fails holds up nobody.
+            # The handshake is its thread's: a failed one delays no other.
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)

@@ -43,7 +43,7 @@ def test_retry_after_beyond_the_bound_is_not_waited_for(cpi: Cpi, server: Server
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("plural", ["persistentvolumeclaims", "secrets", "pods"])
 def test_connection_that_is_cut(cpi: Cpi, server: Server, cluster: Cluster, plural: str, cut: str) -> None:
-    """Processed or not, nobody knows: the second attempt finds what the first has made."""
+    """After a lost response the second attempt finds the object of the first."""
     server.fail(f"POST {plural}", cut=cut)
 
     vm = cpi.create_vm()
@@ -118,7 +118,7 @@ def test_change_that_others_overtake(cpi: Cpi, server: Server, cluster: Cluster)
 
 
 def test_quota_that_is_counted_by_several_at_once(cpi: Cpi, server: Server) -> None:
-    """Of two objects that are counted at once one is refused with a conflict, though its name is free."""
+    """If two objects are counted at once, one is refused with a conflict though its name is free."""
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
     assert cpi.create_vm()

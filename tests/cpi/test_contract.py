@@ -129,7 +129,7 @@ def test_arguments_that_do_not_fit(cpi: Cpi, method: str) -> None:
 
 
 def test_properties_of_a_cpi_config_win(cpi: Cpi, cluster: Cluster) -> None:
-    """Multi-CPI: the properties of the entry stand in the context, beside what the Director says itself."""
+    """Multi-CPI: the properties of the entry are in the context, beside the Director's own keys."""
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}
 

@@ -1,4 +1,4 @@
-"""Secrets of a request and of the configuration stand in the VM's Secret and nowhere else."""
+"""Secrets of a request and of the configuration are in the VM's Secret and nowhere else."""
 
 from __future__ import annotations
 

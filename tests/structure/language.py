@@ -1,7 +1,7 @@
-"""Habits of language that the prose of this project does without: found in code and docs, counted per file.
+"""Habits of language that this project's prose avoids, found in code and docs and counted per file.
 
 ``python -m tests.structure.language`` lists the files with the most of them; with file names, every place; with
-``--write``, lowers the figures in ``tests/data/language.txt`` to what is left.
+``--write``, lowers the figures in ``tests/data/language.txt`` to the current ones.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from tests.structure.source import Module, modules, uses
 
 SENDERS = frozenset({"host", "demo.play"})
-"""Who may signal by number: the demonstration is the murderer of a process that is not its own."""
+"""Modules that may signal by number: the demonstration kills a process that is not its own."""
 
 COMMANDS = frozenset(
     {"cli.check", "cli.commands", "cli.compile_release", "cli.monit", "cli.bpm", "cli.bpm_logs", "demo"}
@@ -28,11 +28,11 @@ class Ban:
     places: frozenset[str] = frozenset()
 
     def covers(self, name: str) -> bool:
-        """Whether a full name is one of ours or lies below one."""
+        """Return True if a full name is one of this project or below one."""
         return any(name == banned or name.startswith(f"{banned}.") for banned in self.names)
 
     def allows(self, module: Module) -> bool:
-        """Whether ``module`` is one of the places."""
+        """Return True if ``module`` is one of the places."""
         return any(module.name == place or module.name.startswith(f"{place}.") for place in self.places)
 
 
@@ -43,7 +43,7 @@ WALL_CLOCK: Mapping[str, str] = {
     "host.clock": "the one place that knows all clocks",
     "core.log": "stamps of log lines",
 }
-"""Who may read the wall clock, and for which stamp."""
+"""Modules that may read the wall clock, and for which stamp."""
 
 BROAD: Mapping[str, str] = {
     "edges.bus.nats": "whatever the client library raises, the bus is tried again",
@@ -52,7 +52,7 @@ BROAD: Mapping[str, str] = {
     "core.keep_running": "a part of the agent that fails disturbs no other",
     "actions.tasks": "the lane outlives whatever a task raises",
 }
-"""Who may catch anything; the line itself must carry a comment as well."""
+"""Modules that may catch any exception; the line itself must also carry a comment."""
 
 BANS = (
     Ban(
@@ -191,5 +191,5 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
     ],
 )
 def test_good_code_passes(name: str, text: str) -> None:
-    """What is allowed is not complained about."""
+    """Allowed code raises no complaint."""
     assert list(violations(Module(name, text))) == []

@@ -49,7 +49,7 @@ BANNED: Mapping[str, tuple[str, frozenset[str]]] = {
     "exec": ("runs what it reads", frozenset()),
     "pickle": ("runs what it reads", frozenset()),
 }
-"""What only some modules may use, and why."""
+"""Imports for some modules only, with the reason."""
 
 
 def modules() -> dict[str, Module]:
@@ -67,7 +67,7 @@ def floor_of(name: str) -> int:
 
 
 def violations(module: Module) -> Iterator[str]:
-    """What is wrong with a module."""
+    """Return the violations of a module."""
     if floor_of(module.name) < 0:
         yield f"{module.name} is on no floor: give it one in FLOORS"
     late = _late_lines(module)

@@ -1,4 +1,4 @@
-"""No function stands in two places under other names."""
+"""No function is in two places under different names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _Plain(ast.NodeTransformer):
 
 
 def shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """What a function does, without its names; "" when it is too small to matter."""
+    """Return the body of a function without names; "" if it is too small to matter."""
     if sum(1 for _ in ast.walk(function)) < SMALLEST:
         return ""
-    # Parsed anew: the transformer writes into the tree, which other tests share.
+    # Parsed again: the transformer writes into the tree, which other tests share.
     own = ast.parse(ast.unparse(function)).body[0]
     assert isinstance(own, ast.FunctionDef | ast.AsyncFunctionDef)
     own.name, own.returns, own.decorator_list = "", None, []
@@ -68,7 +68,7 @@ def duplicates(of: Iterable[Module]) -> list[list[str]]:
 
 
 def test_nothing_stands_twice() -> None:
-    """What two modules need is written once, on a floor below both."""
+    """Code that two modules need is written once, on a floor below both."""
     assert duplicates(modules().values()) == []
 
 

@@ -24,7 +24,7 @@ LIBRARIES: Mapping[str, frozenset[str]] = {
     "yaml": frozenset({"cli.release_tarball", "supervisor.bpm.config"}),
     "yarl": frozenset({"services.blobstore"}),
 }
-"""Who may import what; a package stands for all its modules, nothing else from outside is allowed at all."""
+"""Allowed imports from outside; a package includes all its modules, and all others are forbidden."""
 
 
 def floor_of(name: str) -> int | None:
@@ -38,7 +38,7 @@ def service_of(name: str) -> str:
 
 
 def violations(module: Module, known: Collection[str]) -> Iterator[str]:
-    """What is wrong with the imports of ``module``; ``known`` are the names of all modules."""
+    """Return forbidden imports of ``module``; ``known`` are the names of all modules."""
     here = floor_of(module.name)
     if here is None:
         yield f"{module.name} is on no floor: move it into a package of FLOORS"
@@ -156,7 +156,7 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
     ],
 )
 def test_good_import_passes(name: str, text: str) -> None:
-    """What the house allows is not complained about."""
+    """Allowed imports raise no complaint."""
     assert list(violations(Module(name, text), KNOWN)) == []
 
 

@@ -1,4 +1,4 @@
-"""What a job can influence is opened through ``host.guarded`` alone; every other opening has a reason."""
+"""Only ``host.guarded`` opens paths that a job can influence; every other opening has a reason."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from tests.structure.language import HABITS, Text
 
 
 def test_no_file_gains_a_habit() -> None:
-    """The way out stands beside each habit: ``python -m tests.structure.language FILE``."""
+    """``python -m tests.structure.language FILE`` prints the better wording beside each habit."""
     now = {name: len(found) for name, found in language.counted().items()}
     there = frozenset(name for name, _ in language.files())
 

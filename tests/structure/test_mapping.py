@@ -59,10 +59,10 @@ UNTESTED: Mapping[str, str] = {
 
 
 def unmapped(names: Collection[str], files: Collection[str]) -> Iterator[str]:
-    """Modules that no test file (``files`` are stems) is named after.
+    """Return modules without a test file of their name (``files`` are stems).
 
-    ``services.disks.copying`` has a test in ``test_copying``, ``test_disks_copying`` and what goes on with ``_`` after
-    either.
+    ``services.disks.copying`` has a test in ``test_copying``, ``test_disks_copying`` or either of them with a suffix
+    after ``_``.
     """
     for name in names:
         parts = name.split(".")
@@ -72,7 +72,7 @@ def unmapped(names: Collection[str], files: Collection[str]) -> Iterator[str]:
 
 
 def test_every_module_has_a_test() -> None:
-    """A module is named by a test file or stands in one of the lists."""
+    """A test file or one of the lists names each module."""
     files = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
     written = [name for name, module in modules().items() if not module.is_package or module.tree.body[1:]]
 

@@ -21,7 +21,7 @@ def test_every_case_and_invariant_has_one() -> None:
 
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda one: one.row)
 def test_its_change_can_be_made(saboteur: Saboteur) -> None:
-    """Its text is there once, what comes out is Python, and what it shows is a pattern."""
+    """The text to replace occurs once, the result is Python, and the expected failure is a pattern."""
     changed = saboteur.applied((ROOT / saboteur.path).read_text())
 
     assert changed != (ROOT / saboteur.path).read_text()

@@ -1,4 +1,4 @@
-"""Only one module reads what ``/proc`` tells of other processes: with bounds, which a reader elsewhere would lack."""
+"""Only one module reads ``/proc`` of other processes: with bounds, which a reader elsewhere would lack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_else_reads_of_other_processes(module: Module) -> None:
 
 
 def test_such_texts_are_found() -> None:
-    """And what is not of another process is none."""
+    """Accesses that do not concern another process are not reported."""
     for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
         assert OF_A_PROCESS.search(text)
     for text in ("/proc/self/fd/{", "/proc/net/route", "/proc/sys/fs", "/process", "/proc/stat"):

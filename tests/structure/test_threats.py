@@ -98,7 +98,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def complaints_of(cells: list[str]) -> list[str]:
-    """What is wrong with the form of a row."""
+    """Return the violations of the form of a row."""
     if len(cells) != len(Row._fields) or not all(cells):
         return ["not six cells with something in each"]
     row, found = Row(*cells), []

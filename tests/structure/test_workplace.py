@@ -24,7 +24,7 @@ def violations(name: str, text: str, root: Path) -> Iterator[str]:
 
 
 def test_no_file_names_the_workplace() -> None:
-    """No path of this checkout, its neighbours or a home directory stands in a file."""
+    """No file contains a path of this checkout, its neighbours or a home directory."""
     found = [wrong for name, text in texts() if name != HERE for wrong in violations(name, text, ROOT)]
 
     assert found == []
@@ -53,5 +53,5 @@ def test_violation_is_found(name: str, text: str) -> None:
     ],
 )
 def test_good_text_passes(name: str, text: str) -> None:
-    """What belongs to the product is not complained about."""
+    """Texts of the product raise no complaint."""
     assert list(violations(name, text, Path("/srv/checkout"))) == []

@@ -70,7 +70,7 @@ class Guest:
     blobs: Path
 
     async def deploy(self) -> None:
-        """A job with a process that eats when it is told to, and one that does not; a third one of a script."""
+        """A job with a process that allocates memory on request, one without, and a job with a script."""
         release = {"web": {"monit": MONIT, "config/bpm.yml": BPM_YML}, "old": jobs.sleeper(Paths(), "old")}
         spec = jobs.spec(self.blobs, release)
         await self.director.run(AGENT, "apply", spec)
@@ -103,7 +103,7 @@ class Guest:
 
 
 async def eventually(fact: Any) -> Any:
-    """What ``fact`` returns, once it is true."""
+    """Return the value of ``fact`` once it is true."""
     async with asyncio.timeout(120):
         while True:
             try:
@@ -129,7 +129,7 @@ def systemctl(*arguments: str) -> str:
 
 @contextmanager
 def drop_in(text: str) -> Iterator[None]:
-    """The unit with a change, started anew."""
+    """Restart the unit with a change."""
     path = Path(f"/etc/systemd/system/{UNIT}.d/test.conf")
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"[Service]\n{text}\n")
@@ -143,7 +143,7 @@ def drop_in(text: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def overlay() -> None:
-    """What makes a machine of Debian one with our agent."""
+    """Install the agent on a machine of Debian."""
     subprocess.run([ROOT / "stemcell_overlay/apply", "/"], check=True)
     systemctl("daemon-reload")
 
@@ -198,7 +198,7 @@ async def test_restart_restarts_no_job(guest: Guest) -> None:
 
 
 async def test_who_passes_its_limit_is_killed_by_the_kernel_with_its_helpers(guest: Guest) -> None:
-    """The whole group of that process, and nobody else; the alert names it."""
+    """The whole group of that process is killed and no other; the alert names it."""
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     members: list[str] = await eventually(helped)
@@ -237,7 +237,7 @@ async def test_vitals_are_those_of_the_unit(guest: Guest) -> None:
 
 @pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
 async def test_all_come_back_when_the_whole_unit_is_killed(guest: Guest) -> None:
-    """A group that is killed as one (memory.oom.group) comes back by what was wanted."""
+    """A group that is killed as one (memory.oom.group) is restarted as wanted."""
     await guest.deploy()
     assert (GROUP / "memory.oom.group").read_text().strip() == "1"
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
