@@ -48,10 +48,11 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-01",
-        "forgets which processes are its jobs",
+        "forgets the process of each tenth job",
         "agent_shim/supervisor/service.py",
         "            self._finder.resume(record.traces)\n            return\n        record.traces = ProcessRecord()\n",
-        "            pass\n        self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
+        "            if not self.name.endswith('7'):\n                self._finder.resume(record.traces)\n                return\n"
+        "            self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
         "I2|restarted",
     ),
     Saboteur(
@@ -217,7 +218,7 @@ NETWORK: Final = (
         NATS,
         "    ping: float = 5.0\n",
         "    ping: float = 0.3\n",
-        "no reply|a request took|heartbeat|RpcTimeout",
+        "no reply|a request took|heartbeat|Timed out sending",
     ),
 )
 
