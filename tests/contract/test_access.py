@@ -1,4 +1,4 @@
-"""What the Director is told of access: A3 of the protocol's checklist, as far as a machine that is not ours goes."""
+"""Answers of the ssh actions: A3 of the protocol's checklist, as far as an ordinary user's machine allows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a3_an_expression_that_could_take_for_ever(world: World) -> None:
 
 
 async def test_a7_trusted_certificates_are_kept_for_the_next_boot(world: World) -> None:
-    """Whether they can be installed here or not."""
+    """Return True if they can be installed here."""
     pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
     assert await world.value("update_settings", {"trusted_certs": pem}) == "ok"

@@ -1,4 +1,4 @@
-"""What each action of a deploy answers and leaves behind; A1 to A28 are lines of the protocol's checklist."""
+"""Answers and effects of each action of a deploy; A1 to A28 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 

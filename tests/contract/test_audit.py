@@ -19,7 +19,7 @@ SECRET = "c4n4ry"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """What the lines carry, in the order they are written."""
+    """Return the contents of the lines in their order."""
     found: list[dict[str, Any]] = []
 
     class Keep(logging.Handler):
@@ -97,9 +97,9 @@ async def test_duration_is_that_of_the_work(
 async def test_no_argument_no_value_and_no_bug_is_told(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any of them may be a secret, the hint of a disk too: here and in the rest of the log, however much that says.
+    """Any value may be a secret, also in the hint of a disk: neither the audit line nor the rest of the log has one.
 
-    Of the bug the log has the place (``test_a_traceback_tells_the_place_and_no_text_of_a_stranger``).
+    The log has the place of a bug (``test_a_traceback_tells_the_place_and_no_text_of_a_stranger``).
     """
     caplog.set_level(logging.DEBUG)
 

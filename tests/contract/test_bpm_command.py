@@ -189,7 +189,7 @@ async def test_flags_are_read_as_bpm_reads_them(tmp_path: Path, spelling: str) -
 
 
 async def test_without_an_agent_nothing_is_done(tmp_path: Path) -> None:
-    """And that is said; who is not root is told that first, as by bpm."""
+    """The refusal is reported; for a user that is not root that error comes first, as with bpm."""
     async with machine(tmp_path) as found:
         pass
     status, _, err = await bpm(found, "start web")
@@ -321,7 +321,7 @@ def test_levels_of_the_table_are_those_that_are_used() -> None:
 
 @pytest.mark.parametrize(("line", "asks"), [("version", False), ("pid web", True)])
 def test_a_call_loads_little(tmp_path: Path, line: str, asks: bool) -> None:
-    """What an interpreter takes long to load is not: a call takes no more than two starts of a bare one."""
+    """Slow imports are avoided: a call takes at most two starts of a bare interpreter."""
     path = str(Path(__file__).parents[2])
     code = (
         f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; main({line!r}.split());"

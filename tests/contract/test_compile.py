@@ -1,4 +1,4 @@
-"""What compiling answers and leaves behind; A16 and A17 are lines of the protocol's checklist."""
+"""Answers and effects of compilations; A16 and A17 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def dependency(world: World, name: str, version: str = "1", **files: str) -> dic
 
 
 def members(content: bytes) -> dict[str, bytes | None]:
-    """Names and contents of an archive; None for what is no file."""
+    """Return names and contents of an archive; None for an entry that is no file."""
     with tarfile.open(fileobj=io.BytesIO(content)) as packed:
         return {
             member.name: file.read() if (file := packed.extractfile(member)) else None for member in packed.getmembers()
@@ -67,7 +67,7 @@ def printed(world: World, stream: str = "stdout") -> str:
 
 
 def left(world: World) -> list[Path]:
-    """Whatever a compilation could have left but its logs and the directories of versions."""
+    """Return all remains of a compilation but its logs and the directories of versions."""
     paths = world.paths
     found = [path for place in (paths.packages, paths.compile) for path in place.glob("*")]
     return [*found, *paths.tmp.glob(".*"), *paths.data_packages.glob("*/*")]
@@ -118,7 +118,7 @@ async def test_a16_what_the_packaging_script_sees(world: World) -> None:
 
 
 async def test_a16_exactly_the_dependencies_and_the_package_are_in_use(world: World) -> None:
-    """Whatever lay there before; dependencies with all that is in them."""
+    """Former files are removed; dependencies are complete."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
     (stray / "compile.env").write_text("echo wrong")
@@ -211,7 +211,7 @@ async def test_a17_from_url_to_url_with_the_headers_of_each(world: World, server
 
 
 async def failed(world: World, *arguments: Any) -> str:
-    """The text of a compilation of the package p that fails, without what stands before its own."""
+    """Return the error of a failed compilation of the package p, without the part before its own."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
     assert found is not None, text
@@ -368,7 +368,7 @@ async def begun(world: World, packaging: str) -> tuple[str, int]:
 
 
 async def test_progress_is_told(world: World) -> None:
-    """What it does, for which package, and since when."""
+    """The report has the step, the package and the start time."""
     task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
     task = world.agent.tasks.running
 
@@ -402,7 +402,7 @@ def test_status_shows_it() -> None:
     ],
 )
 async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World, packaging: str) -> None:
-    """Whatever its processes do about it."""
+    """A compilation ends on request, however its processes react."""
     task_id, child = await begun(world, packaging)
     try:
         assert await world.value("cancel_task", task_id) == "canceled"
@@ -416,7 +416,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
 
 
 async def test_what_a_script_leaves_behind_ends_with_it(world: World) -> None:
-    """It could write into what is being packed."""
+    """A remaining process could write into the directory that is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")
 
@@ -511,7 +511,7 @@ async def test_twenty_packages_on_one_agent_are_those_of_twenty_agents(tmp_path:
 
 
 async def test_a_file_that_is_older_than_the_source_keeps_its_time(world: World) -> None:
-    """So what was compiled beforehand is not taken for stale; what is made here gets the time of the source."""
+    """Older compiled files keep their times and are not taken for stale; new ones get the time of the source."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as packed:
         for name, text, when in (

@@ -28,13 +28,13 @@ def test_verdict_is_that_of_monit(entry: corpus.Entry, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
 def test_written_file_says_the_same(entry: corpus.Entry) -> None:
-    """A file, and what is rendered from it, have the same values and make the same plan."""
+    """A file and its rendered form have the same values and make the same plan."""
     file = parser.parse(entry.text, origin=entry.file)
 
     rendered = parser.render(file)
 
     assert parser.parse(rendered, origin="rendered") == file
-    # What is missing is told with its line, which is another one then.
+    # A missing item is reported with its line, which then differs.
     if "stub-dep" not in entry.verdict:
         assert plan([JobFile("job", "", rendered)]) == plan([JobFile("job", "", entry.text)])
 

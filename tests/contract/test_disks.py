@@ -1,7 +1,6 @@
-"""What the Director and the CLI are told of disks (checklist A19 to A24); volumes are directories here.
+"""Answers about disks to the Director and the CLI (checklist A19 to A24); volumes are directories here.
 
-What happens to real file systems is tested where there are some, in ``tests/root``; here disks are shown by links, so
-that no test mounts anything where others see it.
+``tests/root`` tests real file systems; here links represent disks, so that no test mounts anything visible elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def _links(world: World) -> None:
 
 
 def volume(world: World, cid: str) -> dict[str, str]:
-    """A volume that somebody has mounted, as the CPI's hint names it."""
+    """A mounted volume, as the CPI's hint names it."""
     path = world.paths.base.parent / "volumes" / cid
     path.mkdir(parents=True)
     return {"path": str(path)}

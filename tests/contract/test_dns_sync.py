@@ -78,7 +78,7 @@ async def test_a27_a_wrong_version_or_digest_changes_nothing(world: World, serve
 async def test_a27_a_url_that_cannot_be_had_is_told_after_three_tries_without_its_signature(
     world: World, server: Server
 ) -> None:
-    """With pauses of five seconds between them, in which everything else goes on."""
+    """The pauses between them are five seconds, in which other work continues."""
     server.plan = ["500"] * 3
     asking = asyncio.create_task(world.error("sync_dns_with_signed_url", signed(server, records(7), 7)))
     async with asyncio.timeout(5):

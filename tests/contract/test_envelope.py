@@ -200,7 +200,7 @@ async def test_e9_failed_results_repeat_as_often_as_the_cli_polls(world: World) 
 
 
 async def test_e10_what_can_be_cancelled() -> None:
-    """What the Director cancels, and compilations, of which only operators tire."""
+    """The Director cancels some tasks, and operators cancel compilations."""
     cancellable = {name for name, action in ACTIONS.items() if action.is_cancellable}
 
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}

@@ -1,4 +1,4 @@
-"""What the bosh CLI meets at the agent's HTTPS address: protocol, statuses and bodies, over a real socket."""
+"""The agent's HTTPS endpoint for the bosh CLI: protocol, statuses and bodies, over a real socket."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, st
 
 
 def scratch(world: World) -> list[str]:
-    """What lies about, the directory of bundles included only if there is something in it."""
+    """Return all remaining files, with the directory of bundles only if it has entries."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
 
@@ -284,7 +284,7 @@ async def test_remove_file_removes_a_file_among_the_temporary_ones(world: World)
 
 
 async def test_remove_file_removes_nothing_else(world: World) -> None:
-    """The Go agent removes whatever it is told, as root, with all that is below."""
+    """The Go agent removes any path as root, with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
     outside = world.paths.base / "outside"
     outside.write_text("x")
@@ -332,7 +332,7 @@ async def test_a_link_in_the_place_of_a_bundle_is_removed_and_not_followed(world
 
 
 async def test_logs_of_a_job_that_writes_and_rotates_all_the_time(world: World) -> None:
-    """Whatever moment it is, the archive is whole and holds whole lines, or zeros where a file was cut."""
+    """At any moment the archive is complete and has whole lines, or zeros where a file was cut."""
     log = world.paths.log / "web/busy.log"
     log.write_text("".join(f"line {number}\n" for number in range(5000)))
     stop = asyncio.Event()

@@ -29,7 +29,7 @@ SCRIPTS = {
 
 @pytest.fixture
 async def known(world: World) -> AsyncIterator[dict[str, Any]]:
-    """What the examples find there: blobs in the blobstore and at signed URLs, and volumes."""
+    """Prepare the blobs and volumes of the examples: in the blobstore, at signed URLs and mounted."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     world.agent.disks._places._binds = False
     contents = {

@@ -1,4 +1,4 @@
-"""What ``get_state`` says (checklist S1 to S6 of the protocol)."""
+"""Results of ``get_state`` (checklist S1 to S6 of the protocol)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Cpu(msgspec.Struct):
 
 
 class _Process(msgspec.Struct):
-    """What the bosh CLI decodes; its integers are unsigned."""
+    """Fields that the bosh CLI decodes; its integers are unsigned."""
 
     name: str
     state: str
@@ -136,7 +136,7 @@ async def test_s4_stopped_goes_before_failing_and_that_before_running(world: Wor
 
 
 async def test_s4_who_starts_is_running_at_once_and_after_an_exit_only_when_it_has_settled(world: World) -> None:
-    """A first start is believed, as monit believes it; what has died once has to stay up first."""
+    """A first start counts as running, as with monit; a process that has died must stay up first."""
     await deployed(world, "web")
     await world.value("start")
     await running(world)

@@ -1,4 +1,4 @@
-"""What image tests share: podman, the image, and a bus with its peers that containers reach."""
+"""Fixtures of image tests: podman, the image, and a bus with peers that containers can reach."""
 
 from __future__ import annotations
 

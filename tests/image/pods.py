@@ -26,7 +26,7 @@ EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
 SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
-"""What a build behind a mirror needs to reach it; given where it exists, left in no image."""
+"""Options with which a build reaches a mirror; given where they exist, left in no image."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def _most(kind: int, wanted: int) -> int:
 
 
 def base_image(podman: Podman, where: Path) -> str:
-    """Plain Debian without a registry, made once a week so that security updates arrive; or what somebody wants."""
+    """Return plain Debian without a registry, made once a week so that security updates arrive.
+
+    Or a requested image.
+    """
     if wanted := os.environ.get("TEST_BASE_IMAGE"):
         return wanted
     tag = f"{BASE}:bookworm-{time.strftime('%Gw%V')}"
@@ -120,7 +123,7 @@ def network(podman: Podman, name: str) -> Iterator[Network]:
 
 @dataclass(frozen=True)
 class Container:
-    """A container that runs; every call goes to a thread, so that the bus in the test goes on."""
+    """A running container; every call goes to a thread, so that the bus in the test continues."""
 
     podman: Podman
     name: str
@@ -131,7 +134,7 @@ class Container:
         return (await asyncio.to_thread(self.podman, "inspect", "--format", form, self.name)).strip()
 
     async def is_running(self) -> bool:
-        """Whether process 1 lives."""
+        """Return True if process 1 lives."""
         said = await asyncio.to_thread(self.podman, "inspect", "--format", "{{.State.Running}}", self.name)
         return said == "true\n"
 
@@ -189,7 +192,7 @@ class Container:
         return [line.split(maxsplit=1)[1] for line in lines]
 
     def logs(self) -> str:
-        """What process 1 has said so far."""
+        """Return the output of process 1 so far."""
         result = self.podman.run("logs", self.name)
         return (result.stdout + result.stderr).decode(errors="replace")
 

@@ -54,7 +54,7 @@ def project(directory: Path, name: str, content: str) -> None:
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:
-    """Status and body of a page of the agent; asks again until somebody listens."""
+    """Return status and body of a page of the agent; repeats until the port is open."""
     url = f"http://{await container.address()}:9190{path}"
 
     def ask() -> tuple[int, str]:

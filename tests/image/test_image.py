@@ -1,4 +1,4 @@
-"""The image, built from the Dockerfile: what is in it, and that it comes up by itself."""
+"""The image, built from the Dockerfile: its content, and its start without help."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.support.environment import AGENT
 pytestmark = pytest.mark.image
 
 TOOLS = "bash tar sed umount mkdir rm ln ip chgrp sync cp chown chpst"
-"""What commands of CPIs call."""
+"""Programs that commands of CPIs call."""
 AT_HAND = "tcpdump ping arping traceroute lsof strace resolvconf resolvectl"
-"""What people call in ``bosh ssh``, and ``bosh pcap`` for them."""
+"""Programs for users of ``bosh ssh``, and for ``bosh pcap``."""
 RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
 """Modules of templates of syslog-release, and of rules that people give it."""
 
@@ -51,7 +51,7 @@ async def test_running_needs_nothing_from_outside(podman: Podman, image: str) ->
 
 
 def test_configuration_of_the_image(podman: Podman, image: str) -> None:
-    """No entry point stands before the command of a CPI; no volume and no port that a CPI has not asked for."""
+    """No entry point precedes the command of a CPI; no volume and no port exists that a CPI has not requested."""
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None
@@ -141,7 +141,7 @@ def test_sudo_knows_the_commands_of_the_agent(podman: Podman, image: str) -> Non
 
 
 async def test_wishes_of_a_manifest(site: Site) -> None:
-    """What ``env.bosh`` asks of the machine is done with the lists of the image, or refused in the log."""
+    """Requests of ``env.bosh`` for the machine are carried out with the lists of the image, or refused in the log."""
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes

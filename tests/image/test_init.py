@@ -80,7 +80,7 @@ async def test_a_crashed_agent_is_back_and_jobs_go_on(site: Site) -> None:
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
 async def test_signals_to_process_1_are_an_orderly_stop(site: Site, signal: str) -> None:
-    """What runtimes send when a container is to end: the job drains, is stopped, and the container ends with 0."""
+    """The end signals of runtimes: the job drains, is stopped, and the container ends with 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -138,7 +138,7 @@ async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, imag
 
 
 async def test_orphans_are_reaped(podman: Podman, image: str) -> None:
-    """What somebody leaves behind in the container does not stay a zombie: process 1 buries it."""
+    """A process left behind in the container does not stay a zombie: process 1 reaps it."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(0, *LIVE)
         waits = "until test -e /tmp/go; do sleep 0.1; done"

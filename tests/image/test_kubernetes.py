@@ -1,7 +1,7 @@
-"""Pods of deploy/kubernetes, run by ``podman kube play`` as far as that goes.
+"""Pods of deploy/kubernetes, run by ``podman kube play`` as far as its features reach.
 
-It honours commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts. What it does
-not do the tests do in its place: volumes get the group of the pod, the preStop hook is called by hand.
+It supports commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts. The tests
+do the rest: they give volumes the group of the pod and call the preStop hook.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """What is to be seen in an overlay's pod: the ``user`` that the agent is, and what its doctor says."""
+    """Observations in an overlay's pod: the ``user`` of the agent, and the report of its doctor."""
 
     user: str
     called: str
@@ -43,7 +43,7 @@ class Tier:
 
     @property
     def judged(self) -> tuple[str, dict[str, str]]:
-        """What the doctor calls it, and its verdicts."""
+        """Name of the kind of container in the doctor's report, and its verdicts."""
         return self.called, {topic: "limited" if topic in self.limited else "good" for topic in TOPICS}
 
 
@@ -74,7 +74,7 @@ def example(podman: Podman, image: str) -> str:
 
 
 def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
-    """What ``kube play`` reads of an overlay, volumes below ``scratch``; and the pod in it."""
+    """Return the input of ``kube play`` for an overlay, with volumes below ``scratch``, and its pod."""
     documents = list(yaml.safe_load_all(manifests(name)))
     owner = next(document for document in documents if document["kind"] in ("StatefulSet", "Pod"))
     template, claims = owner["spec"].get("template", owner), owner["spec"].get("volumeClaimTemplates", [])
@@ -94,7 +94,7 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
         container["image"] = EXAMPLE if container["image"] == EXAMPLE else pods.IMAGE
-        # podman would open the ports on this machine too, where somebody else may have them.
+        # podman would also open the ports on this machine, where another program may use them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
             container.pop(member, None)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
@@ -177,7 +177,7 @@ async def user_of(container: Container, words: str) -> str:
 async def test_a_job_answers_in_every_tier(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """Ready means that the job answers; the doctor says what is possible; the hook drains the job."""
+    """A ready pod's job answers; the doctor reports the abilities; the hook drains the job."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -226,7 +226,7 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
 async def test_a_container_that_dies_comes_back_with_its_job(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
-    """The restart policy starts it again, and nobody has to ask for the job."""
+    """The restart policy restarts it, and the job starts without a request."""
     async with played(podman, network, "base", tmp_path) as container:
         assert await answer(container, 8080, "/starts.txt") == "prepared\n"
         await kill_from_outside(podman, container)

@@ -18,7 +18,7 @@ OLDEST = {
     "userns": "1.30",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
-"""What is given to clusters, and the oldest one it is for, as far back as the validator goes."""
+"""Directories for clusters, with the oldest supported version that the validator has."""
 NEWEST = "1.37"
 
 
@@ -31,7 +31,7 @@ def tool(name: str) -> str:
 
 
 def manifests(name: str) -> str:
-    """What is given to a cluster."""
+    """Return the documents for a cluster."""
     if not (DEPLOY / name / "kustomization.yaml").exists():
         return (DEPLOY / name / "pod.yaml").read_text()
     if shutil.which("kubectl") is None:

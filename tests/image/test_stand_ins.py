@@ -1,4 +1,4 @@
-"""What scripts of releases call to control services of the system, in a container where no systemd runs."""
+"""Commands by which scripts of releases control services of the system, in a container without systemd."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_service_for_runit_becomes_one_of_ours(container: Container) -> 
 
 
 async def test_syslog_is_written(container: Container) -> None:
-    """What a program says to syslog is in the file where one looks."""
+    """A message to syslog is in the usual file."""
     await container.exec("logger", "--tag", "somebody", "hello")
 
     await container.until(0, "grep", "-q", "somebody: hello", "/var/log/syslog")
@@ -171,7 +171,7 @@ async def test_chpst_gives_on_the_variables_it_was_given(container: Container) -
 
 
 async def test_resolvconf(container: Container) -> None:
-    """What bosh-dns of older stemcells does: a server in ``head``, which comes first after an update."""
+    """bosh-dns of older stemcells writes a server into ``head``, which comes first after an update."""
     script = """
     mkdir -p /etc/resolvconf/resolv.conf.d; head=/etc/resolvconf/resolv.conf.d/head
     printf 'nameserver 192.0.2.1\nsearch x\n' >/etc/resolv.conf

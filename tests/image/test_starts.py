@@ -199,7 +199,7 @@ def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_every_start_leads_to_a_running_job(site: Site, cpi: Cpi) -> None:
-    """However it is started the init is process 1, the agent answers, what is deployed runs, and it ends well."""
+    """After each kind of start the init is process 1, the agent answers, deployed jobs run, and it ends in order."""
     async with started(site, cpi) as container:
         await site.deploy()
         heartbeat = await site.monitor.wait_for("heartbeat", AGENT)
@@ -237,9 +237,9 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_a_start_beside_another_init(site: Site) -> None:
-    """Garden has a process 1 of its own and runs the commands beside it, one that fails among them.
+    """Garden has its own process 1 and runs the commands beside it, one of which fails.
 
-    A disk is attached to what runs: the settings are written anew, and it appears in a directory that is there already.
+    A disk is attached to a running container: the settings are written again, and it appears in an existing directory.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
     disks = Disks(site.scratch / "disks", site.scratch / "kept")
@@ -293,9 +293,9 @@ async def test_recreation_by_the_docker_cpi(site: Site) -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
 async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> None:
-    """A pod with the disk takes the place of one without; no Director tells a hint, the settings alone have it.
+    """A pod with the disk replaces one without; no Director sends a hint, only the settings have it.
 
-    When the pod is recreated once more, the disk is back before anybody asks for it.
+    When the pod is recreated once more, the disk is back before any request for it.
     """
     cpi = CPIS[name]
     disk = site.scratch / "disk"
@@ -319,9 +319,9 @@ async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> N
 
 
 async def test_a_restart_on_kept_files(site: Site) -> None:
-    """The LXD CPI stops the container and starts it again, to attach a disk or because somebody wants a reboot.
+    """The LXD CPI stops the container and starts it again, to attach a disk or for a reboot; its hints are maps.
 
-    Its hints are maps. Nobody deploys anew: the disk comes first, and then the jobs.
+    No Director deploys again: the disk comes first, and then the jobs.
     """
     cpi = CPIS["lxd"]
     disks = Disks(site.scratch / "disks", site.scratch / "kept")
@@ -351,7 +351,7 @@ async def test_a_restart_on_kept_files(site: Site) -> None:
 
 
 async def test_kept_data_brings_the_jobs_back(site: Site) -> None:
-    """A kubelet restarts a container on a fresh root file system and the same volumes: nobody has to deploy again."""
+    """A kubelet restarts a container on a fresh root file system and the same volumes: no new deploy is needed."""
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"
     data.mkdir()

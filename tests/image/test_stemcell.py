@@ -62,7 +62,7 @@ def test_members(taken_apart: Path) -> None:
 
 
 def test_the_tarball_is_no_larger_than_what_it_packs(taken_apart: Path) -> None:
-    """What is packed already takes more room when it is packed once more."""
+    """Compressed data takes more room when it is compressed once more."""
     packed = sum(path.stat().st_size for path in taken_apart.iterdir() if path.is_file())
 
     assert int((taken_apart.parent / "size").read_text()) < packed * 1.001

@@ -69,7 +69,7 @@ async def test_an_ssh_server_of_systemd_has_host_keys(container: Container) -> N
 
 
 async def test_watchdog(container: Container) -> None:
-    """It is fed; an agent that hangs is killed and started anew."""
+    """The watchdog is fed; an agent that hangs is killed and restarted."""
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
     first = await shown(container, "MainPID")
     await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")

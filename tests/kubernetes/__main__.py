@@ -1,7 +1,7 @@
-"""``./dev test-kubernetes``: build what is missing, then run the tests in namespaces of their own, as a node.
+"""``./dev test-kubernetes``: build missing programs, then run the tests as a node in new namespaces.
 
-All that the node is made of, etcd, the API server, containerd, the kubelet and the containers, runs in one network,
-mount and pid namespace beside pytest, and ends with it. This machine sees none of its mounts, addresses and ports.
+The whole node, which is etcd, the API server, containerd, the kubelet and the containers, runs in one network, mount
+and pid namespace beside pytest, and ends with it. This machine sees none of its mounts, addresses and ports.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ exec catatonit -- "$@"
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments; its exit code, or 1 with a word on what is missing."""
+    """Run pytest with these arguments; return its exit code, or 1 with a message about a missing prerequisite."""
     options = ["-qm", "kubernetes", "-o", "cache_dir=.pytest_cache/kubernetes", "-o", "faulthandler_timeout=600"]
     return run_as_node([sys.executable, "-m", "pytest", *options, "tests/kubernetes", *arguments])
 
@@ -72,7 +72,7 @@ def run_as_node(command: list[str]) -> int:
 
 
 def _save_images(node: Path) -> None:
-    """What the pods are made of, into one archive: there is no registry."""
+    """Pack the images of the pods into one archive: there is no registry."""
     podman = pods.podman(node)
     base = node / "base"
     base.mkdir()
@@ -87,7 +87,7 @@ def _save_images(node: Path) -> None:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[None]:
-    """A group for all pods in every hierarchy, which goes with what is left in it."""
+    """Create a group for all pods in every hierarchy; remove it afterwards with its remains."""
     roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
     groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
     for group in groups:
@@ -98,7 +98,7 @@ def _cgroup(name: str) -> Iterator[None]:
         deadline = time.monotonic() + 10
         for group in groups:
             while group.exists():
-                # What was killed just now may count for a moment longer.
+                # A killed process may still count for a moment.
                 try:
                     for directory, _, _ in os.walk(group, topdown=False):
                         Path(directory).rmdir()

@@ -30,7 +30,7 @@ TAGS: Final = "providerless,dockerless"
 
 @dataclass(frozen=True)
 class Source:
-    """What Debian's signed index says of the package; ``digest`` is that of its .dsc."""
+    """The entry of a package in Debian's signed index; ``digest`` is that of its .dsc."""
 
     version: str
     digest: str
@@ -44,9 +44,9 @@ class Source:
 
 
 def cached(cache: Path) -> Path:
-    """The directory with the four programs: one for each source, compiler and set of flags, built when there is none.
+    """Return the directory of the four programs, one for each source, compiler and set of flags; build it if missing.
 
-    Needs golang-go, dpkg-dev, jq, rsync and make; ``ShimError`` when something is not to be had.
+    Needs golang-go, dpkg-dev, jq, rsync and make; ``ShimError`` if one is not available.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as scratch:
@@ -120,7 +120,7 @@ class _Apt:
         _run(["apt-get", "update", "-qq"], env=self._environment)
 
     def source(self, package: str) -> Source:
-        """What there is of a package."""
+        """Return the available versions of a package."""
         said = _run(["apt-get", "source", "--print-uris", "-qq", package], env=self._environment)
         found = re.search(rf" {package}_(\S+)\.dsc \d+ SHA256:([0-9a-f]{{64}})", said)
         if found is None:

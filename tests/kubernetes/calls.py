@@ -88,12 +88,12 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """The program as it stands in this tree."""
+    """The program of this tree."""
     return Cpi([sys.executable, "-m", "kubernetes_cpi", "--config", str(config)], home, **members)
 
 
 def _result(response: Any) -> Any:
-    """What the Director makes of a response (external_cpi.rb, ``RESPONSE_SCHEMA``)."""
+    """Return a response as the Director reads it (external_cpi.rb, ``RESPONSE_SCHEMA``)."""
     assert response.keys() == {"result", "error", "log"}, response
     assert isinstance(response["log"], str)
     error = response["error"]

@@ -1,4 +1,4 @@
-"""What tests on real pods share: the node, and for each test a namespace and an environment."""
+"""Fixtures of tests on real pods: the node, and for each test a namespace and an environment."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Site:
     hosted: Path
     """The directory of the node below which live disks are."""
     spare: Instance | None = None
-    """What a flow has left that went well."""
+    """Instance of a successful flow."""
 
     @property
     def cpi(self) -> calls.Cpi:
@@ -95,7 +95,7 @@ class Site:
             self.deployments.vm_type = before
 
     async def empty(self) -> None:
-        """Delete all that a flow has left that failed, as somebody with all rights."""
+        """Delete all objects of a failed flow, with full permissions."""
         for kind in ("pods", "persistentvolumeclaims", "services"):
             await self.namespace.kubectl("delete", kind, "--all", "--force", "--grace-period=0")
         for one in await self.objects():
@@ -113,7 +113,7 @@ class Site:
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
 
     async def check(self, *instances: Instance) -> None:
-        """What holds after each flow: jobs run, the file is there, and the Director knows all that is there."""
+        """Check the invariants of a flow: jobs run, the file is there, and the Director knows all existing objects."""
         for instance in instances:
             if instance.vm:
                 await self.deployments.until_running(instance)
@@ -131,7 +131,7 @@ class Site:
         self.spare = next((one for one in instances if one.vm and one.disk), None)
 
     async def _until_ended(self) -> None:
-        """Until the cluster has removed what is deleted, which it does in its own time."""
+        """Wait until the cluster has removed deleted objects, which takes time."""
         async with asyncio.timeout(LIMIT):
             while any(_is_ending(one) for one in await self.unheld()):
                 await asyncio.sleep(0.5)
@@ -149,7 +149,7 @@ class Site:
         return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
 
     def _knows(self, one: Document) -> bool:
-        """Whether an object belongs to VMs and disks that the Director has, by its labels or its name."""
+        """Return True if an object belongs to VMs and disks that the Director has, by its labels or its name."""
         vms, disks = self.deployments.vms, self.deployments.disks
         labels = one["metadata"].get("labels", {})
         vm, disk = labels.get(f"{LABEL}/vm", ""), labels.get(f"{LABEL}/disk", "")

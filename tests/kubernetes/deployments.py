@@ -39,7 +39,7 @@ KEPT: Final = "written-at-the-beginning"
 
 @dataclass
 class World:
-    """What stands around a CPI: a bus that ends bootstrap credentials, a blobstore, and addresses that pods reach."""
+    """The environment of a CPI: a bus that ends bootstrap credentials, a blobstore, and addresses that pods reach."""
 
     address: str
     server: NatsServer
@@ -50,7 +50,7 @@ class World:
 
     @property
     def mbus(self) -> str:
-        """What the property ``agent.mbus`` of the CPI's job says."""
+        """Return the value of the property ``agent.mbus`` of the CPI's job."""
         return f"nats://{self.address}:{self.bus.port}"
 
     def blobstores(self) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ class Deployments:
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def spec(self, instance: Instance) -> dict[str, Any]:
-        """What ``apply`` gets of an instance with a job."""
+        """Return the spec in ``apply`` for an instance with a job."""
         name = instance.group
         files = {f"{name}/{path}": text for path, text in self.job(name).items()}
         return {
@@ -358,7 +358,7 @@ class Deployments:
         return found
 
     async def is_unresponsive(self, instance: Instance) -> bool:
-        """What the Health Monitor and cck find out by a ping."""
+        """Return the result of a ping, as the Health Monitor and cck use it."""
         try:
             await self.world.agents.value(instance.agent, "ping", timeout=2.0)
         except RpcTimeoutError:

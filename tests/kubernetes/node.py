@@ -23,7 +23,7 @@ IMAGES: Final = "images.tar"
 PAUSE: Final = "localhost/agent-shim/pause:latest"
 CGROUPS: Final = Path("/sys/fs/cgroup")
 ADDRESS: Final = "192.0.2.2"
-"""Of the node; pods reach what listens there."""
+"""Address of the node; pods can reach servers on it."""
 PODS: Final = "192.0.2.128/25"
 NAME: Final = "node"
 API: Final = "https://127.0.0.1:6443"
@@ -73,7 +73,7 @@ class Node:
         return subprocess.run(command, input=stdin, capture_output=True, text=True)
 
     def ctr(self, *arguments: str) -> str:
-        """What containerd's own client says, which must be good."""
+        """Return the output of containerd's own client, which must succeed."""
         done = subprocess.run(["ctr", "--namespace=k8s.io", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
         return done.stdout
@@ -134,7 +134,7 @@ class Node:
         self.ctr("images", "tag", f"{pods.IMAGE}:latest", f"localhost/agent-shim@{self.digest()}")
 
     def digest(self) -> str:
-        """Of our image, as the runtime has it."""
+        """Return the digest of this project's image in the runtime."""
         for line in self.ctr("images", "list").splitlines():
             name, _, digest, *_ = line.split()
             if name == f"{pods.IMAGE}:latest":
@@ -158,7 +158,7 @@ class Node:
             "clusterDNS": ["192.0.2.53"],
             "clusterDomain": "cluster.local",
             "resolvConf": str(self.where / "resolv.conf"),
-            # What the machine has on its disk is no business of these pods.
+            # The pods must not see the disk of the machine.
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"},
             "syncFrequency": "2s",

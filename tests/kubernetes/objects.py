@@ -1,4 +1,4 @@
-"""What a test makes in a cluster and looks at: a namespace, volumes, pods."""
+"""Objects of a test in a cluster: a namespace, volumes, pods."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ class Pod:
         return await self.namespace.kubectl("exec", self.name, "--", *command)
 
     async def logs(self) -> str:
-        """What the container has said; nothing when there is none."""
+        """Return the output of the container; "" without one."""
         done = await asyncio.to_thread(self.namespace.node.kubectl, "-n", self.namespace.name, "logs", self.name)
         return done.stdout
 
     async def get(self, path: str, port: int = 9190) -> tuple[int, str]:
-        """Status and body of a page of the pod; asks again until somebody listens."""
+        """Return status and body of a page of the pod; repeats until the port is open."""
         url = f"http://{(await self.look())['status']['podIP']}:{port}{path}"
 
         def ask() -> tuple[int, str]:
@@ -202,10 +202,12 @@ class Pod:
         await self.namespace.kubectl("delete", "pod", self.name)
 
     async def end(self) -> tuple[int, str]:
-        """Let the liveness probe of ``end_on_request`` fail; exit code and termination message of the container.
+        """Make the liveness probe of ``end_on_request`` fail.
 
-        Hook, grace and signals are those of a pod that is deleted. But what is deleted may be gone before the kubelet
-        has told how its container ended, and this one is restarted.
+        Return exit code and termination message of the container.
+
+        Hook, grace and signals are those of a deleted pod. But a deleted pod may vanish before the kubelet has reported
+        the end of its container, and this one is restarted.
         """
         before = (await self.container())["restartCount"]
         await self.exec("touch", END)
@@ -219,6 +221,6 @@ def _is_ready(pod: Document) -> bool:
 
 
 def _restarts(pod: Document) -> int:
-    """How often its container was started anew and ran."""
+    """Return the number of restarts of its container."""
     statuses = pod["status"].get("containerStatuses", [])
     return sum(int(one["restartCount"]) for one in statuses if "running" in one["state"])

@@ -1,8 +1,8 @@
-"""The life of deployments on a real cluster, by each way in which disks come to VMs (a scripted Director, real agents).
+"""Deployments on a real cluster, for each way in which disks reach VMs (a scripted Director, real agents).
 
-Each flow begins with an instance that has a disk with a file on it, and leaves such a one; ``Site.check`` looks for the
-file, and for anything on the cluster that the Director does not know. The next flow goes on with it. After a failed
-one, everything is deleted and deployed again.
+Each flow begins and ends with an instance that has a disk with a file on it; ``Site.check`` looks for the file, and for
+objects on the cluster that the Director does not know. The next flow continues with the instance. After a failed flow,
+everything is deleted and deployed again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def db(site: Site) -> Instance:
 
 
 async def _deployed_in_two(site: Site) -> Instance:
-    """Where disks come at creation alone, the first deploy fails and tells why; the next one makes the VM anew."""
+    """If disks come only at creation, the first deploy fails with the reason; the next one creates the VM again."""
     director = site.deployments
     instance = Instance("db")
     await director.create_vm(instance)
@@ -134,7 +134,7 @@ async def test_unresponsive_agent(site: Site, db: Instance) -> None:
 
 
 async def test_reboot(site: Site, db: Instance) -> None:
-    """cck's "Reboot VM": the Director mounts nothing anew, and what jobs have in ``data`` stays, or it is refused."""
+    """cck's "Reboot VM": the Director mounts nothing again, and files of jobs in ``data`` stay, or it is refused."""
     if site.way.attach == "never":
         with pytest.raises(CpiError, match="recreate the VM instead"):
             await site.cpi.call("reboot_vm", db.vm)
@@ -260,7 +260,7 @@ async def test_compilation(site: Site, db: Instance) -> None:
 
 
 async def test_deletion(site: Site, db: Instance) -> None:
-    """Nothing at all is left, and deleting again is told or done."""
+    """No object remains, and a second deletion succeeds or is refused."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -25,7 +25,7 @@ HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
-    """What a CPI makes for a Director: with these settings and perhaps a disk; it sees our blobstore."""
+    """A pod as a CPI creates it for a Director: with these settings, the test's blobstore and perhaps a disk."""
     bosh.blobs.mkdir(exist_ok=True)
     documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
     spec = pod_spec(documents)
@@ -50,7 +50,7 @@ def set_grace(documents: list[Document], seconds: int) -> None:
 
 @pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
 async def test_a_job_answers_without_a_director(namespace: Namespace, name: str) -> None:
-    """Ready is when the job answers; the doctor says what is possible; deleted it drains."""
+    """It is ready when the job answers; the doctor reports the abilities; it drains when deleted."""
     await namespace.apply(overlay(name))
     pod = namespace.pod("hello" if name == "example" else "hello-0")
     await pod.until_ready()
@@ -94,7 +94,7 @@ async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Name
 
 
 async def test_a_restarted_agent_keeps_the_jobs(namespace: Namespace) -> None:
-    """``sv restart`` is one of the agent alone: the container goes on, and the job with its number."""
+    """``sv restart`` restarts the agent alone: the container continues, and the job keeps its process id."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -167,7 +167,7 @@ async def test_a_disk_comes_with_a_new_pod(namespace: Namespace, bosh: Environme
 
 
 async def test_credentials_come_with_the_secret(namespace: Namespace, bosh: Environment) -> None:
-    """The kubelet swaps the files of a changed Secret: the agent goes on with the new ones, the old let in no more."""
+    """The kubelet swaps the files of a changed Secret: the agent uses the new ones, the old are no longer accepted."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     pod = namespace.pod("vm-1")
@@ -219,7 +219,7 @@ async def test_drains_within_the_grace_are_waited_for(namespace: Namespace, bosh
 
 
 async def test_drains_beyond_the_grace_are_cut_short(namespace: Namespace, bosh: Environment) -> None:
-    """Five seconds: the jobs are ended in time, so that the code is ours and the reason is told."""
+    """In five seconds the jobs are ended in time: the exit code is the agent's, and the reason is reported."""
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
     assert await pod.end() == (1, "agent-shim: not clean: drain scripts were cut short\n")

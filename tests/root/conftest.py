@@ -40,7 +40,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture
 def inside(box: Machine) -> Inside:
-    """``inside("return 1 + 1") == 2``: the body of a coroutine, run on the machine; what fails on purpose is a text."""
+    """``inside("return 1 + 1") == 2``: the body of a coroutine, run on the machine; an expected failure is a text."""
     root = Path(__file__).parents[2]
 
     def run(body: str, *prefix: str) -> Any:

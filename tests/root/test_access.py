@@ -42,7 +42,7 @@ def key(tmp_path: Path) -> Path:
 
 
 def login(fleet: Fleet, key: Path, user: str, host_key: str, command: str) -> subprocess.CompletedProcess[str]:
-    """As ``bosh ssh`` does it: no other host key is trusted than the one that was told."""
+    """Like ``bosh ssh`` it trusts only the reported host key."""
     known = key.with_name("known_hosts")
     known.write_text(f"[127.0.0.1]:{fleet.ssh_port} {host_key}")
     options = [f"UserKnownHostsFile={known}", "StrictHostKeyChecking=yes", "BatchMode=yes", "IdentitiesOnly=yes"]

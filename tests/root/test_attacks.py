@@ -1,4 +1,4 @@
-"""What a job may try against the agent beside it: each attack fails, and fails at once."""
+"""Attacks of a job on the agent beside it: each fails, and fails at once."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) ->
 
 @pytest.mark.parametrize("planted", ["pipe", "link", "second name"])
 async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod, planted: str) -> None:
-    """A pipe that nobody reads would hold whoever opens it."""
+    """A pipe without a reader would block a process that opens it."""
     await pod.start()
     script = {"bin/post-start": "#!/bin/sh\necho written by root\n"}
     await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": {**jobs.sleeper(Paths(), "web"), **script}}))
@@ -137,9 +137,10 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
 
 @pytest.mark.parametrize("planted", ["pipe", "link", "link to a pipe on the way"])
 async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_nor_told(pod: Pod, planted: str) -> None:
-    """A process in its jail may put what it likes into its directory of logs, and then fail.
+    """A process in its jail may write anything into its directory of logs, and then fail.
 
-    The last line of its error log is told in status, and to the Health Monitor: not that of a file of the agent.
+    The last line of its error log is in ``status`` and in an alert to the Health Monitor: never that of a file of the
+    agent.
     """
     pod.env = {"note": CANARY}
     how = {
@@ -242,7 +243,7 @@ def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
 
 
 async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> None:
-    """Not even where somebody has opened it to all."""
+    """Neither is it after its mode was opened to all."""
     await pod.start()
     socket = "/var/vcap/sys/run/agent_shim/control.sock"
     pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")

@@ -301,7 +301,7 @@ COMMON_WRITES = {
 
 
 def run(inside: Inside, level: int, body: str) -> Any:
-    """What ``body`` returns: the supervisor's, in one level."""
+    """Return the result of ``body``, with the supervisor at one level."""
     indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
     text = SETUP.replace("BODY", f"{indented}")
     environment = [f"LEVEL={level}", f"LOOK={LOOK}", f"BPM_YML={BPM_YML}"]
@@ -310,13 +310,13 @@ def run(inside: Inside, level: int, body: str) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, Any]:
-    """What jobs saw, by level: looked at once for all tests."""
+    """Observations of jobs by level, made once for all tests."""
     return {}
 
 
 @pytest.fixture
 def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
-    """What the jobs of ``BPM_YML`` see in a level."""
+    """Return the observations of the jobs of ``BPM_YML`` at a level."""
 
     def seen(level: int) -> Any:
         if level not in known:
@@ -327,7 +327,7 @@ def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
 
 
 def has_rules(cell: str) -> bool:
-    """Whether the table says that the key opens something that is closed otherwise."""
+    """Return True if the key opens something that is closed otherwise, by the table."""
     return "no rules" not in cell and cell != "what the container has"
 
 
@@ -396,7 +396,7 @@ def test_job_sees_what_the_table_says(look: Callable[[int], Any], level: int) ->
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None:
-    """Beside what stands in bpm.yml: the same in each level."""
+    """Beside the content of bpm.yml: the same at each level."""
     found = look(level)
     web, worker = found["web"], found["worker"]
 
@@ -408,7 +408,7 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         assert each["spared"] == 0
-        # What Python ignores for itself is not ignored by what comes after it; this is Python again.
+        # A signal that Python ignores is not ignored by the program after it; this is Python again.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
@@ -421,7 +421,7 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
         "PATH": "/var/vcap/jobs/web/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:.",
     }
     assert {"jobs/web/config/bpm.yml", "data/shown/tool", "data/tools/tool"} <= set(web["reads"])
-    # What is closed to vcap by its owner is so in any level.
+    # A file that its owner closes to vcap is closed at any level.
     assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
@@ -484,7 +484,7 @@ def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, leve
         description,
     )
     assert said is not None
-    # The kernel lets nobody past the limit; a watchdog comes afterwards.
+    # The kernel lets no process exceed the limit; a watchdog acts afterwards.
     assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
 
 
@@ -534,7 +534,7 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_volume_may_be_everything(inside: Inside, level: int, is_writable: bool) -> None:
-    """As a root below what bpm shows; rules of Landlock cannot close again what lies below such a volume."""
+    """It is a root below bpm's view; rules of Landlock cannot close a path below such a volume again."""
     said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
 
     assert (errors, reason) == ("", "")
@@ -570,7 +570,7 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_package_that_is_used_in_place_can_be_run(inside: Inside, level: int) -> None:
-    """As those of a directory that is deployed without a Director; what lies beside it stays closed."""
+    """They are those of a directory that is deployed without a Director; files beside it stay closed."""
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
 

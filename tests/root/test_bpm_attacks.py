@@ -51,7 +51,7 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_directory_exchanged_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
-    """While root looks at it, opens it or mounts on it: what is shown is a directory of the job, or nothing runs."""
+    """While root checks, opens or mounts it: the visible directory is one of the job, or nothing runs."""
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
     assert said == ["done"]
@@ -178,7 +178,7 @@ bind 'set enable-bracketed-paste off'
 
 
 def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
-    """What an operator sees who calls ``bpm shell`` and types, and whether the terminal is as it was."""
+    """Return the output of ``bpm shell`` for typed input, and True if the terminal has its former modes."""
     body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
     found = run(inside, level, body)
     assert isinstance(found, list), found

@@ -1,6 +1,6 @@
-"""Jobs of the shape that real releases have, with real programs, at each level: bosh-dns, haproxy and nginx.
+"""Jobs in the form of real releases, with real programs, at each level: bosh-dns, haproxy and nginx.
 
-What they count on beside their bpm.yml: names of all jobs can be listed, the pid file names a process whose child the
+They rely on more than their bpm.yml: names of all jobs can be listed, the pid file names a process whose child the
 program is, daemons that fork away are found below it, and a drain script ends them by number.
 """
 
@@ -89,7 +89,7 @@ return outcome
 
 
 def deployed(inside: Inside, level: int, body: str) -> Any:
-    """What ``body`` has put into ``outcome``, with an agent that answers ``bpm``."""
+    """Return the ``outcome`` of ``body``, with an agent that answers ``bpm``."""
     lines = body.strip().splitlines()
     text = AGENT.replace("    BODY", "\n".join(f"    {line}" for line in lines))
     found = run(inside, level, text)

@@ -47,7 +47,7 @@ setsid {TOOL} trace web >/tmp/trace 2>&1 & until grep -qs 'execve.*"sleep"' /tmp
 grep -om1 '"sleep", "0.05"' /tmp/trace | tr -d '",'
 kill -INT -$!; wait $!; echo $?
 """
-"""The calls of a process are shown until somebody has seen enough."""
+"""The calls of a process are shown until the command is interrupted."""
 
 
 def release() -> dict[str, str | bytes]:

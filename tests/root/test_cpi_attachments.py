@@ -35,7 +35,7 @@ VM = 'mount --make-rslave / && mount --rbind "$0/bosh/vm" "$0/seen" && echo read
 
 
 class World:
-    """A node in a mount namespace of its own, and a VM in another that gets what is mounted below `bosh/vm`."""
+    """A node in its own mount namespace, and a VM in another that receives mounts below `bosh/vm`."""
 
     def __init__(self, place: Path, *, userns: bool = False) -> None:
         self.place = place

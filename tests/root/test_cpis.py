@@ -1,7 +1,7 @@
-"""The life of a persistent disk under each CPI: attached, mounted, resized, detached, and moved to another instance.
+"""A persistent disk under each CPI: attached, mounted, resized, detached, and moved to another instance.
 
-A real agent in real containers, which the CPI restarts or makes anew between any two requests of the Director. After
-each request and each such restart ``list_disk`` is right and every file is as it was. Needs root.
+A real agent in real containers, which the CPI restarts or creates again between any two requests of the Director. After
+each request and each such restart ``list_disk`` is right and every file is unchanged. Needs root.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["b
 
 
 class Site:
-    """The hands of a CPI and of a Director on one instance, and what has to be true after each of their moves."""
+    """Actions of a CPI and of a Director on one instance, and the invariants after each of them."""
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
         self.cpi = pod.cpi
         self.content: dict[str, Any] = {}
-        """What the disk on the store has to hold."""
+        """Expected content of the disk on the store."""
         pod.keeps_root = self.cpi.attaches == "by restart"
 
     # --- the CPI --------------------------------------------------------------------------------------------------
 
     async def create_vm(self, agent_id: str) -> None:
-        """A VM that nobody has used."""
+        """An unused VM."""
         pod = self.pod
         pod.kill()
         pod.agent_id = agent_id
@@ -87,7 +87,7 @@ class Site:
             place.write_bytes(raw)
 
     async def happens(self) -> None:
-        """What may come at any time, asked for by nobody: a node goes, a container is restarted, an agent is killed."""
+        """Unrequested events: the loss of a node, a restart of a container, a kill of an agent."""
         if self.cpi.attaches == "live":
             self.pod.end_agent(signal.SIGKILL)
             await self.pod.start_agent()
@@ -108,7 +108,7 @@ class Site:
         assert await mounting == {}
 
     async def unmount_and_detach(self, cid: str) -> None:
-        """As the Director does it (unmount_disk_step.rb, detach_disk_step.rb): only what is listed is unmounted."""
+        """Like the Director (unmount_disk_step.rb, detach_disk_step.rb): only listed disks are unmounted."""
         if cid in await self.pod.run("list_disk"):
             reply = await self.pod.run("unmount_disk", cid)
             assert reply["message"].startswith("Unmounted partition of "), reply
@@ -199,7 +199,7 @@ async def test_a_whole_resize_with_the_container_made_anew_between_the_steps(
 
 @EACH_WAY
 async def test_a_container_killed_while_a_disk_is_copied(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """The old disk is on the store, whole, and the Director's next attempt goes on."""
+    """The old disk is on the store, complete, and the Director's next attempt continues."""
     async with site(tmp_path, cpis.DOCKER, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -220,7 +220,7 @@ async def test_a_container_killed_while_a_disk_is_copied(tmp_path: Path, prefix:
 
 @EACH_WAY
 async def test_a_volume_that_the_manifest_mounts_on_the_store(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """Nobody attaches or detaches anything: a StatefulSet, whose pod is restarted in place or made anew."""
+    """No CPI attaches or detaches a disk: a StatefulSet, whose pod is restarted in place or created again."""
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
         await one.create_vm("first")

@@ -1,6 +1,6 @@
-"""``bosh create-env`` and ``delete-env`` with a disk, asked of a root agent by a client that knows only the wire.
+"""``bosh create-env`` and ``delete-env`` with a disk: requests of a client of the wire to a root agent.
 
-What they do with jobs and packages is in ``integration/test_create_env.py``; the order is that of the bosh CLI
+``integration/test_create_env.py`` tests jobs and packages; the order is that of the bosh CLI
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).
 """
 
@@ -34,7 +34,7 @@ WRITING = "#!/bin/sh\necho written >/var/vcap/store/data\n"
 
 @dataclass
 class Env:
-    """What the CPI has made, with two volumes that it may attach."""
+    """A VM of the CPI with two volumes to attach."""
 
     machine: Machine
     cli: Cli

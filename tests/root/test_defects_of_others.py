@@ -1,4 +1,4 @@
-"""What the Go agent and monit were seen to get wrong in containers, or to do in an order of their own: one test each.
+"""Observed faults of the Go agent and monit in containers, and their special orders: one test each.
 
 A real agent in a container with real mounts. Needs root.
 """

@@ -187,7 +187,7 @@ async def test_mounting_twice_mounts_once(tmp_path: Path) -> None:
 
 @alone
 async def test_a_bare_directory_is_no_volume(tmp_path: Path) -> None:
-    """What is written there is lost with the container."""
+    """Files written there are lost with the container."""
     instance = by_mounts(tmp_path)
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
@@ -208,7 +208,7 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_a_directory_below_a_mount_is_no_volume(tmp_path: Path, bind: bool) -> None:
-    """The gap between mkdir and mount of a live attachment: what is written then stays on the node."""
+    """Between mkdir and mount of a live attachment, written files stay on the node."""
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
     with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
@@ -407,7 +407,7 @@ async def test_a_migration_by_mounts_killed_at_any_step_goes_on(
 
 
 def manifest(instance: Instance) -> None:
-    """What the kubelet mounts before the container starts; the hint of the disk says so."""
+    """The kubelet mounts it before the container starts, as the hint of the disk says."""
     mounts.bind(instance.volume("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
 

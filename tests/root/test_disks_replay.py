@@ -1,4 +1,4 @@
-"""A real Director's disk requests, replayed: a machine made anew, and a resize; every reply as the Go agent gave it."""
+"""A real Director's disk requests, replayed: a recreated machine and a resize; each reply as the Go agent gave it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people and the Director are told of disks: status, metrics, vitals and refusals, by a real agent. Needs root."""
+"""Reports about disks by a real agent: status, metrics, vitals and refusals. Needs root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Volumes shown at a second place, with real mounts that nobody else sees."""
+"""Volumes at a second place, with real mounts that are invisible elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs are kept from the bus by rules of the packet filter, and nobody else is. Each agent has a network of its own."""
+"""Packet filter rules keep jobs from the bus, and no other process. Each agent has its own network."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Netted(Pod):
     proxy: Proxy
 
     def may_connect(self, prefix: str = "") -> bool:
-        """Whether a user gets through to the bus."""
+        """Return True if a user can connect to the bus."""
         at = urlsplit(self.url)
         code = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 5)"
         done = self.machine.popen([*prefix.split(), sys.executable, "-c", code], stderr=subprocess.PIPE)
@@ -70,9 +70,10 @@ class Netted(Pod):
         return done.returncode == 0
 
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
-        """What the agent says of it, once it is as ``wanted`` and it knows where the bus is.
+        """Return the agent's report once it is as ``wanted`` and the address of the bus is known.
 
-        The agent is asked aside: the proxy, on this event loop, has to pass on meanwhile, or the link is given up.
+        The request runs in a thread: the proxy, on this event loop, must continue, or the agent abandons the
+        connection.
         """
         command = f"{sys.executable} -m agent_shim.cli status --json"
         async with asyncio.timeout(60):
@@ -183,7 +184,7 @@ async def test_without_the_right_to_filter_it_says_so_and_goes_on(pod: Netted) -
 
 
 async def test_an_agent_that_reaches_the_bus_through_another_users_proxy_is_not_cut_off(pod: Netted) -> None:
-    """Sidecars of service meshes redirect what others send and send it as themselves."""
+    """Sidecars of service meshes redirect packets of other users and send them as themselves."""
     pod.start_container()
     at = urlsplit(pod.url)
     other = ["setpriv", f"--reuid={DAEMON}", f"--regid={DAEMON}", "--clear-groups"]

@@ -35,7 +35,7 @@ START = "/usr/bin/monit -c /var/vcap/monit/monitrc"
 KILL = "pid=$(cat /var/vcap/monit/monit.pid); kill -9 $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
 RELOADS = "Waiting for monit to reload"
 COMPARED = ("deployment", "job", "packages", "configuration_hash", "networks", "id", "name", "index", "az")
-"""Of a state, by the Director."""
+"""Keys of a state, from the Director."""
 
 
 @pytest.fixture

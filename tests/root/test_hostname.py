@@ -18,7 +18,7 @@ LONG = "x" * 65
 
 
 def say(made: Machine, before: str, expression: str) -> list[str]:
-    """What Python prints in a UTS namespace of its own: the value of ``expression``, and the host name."""
+    """Return the value of ``expression`` in a new UTS namespace, and the host name there."""
     code = f"import socket; from agent_shim.host import hostname; print({expression}); print(socket.gethostname())"
     inside = f"hostname {RUNTIME}; {before}; cd {CODE}; exec {sys.executable} -c {shlex.quote(code)}"
     return made.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()

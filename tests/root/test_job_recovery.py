@@ -37,7 +37,7 @@ def writer(name: str) -> dict[str, str | bytes]:
 
 
 async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
-    """What the Director does, but for pre-start; the spec."""
+    """Deploy as the Director does, without pre-start; return the spec."""
     spec = jobs.spec(pod.scratch / "blobs", {name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
     await pod.run("apply", spec)
     await pod.run("start")
@@ -46,7 +46,7 @@ async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
 
 
 def events(pod: Pod, cid: str = "disk-1") -> list[str]:
-    """What the jobs have written to the disk itself; forgotten when asked."""
+    """Return and clear the lines that the jobs have written to the disk."""
     path = pod.volume(cid) / "events"
     lines = path.read_text().splitlines() if path.exists() else []
     path.write_text("")
@@ -135,7 +135,7 @@ async def test_reboot_with_the_root_file_system(pod: Pod) -> None:
 
 
 async def test_recreation_with_the_disk_alone(pod: Pod) -> None:
-    """As the Docker and Kubernetes CPIs do it: the disk is on the store before anybody asks; nothing else is known."""
+    """As under the Docker and Kubernetes CPIs the disk is on the store before any request; nothing else is known."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
     events(pod)
@@ -230,7 +230,7 @@ async def test_second_container_on_the_same_volumes(pod: Pod, tmp_path: Path) ->
 
 
 async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, tmp_path: Path) -> None:
-    """The disk alone is shared: a pod that was made anew elsewhere, while its predecessor still runs."""
+    """Only the disk is shared: a pod that was created again elsewhere, while its predecessor still runs."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -252,7 +252,7 @@ async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, 
 
 
 async def test_disk_of_a_vm_that_died_with_its_machine(pod: Pod) -> None:
-    """Resurrected elsewhere: nobody has given the disk back, and the Director's mount_disk succeeds all the same."""
+    """Resurrected elsewhere: no agent has released the disk, and the Director's mount_disk succeeds nevertheless."""
     await with_a_disk(pod)
     (pod.volume("disk-1") / "data").write_text("precious")
     pod.kill()
@@ -358,7 +358,7 @@ async def test_directories_in_memory_that_cannot_be(pod: Pod) -> None:
 
 
 async def test_directories_in_memory_of_the_manifest(pod: Pod) -> None:
-    """What the kubelet has mounted there is used as it is, and outlives a restart of the container."""
+    """A mount of the kubelet is used unchanged, and survives a restart of the container."""
     pod.env = IN_MEMORY
     for name in ("jobs", "sensitive_blobs"):
         (pod.scratch / name).mkdir()

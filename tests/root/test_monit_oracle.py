@@ -36,7 +36,7 @@ OPTIONS = (
     "if 3 restarts within 5 cycles then timeout",
     "if 1 restart within 2 cycles then exec '/bin/true'",
 )
-"""What every check has, or nearly."""
+"""Keys of almost every check."""
 
 TESTS = {
     "process": (
@@ -120,7 +120,7 @@ MISTAKES = (
     "check nothing",
     "{",
 )
-"""Each is refused by both; the check they stand in is called ``itself``."""
+"""Both refuse each of them; the check around it is called ``itself``."""
 
 BLANKS = ("\n", "\n  ", " ", "\n\n", "\t", " ; ", " # a comment\n", "\r\n")
 
@@ -151,7 +151,7 @@ def spelled(random: random.Random) -> str:
 
 
 def ours(text: str) -> str:
-    """What we say of a file that is loaded alone; "" if nothing."""
+    """Return this parser's error for a file that is loaded alone; "" without one."""
     try:
         return "\n".join(map(str, parser.problems([parser.parse(text, origin="ours")])))
     except ConfigError as exc:
@@ -160,7 +160,7 @@ def ours(text: str) -> str:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Callable[[str], str]:
-    """What monit says of a file; "" if nothing. It wants to be the only reader, and writes an id."""
+    """Return monit's error for a file; "" without one. monit requires to be the only reader, and writes an id."""
     monit = shutil.which("monit")
     assert monit, "no monit to compare with: apt-get install monit"
     control = tmp_path / "monitrc"
@@ -177,7 +177,7 @@ def theirs(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_the_same_files_are_refused(theirs: Callable[[str], str]) -> None:
-    """Of many files both refuse the same."""
+    """Both parsers refuse the same files out of many."""
     numbers = random.Random(SEED)
     refused = 0
     for text in (spelled(numbers) for _ in range(FILES)):
@@ -198,7 +198,7 @@ def test_every_mistake_is_one(mistake: str, theirs: Callable[[str], str]) -> Non
 
 
 def test_rendered_files_are_monit_files(theirs: Callable[[str], str]) -> None:
-    """What we write of what we read, monit reads too."""
+    """monit reads the rendered form of each parsed file."""
     numbers = random.Random(SEED)
     for text in (spelled(numbers) for _ in range(FILES // 3)):
         if not ours(text):

@@ -68,7 +68,7 @@ return [refused, mounts.is_mount_point(target)]
 
 
 def test_stacked_mounts_are_taken_down_one_by_one(inside: Inside) -> None:
-    """The newest is what is seen."""
+    """The newest mount is the visible one."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 mounts.mount_tmpfs(target, "size=64k,mode=700")
@@ -109,7 +109,7 @@ def test_whether_binds_are_allowed_is_tried(box: Machine, inside: Inside) -> Non
 
 
 def test_why_binds_are_refused(inside: Inside) -> None:
-    """For who asks what the container allows."""
+    """For a caller that asks for the container's abilities."""
     error = inside(
         "from agent_shim.host import mounts\nmounts.try_bind(Path('/tmp'))", "setpriv", "--bounding-set", "-sys_admin"
     )

@@ -20,7 +20,7 @@ def test_no_stranger_is_signalled(tmp_path: Path) -> None:
     """The process, its session or the start program ends; a stranger gets the number, then the job is stopped."""
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
-    # The shell is process 1: orphans that nobody has taken in are its own.
+    # The shell is process 1: other orphans become its children.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.root
 DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 
 ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
-"""What tells two states of an instance apart."""
+"""Keys that distinguish two states of an instance."""
 
 LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
 
@@ -85,7 +85,7 @@ class Played:
             await self._deploy(state)
 
     async def _deploy(self, state: dict[str, Any]) -> None:
-        """Play what was recorded of the same instance, on this machine or another, when it came to be like this."""
+        """Play the earlier recording of the same instance that led to its current state, on this machine or another."""
 
         def first(method: str, fits: Callable[[list[Any]], bool] = bool) -> Step:
             found = next(step for step in self.history if step.method == method and fits(step.arguments))

@@ -43,7 +43,7 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """The machine with a network that nobody else sees; each request is answered by an agent started anew."""
+    """The machine with a private network; a newly started agent answers each request."""
 
     box: Machine
     inside: Inside
@@ -68,7 +68,7 @@ class Alone:
         return subprocess.CompletedProcess(argv, running.returncode, str(out), str(err))
 
     def login(self, user: str, host_key: str, command: str, *, port: int = 22) -> subprocess.CompletedProcess[str]:
-        """What ``bosh ssh`` does, which trusts no other host key than the one that it was told."""
+        """Log in as ``bosh ssh`` does, which trusts only the reported host key."""
         known = self.key.with_name("known_hosts")
         known.write_text(f"[127.0.0.1]:{port} {host_key}" if port != 22 else f"127.0.0.1 {host_key}")
         return self.run(*self._command("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
@@ -155,7 +155,7 @@ def test_a_server_that_is_needed_from_the_boot_on_has_a_host_key(alone: Alone) -
 
 
 def test_the_host_key_stays(alone: Alone) -> None:
-    """Another request is told the same, and a lost public half comes back the same."""
+    """Another request gets the same key, and a lost public half is restored identically."""
     first = alone.agent("return await sshd.host_key()")
     key = alone.box.root / "etc/ssh/ssh_host_rsa_key"
     private = key.read_bytes()
@@ -285,7 +285,7 @@ def test_passwords_do_not_count(alone: Alone) -> None:
 
 
 def test_another_port(alone: Alone) -> None:
-    """As agent.json says; what listens there is left alone, whoever it is."""
+    """The port is that of agent.json; a server that already listens there stays."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
     assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
@@ -297,7 +297,7 @@ def test_another_port(alone: Alone) -> None:
 
 @pytest.fixture
 def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
-    """Somebody who listens on port 22 of an address."""
+    """A server on port 22 of an address."""
     listening: list[subprocess.Popen[bytes]] = []
 
     def listen(address: str) -> None:
@@ -326,7 +326,7 @@ def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str]
 
 def test_a_server_that_cannot_start_is_told_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
     """In the server's words."""
-    stranger("127.0.0.1")  # serves nobody from elsewhere
+    stranger("127.0.0.1")  # serves no client from outside
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
         "module._CONFIG += 'NoSuchOption yes\\n'\n"
@@ -353,7 +353,7 @@ def test_a_container_without_sshd_is_told(alone: Alone) -> None:
 
 
 def test_a_server_that_is_being_stopped_is_none(alone: Alone) -> None:
-    """Whoever needs one at that moment gets another, even if the first one lingers."""
+    """A caller at that moment gets another server, even if the first one lingers."""
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"

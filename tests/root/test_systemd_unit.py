@@ -16,7 +16,7 @@ UNIT = ROOT / "systemd" / "agent-shim.service"
 
 
 def verify(directory: Path, text: str) -> str:
-    """What systemd-analyze has against a unit: it may say so and exit with 0 all the same."""
+    """Return the complaints of systemd-analyze about a unit: it can print some and still exit with 0."""
     if shutil.which("systemd-analyze") is None:
         pytest.fail("systemd-analyze is missing: apt-get install --no-install-recommends systemd")
     unit = directory / UNIT.name

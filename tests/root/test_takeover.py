@@ -1,4 +1,4 @@
-"""From monit to this agent and back: the processes of the jobs go on, whoever keeps them. With Debian's monit."""
+"""From monit to this agent and back: processes of jobs continue under either supervisor. With Debian's monit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
 
 
 async def test_from_monit_and_back(pod: Pod) -> None:
-    """There and back twice; each process is started once, by whoever came first."""
+    """There and back twice; each process is started once, by the first supervisor."""
     machine = pod.machine
     leave_as_the_go_agent(machine)
     monit = start_monit(machine)

@@ -46,7 +46,7 @@ def install(*authorities: Authority, tries: int = 3, patience: float = 60) -> st
 
 
 def is_trusted(box: Machine, authority: Authority) -> bool:
-    """Whether OpenSSL believes a server with a certificate of the authority, in both forms that programs read."""
+    """Return True if OpenSSL trusts a server certificate of the authority, in both forms that programs read."""
     box.write("/mnt/leaf.pem", "")
     (box.root / "mnt/leaf.pem").write_text(authority.server().certificate)
     verify = "openssl verify -no-CAstore /mnt/leaf.pem >/dev/null 2>&1 && echo yes || echo no"
@@ -63,7 +63,7 @@ def names(box: Machine) -> list[str]:
 
 
 def test_what_is_given_is_trusted_and_nothing_else(box: Machine, inside: Inside) -> None:
-    """Each time anew; the authorities of the image stay."""
+    """Each request replaces the former certificates; the authorities of the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -113,7 +113,7 @@ def test_what_was_interrupted_is_taken_up(box: Machine, inside: Inside, were: li
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("tries", [1, 3])
 def test_a_command_that_hangs_is_ended_and_tried_again(box: Machine, inside: Inside, tries: int) -> None:
-    """Up to a number of times; then it is told, and the next request begins anew."""
+    """After a number of attempts it raises the error, and the next request starts again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\ntrap '' TERM\necho $$ $* >>/mnt/calls\nsleep 1000\n")
     error = inside(install(FIRST, tries=tries, patience=0.2))
     calls = (box.root / "mnt/calls").read_text().splitlines()

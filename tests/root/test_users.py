@@ -32,7 +32,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
 
 
 def test_the_machine_that_runs_the_tests_is_safe(box: Machine) -> None:
-    """Whatever a test tells the tools for users, they find nothing of ours to remove."""
+    """Tools for users cannot remove anything of the machine that runs the tests."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
     assert homes == {"/nonexistent", "/home/vcap"}
@@ -78,7 +78,7 @@ def test_the_name_of_another_user_is_refused(box: Machine, inside: Inside, user:
 
 
 def test_a_request_that_comes_twice(box: Machine, inside: Inside) -> None:
-    """The user is set up anew, with the newer key."""
+    """The user is created again, with the newer key."""
     inside(setup("bosh_twice"))
     inside(setup("bosh_twice", "ssh-rsa BBBB\n"))
 
@@ -95,7 +95,7 @@ def test_two_requests_at_once(box: Machine, inside: Inside) -> None:
 
 
 def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None:
-    """With their homes; nobody without our beginning, and nobody twice."""
+    """They are removed with their homes; users without the prefix stay, and none is removed twice."""
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
 
@@ -200,7 +200,7 @@ def test_without_useradd_it_is_said(box: Machine, inside: Inside) -> None:
 
 
 def test_an_ordinary_user_cannot(box: Machine, inside: Inside) -> None:
-    """And is told so before anything is tried."""
+    """The refusal comes before any change."""
     inside(setup("bosh_first"))
     error = inside(setup("bosh_none"), "setpriv", "--reuid", "65534", "--clear-groups")
 

@@ -55,7 +55,7 @@ return said
 
 
 def test_job_can_be_installed(box: Machine, inside: Inside) -> None:
-    """What the Director sends is unpacked and usable, and root's."""
+    """Bundles of the Director are unpacked, usable and owned by root."""
     script = """
 from agent_shim.services import bundles
 job = Paths().base / "job"

@@ -1,1 +1,1 @@
-"""What tests share: real servers, real peers, private directories."""
+"""Shared parts of tests: real servers, real peers, private directories."""

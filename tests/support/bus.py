@@ -1,4 +1,4 @@
-"""An agent's place on the bus with nothing behind it, and a NATS server that does what it is told."""
+"""An agent's place on the bus without an agent, and a NATS server with scripted behaviour."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def on_bus(
 
 @dataclass(frozen=True)
 class Talk:
-    """Who is there."""
+    """Return the connected clients."""
 
     server: NatsServer
     bus: NatsBus
@@ -89,7 +89,7 @@ async def connected(bus: NatsBus) -> None:
 
 
 async def until(is_so: Callable[[], bool], *, timeout: float = 30.0) -> None:
-    """Wait for a fact that nobody announces."""
+    """Wait for a fact without a notification."""
     async with asyncio.timeout(timeout):
         while not is_so():
             await asyncio.sleep(0.005)

@@ -1,7 +1,7 @@
-"""What each CPI does to its containers: the settings file that it writes, where its disks are, how it attaches one.
+"""Effects of each CPI on its containers: its settings file, the places of its disks, and its way to attach one.
 
-Names, paths and modes are those of the CPIs; ``/mnt`` stands before the paths that they have at the top of the file
-tree, where a machine of the tests can have no directory made.
+Names, paths and modes are those of the CPIs; ``/mnt`` precedes paths at the top of their file trees, where a machine of
+the tests cannot create directories.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def unpack(machine: Machine, path: str, document: Document) -> None:
 
 
 def mount_file(machine: Machine, path: str, document: Document) -> None:
-    """A key of a ConfigMap, mounted by subPath: one file that nobody can write."""
+    """A key of a ConfigMap, mounted by subPath: one read-only file."""
     machine.write("/mnt/config", document, mode=0o644)
     place = shlex.quote(path)
     machine.run(f"touch {place}; mount --bind /mnt/config {place}; mount -o remount,bind,ro {place}")
@@ -91,7 +91,7 @@ class Cpi:
     names_disks_to_migrate: bool = True
     attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
     loses_data_unasked: bool = True
-    """What becomes of the container while nobody attaches anything: it is made anew, or restarted in place."""
+    """Event of a container without a request of a CPI: it is created again, or restarted in place."""
     members: Document = field(default_factory=dict)
     start: str = ""
     saves: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Cpi:
         return self.place.format(cid=cid)
 
     def hint(self, cid: str) -> Any:
-        """What the settings, and the Director, say of it."""
+        """Return the disk as the settings and the Director describe it."""
         return {"path": self.disk(cid)} if self.is_hint_an_object else self.disk(cid)
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bo
 
 @dataclass
 class Answer:
-    """What came back; header names in lower case."""
+    """A response; header names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -113,7 +113,7 @@ class Cli:
         return document
 
     async def value(self, method: str, *arguments: Any) -> Any:
-        """The value of what is answered at once."""
+        """Return the value of an immediate reply."""
         reply = await self.call(method, *arguments)
         assert "value" in reply, reply
         return reply["value"]

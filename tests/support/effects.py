@@ -1,4 +1,4 @@
-"""What a request leaves on the machine of the agent that was asked: seen from outside, told by files and processes."""
+"""Effects of a request on the agent's machine, observed from outside by files and processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_TREES: Final = {"job": "var/vcap/data/sys/log", "agent": "var/vcap/bosh/log"
 
 @dataclass(frozen=True)
 class Effects:
-    """Of one machine with the agent ``agent_id``, whose local blobstore is ``blobs``."""
+    """Effects on one machine with the agent ``agent_id``, whose local blobstore is ``blobs``."""
 
     agent_id: str
     machine: Machine
@@ -183,7 +183,7 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Whether a disk is at a place, by a mount or a link: told by the marker that the agent wrote on it."""
+        """Return True if a disk is at a place, by a mount or a link; the agent's marker on it decides."""
         if place.is_symlink():
             place = self._seen(place)
         marker = place / ".agent_shim/disk.json"
@@ -195,7 +195,7 @@ class Effects:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """What the job of the recordings writes down of its own scripts."""
+        """Return the records of the recordings' job about its own scripts."""
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 
     def _seen(self, link: Path) -> Path:

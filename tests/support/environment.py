@@ -25,7 +25,7 @@ BLOBS: Final = "/blobs"
 
 @dataclass(frozen=True)
 class Environment:
-    """What containers say goes to ``address``, and from there over ``proxy`` to ``server``."""
+    """Containers connect to ``address``, which leads over ``proxy`` to ``server``."""
 
     address: str
     proxy: Proxy
@@ -39,7 +39,7 @@ class Environment:
         return self.scratch / "blobs"
 
     def settings(self, *, bootstrap: bool = True, **members: Any) -> str:
-        """What a CPI would write; ``bootstrap``: with the credentials that are for the first contact alone."""
+        """Return the settings of a CPI; ``bootstrap``: with the credentials for the first contact only."""
         mbus = self.server.mbus(AGENT, bootstrap=bootstrap)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
@@ -53,7 +53,7 @@ class Environment:
         return json.dumps(document | members)
 
     async def replace_credentials(self) -> None:
-        """What follows the first contact: credentials to stay; those of the settings are not let in any more."""
+        """Complete the first contact: permanent credentials; those of the settings are no longer accepted."""
         mbus = self.server.mbus(AGENT)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         await self.director.run(AGENT, "update_settings", {"mbus": {"urls": self._urls(), "cert": cert}})
@@ -79,7 +79,7 @@ class Environment:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Until the jobs are so; the first request after a restart must not be one that nobody hears."""
+        """Wait until the jobs have the state; the first request after a restart must reach an agent."""
         await self.until_pong()
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:

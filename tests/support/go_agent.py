@@ -1,4 +1,4 @@
-"""What the Go agent and monit leave on a machine, and Debian's monit on it."""
+"""Files of the Go agent and monit on a machine, and Debian's monit on it."""
 
 from __future__ import annotations
 

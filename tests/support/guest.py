@@ -36,7 +36,7 @@ PACKAGES: Final = (
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"
-"""Of its environment, where the image has it too; its Python sees the project as it was packed."""
+"""Its virtual environment, at the path of the image; its Python imports the project in its packed form."""
 LIMIT: Final = 1800.0
 """Seconds from power on to power off."""
 OUT: Final = 1 << 30
@@ -74,7 +74,7 @@ _UNWANTED: Final = (
     "modprobe@fuse.service modprobe@efi_pstore.service systemd-journal-catalog-update.service timers.target "
     "systemd-udev-load-credentials.service systemd-hostnamed.socket"
 )
-"""What an emulated processor would spend half a minute on."""
+"""Work that would take an emulated processor half a minute."""
 _SITE: Final = "/project\n"
 
 
@@ -82,7 +82,7 @@ _SIGN: Final = Path("/etc/systemd/system/guest.service")
 
 
 def is_here() -> bool:
-    """Whether this is the guest, in which nothing is anybody's but the test's."""
+    """Return True inside the guest, where everything belongs to the test."""
     return _SIGN.exists()
 
 
@@ -91,10 +91,9 @@ class GuestError(Exception):
 
 
 def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
-    """Run a command in a fresh guest, with this project as its directory; its exit code.
+    """Run a command in a fresh guest, with this project as its directory; return its exit code.
 
-    What it says goes to our own standard output as it comes; what it leaves in ``/out`` is put into ``out``.
-    Raises ``GuestError``.
+    Its output goes to standard output at once; files in its ``/out`` are copied to ``out``. Raises ``GuestError``.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
@@ -155,9 +154,9 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _base() -> Path:
-    """The root file system, kernel and initrd, made once a week so that security updates arrive.
+    """Return the root file system, kernel and initrd, made once a week so that security updates arrive.
 
-    ``packages`` beside them has the versions of what is inside.
+    ``packages`` beside them has the versions of their packages.
     """
     told = [
         SUITE,

@@ -1,6 +1,6 @@
-"""A small HTTP server that keeps what is PUT and gives it back, and misbehaves when told to; and a proxy.
+"""A small HTTP server that stores PUT bodies, returns them, and misbehaves on request; and a proxy.
 
-Bytes on sockets, written here: a server that cuts, stalls or lies cannot be made from one that is correct.
+It works on raw sockets: a correct server cannot cut, stall or lie.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THINK = "think"
 
 @dataclass
 class Request:
-    """What came in; header names in lower case."""
+    """A request; header names in lower case."""
 
     method: str
     target: str

@@ -1,10 +1,10 @@
-"""A machine of our own in private mount and pid namespaces, with a real ``/var/vcap`` and ``/etc``. Needs root.
+"""A machine in private mount and pid namespaces, with a real ``/var/vcap`` and ``/etc``. Needs root.
 
-It shares the rest of the disk with the machine that runs the tests, and a tool told the wrong name removes a home: so
-all else is read-only but for fresh ``/home``, ``/tmp``, ``/var/log`` and the like, and nobody's home is where it really
-is. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper; its end takes every process of the
-machine with it. What runs inside is seen from outside below ``Machine.root``. Volumes outlive it: with the same ones
-the next machine is the same container, restarted in place or made anew.
+It shares the rest of the disk with the machine that runs the tests, and a tool with a wrong name could remove a home:
+so all else is read-only except fresh ``/home``, ``/tmp``, ``/var/log`` and similar directories, and no home is at its
+real place. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper; its end takes every process of
+the machine with it. ``Machine.root`` shows the inside from outside. Volumes outlive it: with the same ones the next
+machine is the same container, restarted in place or created again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CODE = Path(__file__).parents[2]
 """Where the agent is."""
 
 NEEDED = (CODE, Path(sys.base_prefix))
-"""What has to be seen by every user of a machine, wherever it lies: the agent and the interpreter."""
+"""Directories that every user of a machine must see: those of the agent and the interpreter."""
 
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 

@@ -1,8 +1,10 @@
-"""nginx (package nginx) in front of a directory, as the Director's own blobstore is configured.
+"""nginx (package nginx) in front of a directory, configured like the Director's own blobstore.
 
-Blobs lie in ``store/XX/ID``. Under ``/`` the user ``agent`` may GET and PUT with a password. Under ``/signed/`` nobody
-has one, and a link is good for one method, one blob and some time. The Director's nginx checks links with a module for
-HMACs, which Debian lacks; here the module of nginx itself does, with the same arguments in the same places.
+Blobs are in ``store/XX/ID``. Under ``/`` the user ``agent`` may GET and PUT with a password. Under ``/signed/`` no
+password is needed, and a link is valid for one method, one blob and a limited time.
+
+The Director's nginx checks links with a module for HMACs, which Debian lacks; here a module of nginx itself does, with
+the same arguments in the same positions.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class Nginx:
         self.path(blob_id).write_bytes(content)
 
     def users(self, **passwords: str) -> None:
-        """Who may come; read again at every request."""
+        """The allowed users; read again at every request."""
         lines = [f"{name}:{{PLAIN}}{password}\n" for name, password in passwords.items()]
         (self.where / "users").write_text("".join(lines))
 

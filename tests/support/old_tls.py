@@ -1,4 +1,4 @@
-"""TLS as it was: for attacks with a version that nobody should speak any more."""
+"""Old versions of TLS, for attacks with a version that must be refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def lenient(context: ssl.SSLContext) -> ssl.SSLContext:
-    """As on a machine whose OpenSSL was told to allow everything: what is refused now, we refuse."""
+    """Allow everything in OpenSSL: every refusal then comes from this project."""
     context.set_ciphers("ALL:@SECLEVEL=0")
     return context
 

@@ -1,7 +1,7 @@
-"""An instance whose containers come and go while its volumes stay, with a bus and a Director. Needs root.
+"""An instance whose containers are replaced while its volumes stay, with a bus and a Director. Needs root.
 
-Each container is a machine of its own (``tests.support.machine``): new process numbers, a new root file system, and the
-same volumes as long as the test wants. Nobody ends anything in it: it is killed, as containers are.
+Each container is a new machine (``tests.support.machine``): new process ids, a new root file system, and the same
+volumes as long as the test wants. It ends by a kill, like containers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Pod:
 
     @property
     def log(self) -> str:
-        """What the agent of this container has said."""
+        """Return the log of this container's agent."""
         return (self.scratch / f"agent-{self._number}.log").read_text()
 
     def attach(self, cid: str) -> None:
@@ -114,7 +114,7 @@ class Pod:
         self.disks.append(cid)
 
     def lose_data(self) -> None:
-        """As CPIs do that make a container anew."""
+        """Create the container again, as some CPIs do."""
         shutil.rmtree(self.data)
         self.data.mkdir()
 
@@ -140,7 +140,7 @@ class Pod:
             self.deliver()
 
     def deliver(self) -> None:
-        """What the CPI writes of an instance with these disks."""
+        """Return the settings of an instance with these disks."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
@@ -184,7 +184,7 @@ class Pod:
                     continue
 
     def end_agent(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask the agent to end, as its service manager does; the container goes on."""
+        """Stop the agent, as its service manager does; the container continues."""
         end(self._agents.pop(), number)
 
     def kill(self) -> None:

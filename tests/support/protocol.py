@@ -18,7 +18,7 @@ Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says of one action."""
+    """The page's section on one action."""
 
     method: str
     text: str
@@ -43,7 +43,7 @@ class Example:
 
     @property
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Each line with its mark (``>``, ``<`` or ``=``); what goes on with blanks belongs to it."""
+        """Yield each line with its mark (``>``, ``<`` or ``=``); an indented line continues it."""
         for line in re.sub(r"\n +", " ", self.text.strip()).splitlines():
             mark, _, rest = line.partition(" ")
             assert mark in ("<", ">", "="), line
@@ -72,7 +72,7 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def matches(told: Any, value: Any, names: dict[str, Any]) -> bool:
-    """Whether a value is what an example tells; a ``$NAME`` that was not there before is, from now on."""
+    """Return True if a value matches an example; a new ``$NAME`` is bound to the value."""
     if isinstance(told, dict) and isinstance(value, dict):
         more = ANYTHING in told
         wanted = {name: member for name, member in told.items() if name != ANYTHING}
@@ -109,7 +109,7 @@ def sections() -> list[Section]:
 
 
 def message(kind: str) -> dict[str, Any]:
-    """What the page shows of a message that is no dialogue: ``request``, ``heartbeat``, ``alert``."""
+    """Return the page's example of a message without a dialogue: ``request``, ``heartbeat``, ``alert``."""
     _, found, rest = PAGE.read_text().partition(f"\n```json {kind}\n")
     assert found, f"the page shows no {kind}"
     document: dict[str, Any] = json.loads(rest.partition("\n```")[0])

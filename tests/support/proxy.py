@@ -40,7 +40,7 @@ class Proxy:
 
     @property
     def left(self) -> int:
-        """How many connections were left by who made them, even where nothing comes through."""
+        """Return the number of connections that the client has left, even if nothing passes."""
         return sum(not _is_held(writer) for writer in self._made)
 
     async def __aenter__(self) -> Self:
@@ -71,7 +71,7 @@ class Proxy:
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Pass on again, beginning with what was held back."""
+        """Resume, starting with the data held back."""
         self._flowing.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,7 +100,7 @@ class Proxy:
 
 
 def _is_held(writer: asyncio.StreamWriter) -> bool:
-    """Whether neither end of a connection has closed it."""
+    """Return True if neither end has closed the connection."""
     try:
         state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return state[0] == ESTABLISHED

@@ -78,10 +78,10 @@ class Step:
 
 
 def steps(*recordings: Path) -> Iterator[Step]:
-    """The requests of recordings in the order they were sent, each task's request with the task's result.
+    """Return the requests of recordings in order, each task's request with the task's result.
 
-    Who asks for a result may stand in the next recording; where nobody does, it is that of the task of the same method
-    before.
+    The request for a result may be in the next recording; without one, the result is that of the former task of the
+    same method.
     """
     lines = [
         json.loads(line) | {"recording": recording.stem}
@@ -116,7 +116,7 @@ class Replay:
     director: Director
     blobs: Path
     mbus: dict[str, Any] | None = None
-    """Stands in for the certificates that were taken out of recorded ``update_settings``."""
+    """Replacement for the certificates removed from recorded ``update_settings``."""
     final_spec: dict[str, Any] = field(default_factory=dict)
 
     async def play(self, step: Step) -> tuple[list[Any], Any]:
@@ -145,7 +145,10 @@ class Replay:
         return arguments, value
 
     async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> dict[str, Any]:
-        """What the Director compares must be equal, all else of the same shape; it asks until jobs have settled."""
+        """Compare replies: fields that the Director compares must be equal, others of the same shape.
+
+        Repeat until jobs settle.
+        """
         deadline = time.monotonic() + 30
         while True:
             value: dict[str, Any] = await self.director.run(step.agent_id, step.method, *arguments)

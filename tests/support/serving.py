@@ -43,6 +43,6 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
 
 
 async def _what_is_due() -> None:
-    """Let the loop do what it has been told to do next, and what follows from that."""
+    """Let the loop run its due callbacks, and those that follow from them."""
     for _ in range(10):
         await asyncio.sleep(0)

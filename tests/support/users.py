@@ -1,4 +1,4 @@
-"""Tests that run as root but mean somebody else."""
+"""Support for tests that run as root but act as another user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def as_ordinary_user(*own: Path) -> Iterator[None]:
-    """Root lays its rights down for the length of the block and owns these paths as somebody else."""
+    """Act as another user, who owns these paths, for the length of the block."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,8 +1,8 @@
-"""What the Go agent makes of mutated documents: the table in ``go_verdicts.json``.
+"""Verdicts of the Go agent on mutated documents: the table in ``go_verdicts.json``.
 
 The verdicts are those of ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and of
 ``agent/action/runner.go`` with the parameters of each action, of cloudfoundry/bosh-agent at the commit that the table
-names. A row holds one letter for each of the table's values, put in the place that the row names.
+names. A row has one letter for each of the table's values, used at the place that the row names.
 """
 
 from __future__ import annotations

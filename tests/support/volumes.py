@@ -1,4 +1,4 @@
-"""Volumes as a kubelet or a container runtime brings them, trees that are hard to copy, and mounts nobody else sees."""
+"""Volumes in the form of a kubelet or a container runtime, trees that are hard to copy, and private mounts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
     except pytest.skip.Exception as exc:
         os.write(report, str(exc).encode())
         status = SKIPPED
-    except BaseException:  # noqa: BLE001 - a failure is told through the pipe; the child has no way back into pytest
+    except BaseException:  # noqa: BLE001 - the pipe carries a failure; the child cannot return into pytest
         os.write(report, traceback.format_exc().encode())
     finally:
         os._exit(status)
@@ -108,7 +108,7 @@ def mount_overlay(point: Path, layers: Path) -> Path:
 
 
 def mount_ext4(point: Path, image: Path, size: int = 16 << 20) -> Path:
-    """A block volume; skips the test where no loop device can be had."""
+    """Provide a block volume; skips the test without a loop device."""
     with image.open("wb") as file:
         file.truncate(size)
     subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
@@ -163,9 +163,9 @@ async def copy_here(source: Path, target: Path, report: Callable[[Progress], Non
 
 
 class Instance:
-    """An instance with volumes, whose agent can be started anew and whose container can be made anew.
+    """An instance with volumes, whose agent can be restarted and whose container can be created again.
 
-    ``bind`` says whether disks come to their places by mounts; ``persistent`` is what the settings say of them.
+    ``bind``: disks reach their places by mounts; ``persistent``: their description in the settings.
     """
 
     def __init__(self, scratch: Path, *, bind: bool, copy: Copy | None = copy_here, system: bool = False) -> None:
@@ -206,7 +206,7 @@ class Instance:
         return Effective(settings.parse(json.dumps(document).encode(), origin="test"), self.update)
 
     def remake_container(self) -> None:
-        """What a CPI does that attaches a disk: root file system, data and mounts are lost; volumes are not."""
+        """Attach a disk as a CPI does: root file system, data and mounts are lost; volumes are not."""
         for place in (self.paths.store, self.paths.store_migration_target, self.paths.base):
             while not place.is_symlink() and mounts.is_mount_point(place):
                 mounts.unmount(place)
@@ -242,7 +242,7 @@ class Instance:
 
 
 class Asked:
-    """What these actions touch of an agent."""
+    """The parts of an agent that these actions use."""
 
     def __init__(self, instance: Instance) -> None:
         self.disks: Any = instance.disks
@@ -304,9 +304,9 @@ ACL = struct.pack("<I", 2) + b"".join(
         (0x20, 0, 0xFFFFFFFF),
     ]
 )
-"""What setfacl -m u:1234:r,m::rw makes of mode 0640."""
+"""The value of ``setfacl -m u:1234:r,m::rw`` on mode 0640."""
 FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
-"""What setcap cap_net_bind_service+ep writes."""
+"""The value of ``setcap cap_net_bind_service+ep``."""
 
 
 def fill(tree: Path, *, as_root: bool = False) -> None:

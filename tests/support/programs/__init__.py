@@ -51,7 +51,7 @@ def number_in(path: Path) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process lives; a zombie does not."""
+    """Return True if a process lives; a zombie does not."""
     found = proc.stat(pid)
     return found is not None and found.is_alive
 

@@ -1,6 +1,6 @@
-"""Stands where ``bosh-blobstore-gcs`` and ``bosh-blobstore-azure-storage`` stand on a stemcell, and keeps a directory.
+"""Replaces ``bosh-blobstore-gcs`` and ``bosh-blobstore-azure-storage`` of a stemcell, and stores in a directory.
 
-``PROGRAM DIRECTORY WANTED -c CONFIG get ID FILE`` or ``… put FILE ID``: CONFIG must hold exactly the options WANTED
+``PROGRAM DIRECTORY WANTED -c CONFIG get ID FILE`` or ``… put FILE ID``: CONFIG must have exactly the options WANTED
 (JSON), or it refuses with code 1, as a store would with other credentials.
 """
 

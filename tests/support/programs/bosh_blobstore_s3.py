@@ -1,8 +1,8 @@
 """``bosh-blobstore-s3 -c CONFIG get ID FILE`` and ``… put FILE ID``: the contract of a stemcell's command, with boto3.
 
-Runs with the interpreter of ``.tools``. CONFIG holds the options of a blobstore with the provider ``s3`` as the
-Director knows them; those that a store on this machine needs are understood. Code 1 and a text on failure, with the
-secret key in it: whoever quotes the text has to take care of that.
+Runs with the interpreter of ``.tools``. CONFIG has the options of a blobstore with the provider ``s3`` in the
+Director's form; those that a store on this machine needs are supported. On failure it exits with code 1 and a text that
+contains the secret key: a caller that quotes the text must remove it.
 """
 
 from __future__ import annotations

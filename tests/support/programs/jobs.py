@@ -62,7 +62,7 @@ class World:
         return self.base / f"{name}.pid"
 
     def lines(self) -> list[str]:
-        """What the scripts have logged."""
+        """Return the log of the scripts."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def supervisor(self) -> Supervisor:
@@ -78,7 +78,7 @@ class World:
                 yield supervisor
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         end_marked(MARK, f"@{self.base}")
         end_marked("TEST_OF", str(self.base))
 
@@ -89,7 +89,7 @@ def program(name: str, *arguments: object) -> str:
 
 
 def info(supervisor: Supervisor, name: str) -> ServiceInfo:
-    """What is told of one service."""
+    """Return the description of one service."""
     return next(each for each in supervisor.services() if each.process.name == name)
 
 

@@ -1,6 +1,6 @@
-"""reuse.py BASE ROUNDS SEED: processes of jobs end and strangers get their numbers, in a pid namespace of our own.
+"""reuse.py BASE ROUNDS SEED: processes of jobs end and strangers get their numbers, in a new pid namespace.
 
-Writes one JSON: ``rounds``, ``taken`` (numbers that a stranger got), ``signalled`` (what was done to strangers).
+Writes one JSON: ``rounds``, ``taken`` (numbers that a stranger got), ``signalled`` (signals that strangers got).
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Rounds:
         await self.supervisor.configure(self.files)
 
     async def round(self) -> None:
-        """Somebody dies, a stranger gets a number of his, and something is asked of the service."""
+        """End a process, give one of its numbers to a stranger, and send the service a request."""
         name = self.random.choice(list(STARTS))
         which = self.random.choice(["process", "starter"])
         how = self.random.choice(["plain", "leader", "member"])
@@ -128,7 +128,7 @@ class Rounds:
 
 
 def kill(pid: int) -> None:
-    """As somebody outside does; the number is that of a process that was just told to live."""
+    """End it from outside; the number is that of a process that was reported alive."""
     found = proc.stat(pid)
     if found is not None:
         process.send(found.identity, 9)

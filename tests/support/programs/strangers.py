@@ -1,8 +1,8 @@
-"""strangers.py: forks processes with the numbers it is told, and tells which signals they got. Root of a pid namespace.
+"""strangers.py: forks processes with requested numbers, and reports the signals that they got.
 
-It reads lines: ``take PID HOW`` is answered with the number of the process that counts, or 0 if the number is not free;
-``end PID`` with the signals that this one got, in a line. HOW is ``plain``, ``leader`` (of a session of its own) or
-``member`` (of a session whose leader had the number and is gone).
+Root of a pid namespace. It reads lines: ``take PID HOW`` is answered with the number of the process that counts, or 0
+if the number is not free; ``end PID`` with the signals that this one got, in a line. HOW is ``plain``, ``leader`` (of
+its own session) or ``member`` (of a session whose leader had the number and is gone).
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def stay(writing: int) -> None:
 
 
 def end(pid: int) -> str:
-    """Kill it, unless somebody else has."""
+    """Kill it, if it still lives."""
     dead, status = os.waitpid(pid, os.WNOHANG)
     if not dead:
         os.kill(pid, signal.SIGKILL)
