@@ -72,7 +72,7 @@ async def test_what_runs_beside_an_agent_is_measured_with_it_and_ends_with_the_w
 async def test_the_go_agent_has_one_monit_beside_it_that_is_restarted_when_it_waits_for_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are stand-ins here that do nothing: what is tried is the script between them."""
+    """Both programs are dummies here: the test is of the script between them."""
     monkeypatch.setenv("MONIT_PORT", (await free_port()).rpartition(":")[2])
     agent, monit = tmp_path / "agent", tmp_path / "monit"
     agent.write_text("#!/bin/sh\nexec sleep 1000\n")

@@ -1,4 +1,4 @@
-"""Where a blob is looked for, how often, and what is said when it is not there or not what it should be."""
+"""Sources of a blob, retries, and errors of a missing or wrong one."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_the_strongest_digest_is_checked(server: Server, blobs: Blobs) -> 
 
 @pytest.mark.parametrize("digest", ["", "md5:00", "sha1:a:b"])
 async def test_a_blob_without_a_good_digest_is_not_taken(paths: Paths, blobs: Blobs, digest: str) -> None:
-    """Nothing is unpacked that nobody vouches for."""
+    """A blob without a digest is never unpacked."""
     (paths.blobs / ID).write_bytes(BLOB)
     with pytest.raises((BlobError, DigestError), match="digest"):
         await content(blobs, blob_id=ID, digest=digest)

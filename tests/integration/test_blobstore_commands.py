@@ -69,7 +69,7 @@ DIGEST = hashlib.sha1(SOURCE).hexdigest()
 
 
 def left(world: World) -> list[str]:
-    """What lies in the directory for temporary files beyond what has a place there."""
+    """Return surplus files in the directory for temporary files."""
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 

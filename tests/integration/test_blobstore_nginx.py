@@ -94,9 +94,9 @@ async def test_dav(world: World, server: Nginx) -> None:
 
 
 async def test_signed_links(tmp_path: Path, server: Nginx) -> None:
-    """The same by links alone, for an agent that has no password, with templates over the bus, as the Director does it.
+    """The same with signed links only, for an agent without a password.
 
-    The authority stands in the settings.
+    Templates arrive over the bus, as the Director sends them. The CA is in the settings.
     """
     options = {name: value for name, value in server.options("").items() if name not in ("user", "password")}
     async with made(tmp_path, **settings(options)) as world:

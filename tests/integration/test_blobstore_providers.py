@@ -89,7 +89,7 @@ async def test_a_directory_that_takes_no_more_is_named(paths: Paths, tmp_path: P
 
 
 async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths) -> None:
-    """What the CLI puts there by HTTPS is what the agent installs from."""
+    """The agent installs from files that the CLI uploads by HTTPS."""
     (paths.blobs / ID).write_bytes(b"data")
 
     assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
@@ -138,7 +138,7 @@ async def test_dav_spreads_blobs_by_their_ids(paths: Paths, tmp_path: Path, tran
 
 
 async def test_an_id_is_one_step_of_a_path(paths: Paths, transfer: Transfer) -> None:
-    """Whatever characters it has."""
+    """A password may have any characters."""
     async with http_server() as server:
         with pytest.raises(BlobError):
             await content(made(paths, "dav", transfer, endpoint=server.url), "a ?b#%c")
@@ -217,7 +217,7 @@ async def test_a_program_gets_the_proxies_of_the_settings(paths: Paths, monkeypa
 
 
 async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:
-    """Neither options nor signed queries nor users of URLs; hosts may be told."""
+    """Neither options nor signed queries nor users of URLs are in errors; hosts may be."""
     program(
         paths,
         'echo "Error: GET https://me:word@blobs.example/b?sig=s3cr3t said 403" >&2; cat "$config"; '
@@ -257,7 +257,7 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
 
 
 async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task that waits for it goes on."""
+    """The waiting task continues."""
     monkeypatch.setattr("agent_shim.services.blobstore.providers.PROGRAM_TIMEOUT_S", 0.1)
     program(paths, "sleep 1000")
     with pytest.raises(BlobError, match="it took longer than"):

@@ -299,7 +299,7 @@ async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> Non
         assert not is_alive(pid)
         assert info(supervisor, "other").pid == other
         found = info(supervisor, "web")
-        # With a cgroup the kernel kills what uses most, and the shell above that ends for want of it.
+        # With a cgroup the kernel kills the largest process, and the shell above it ends without it.
         assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
         assert found.oom_kills == sum(found.exits.values())
         ends = {event.description for event in world.events if event.event == "Does not exist"}
@@ -355,7 +355,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 @needs_landlock
 async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Level 2: its own files, no others; nobody outside is signalled or read."""
+    """Level 2: access to its own files and no others; processes outside cannot be signalled or read."""
     monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
@@ -396,7 +396,7 @@ def test_call_of_bpm_is_known(argv: str, expected: BpmCall | None) -> None:
 
 
 def test_supervisor_is_not_strict_by_itself(world: World) -> None:
-    """What cannot be had is a warning unless asked otherwise."""
+    """A missing ability is a warning unless the options are strict."""
     assert not Supervisor(world.paths, on_event=print).bpm._is_strict
 
 

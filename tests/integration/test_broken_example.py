@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "docs/broken-example"
 
 
-async def told(place: Place, wanted: str, *words: str) -> str:
-    """What a command says, once ``wanted`` is in it."""
+async def output_with(place: Place, wanted: str, *words: str) -> str:
+    """Return the output of a command, once it contains ``wanted``."""
     said = ""
     async with asyncio.timeout(60):
         while wanted not in said:
@@ -35,17 +35,17 @@ async def test_the_fault_is_found_and_mended(tmp_path: Path) -> None:
             path.write_text(path.read_text().replace("/tmp/broken", str(tmp_path)))
     place.start()
     try:
-        status = await told(place, "exit 1", "status")
+        status = await output_with(place, "exit 1", "status")
         assert "the process ended by itself: exit 1" in status
         assert (await place.ask("probe", "ready"))[0] == 1
-        said = await told(place, "cannot serve", "logs", "web", "-n", "1")
+        said = await output_with(place, "cannot serve", "logs", "web", "-n", "1")
         assert f"web/web.stdout.log | cannot serve: no port is configured ({tmp_path}/port)" in said
 
         with socket.create_server(("127.0.0.1", 0)) as once:
             port = once.getsockname()[1]
         (tmp_path / "port").write_text(f"{port}\n")
         assert await place.ask("restart", "web", "--wait") == (0, "")
-        await told(place, "jobs are running", "probe", "ready")
+        await output_with(place, "jobs are running", "probe", "ready")
         async with asyncio.timeout(30):
             while b"HTTP/1.0 200" not in await asyncio.to_thread(fetched, port):
                 await asyncio.sleep(0.2)
@@ -56,7 +56,7 @@ async def test_the_fault_is_found_and_mended(tmp_path: Path) -> None:
 
 
 def fetched(port: int) -> bytes:
-    """What the job serves; nothing as long as it does not listen."""
+    """Return the job's page; "" while it does not listen."""
     try:
         with socket.create_connection(("127.0.0.1", port), 10) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")

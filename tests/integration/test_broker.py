@@ -17,7 +17,7 @@ from tests.support.bus import until
 
 
 async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
-    """An agent may tell the Health Monitor of itself, and of nobody else."""
+    """An agent may notify the Health Monitor about itself, and about no other."""
     async with NatsServer(tmp_path) as server:
         await server.add_agent("agent")
         async with (
@@ -69,7 +69,7 @@ async def test_users(tmp_path: Path) -> None:
 
 
 async def lets_in(mbus: Mbus, subject: str) -> bool:
-    """Whether somebody gets onto the bus."""
+    """Return True if a client can connect to the bus."""
     try:
         async with asyncio.timeout(0.3), joined(mbus, (subject,), lambda *_: None):
             return True
@@ -95,7 +95,7 @@ async def test_port_stays(tmp_path: Path) -> None:
 
 
 async def test_keys_are_private(tmp_path: Path) -> None:
-    """Nobody else reads them."""
+    """Other users cannot read them."""
     async with NatsServer(tmp_path):
         assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.pem")} == {0}
 
@@ -111,7 +111,7 @@ async def test_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a nats-server the error says what is missing."""
+    """Without a nats-server the error names the missing program."""
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nats-server"):

@@ -1,4 +1,4 @@
-"""Bundles on a real disk, unpacked by real workers: what is there, what is in use, what is gone."""
+"""Bundles on a real disk, unpacked by real workers: installed, current and removed ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def mode_of(path: Path) -> int:
     ],
 )
 def test_a_bundle_lies_where_the_go_agent_puts_it(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
-    """The sha1 of version and digest, as the digest is told."""
+    """Return the sha1 of version and digest, in the digest's form."""
     kind = paths.data_jobs if bundle.kind == "job" else paths.data_packages
 
     assert bundles.path(bundle) == kind / bundle.name / sha1(hashed)
@@ -118,7 +118,7 @@ async def test_a_missing_version_is_an_error(bundles: Bundles) -> None:
 async def test_everything_is_installed_by_one_worker(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is in use by that, and what is there already is not fetched again."""
+    """It does not make a bundle current, and an existing one is not fetched again."""
     asked: list[worker_client.Request] = []
 
     async def work(request: worker_client.Request) -> Done:
@@ -272,7 +272,7 @@ async def test_a_real_directory_in_the_way_is_replaced(paths: Paths, bundles: Bu
 
 
 async def test_what_is_not_installed_cannot_be_used(paths: Paths, bundles: Bundles) -> None:
-    """And what is in use stays so."""
+    """Current bundles stay current."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     await bundles.activate([], [bundle])
@@ -345,7 +345,7 @@ async def test_an_empty_bundle_is_made_for_compiling(paths: Paths, bundles: Bund
 
 
 async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles) -> None:
-    """What is there keeps its mode, as scripts of jobs may have changed it."""
+    """Existing files keep their modes, as scripts of jobs may have changed them."""
     (paths.log / "web").mkdir(parents=True, mode=0o700)
     await bundles.make_job_dirs(["web", "db"])
 
@@ -356,7 +356,7 @@ async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles) -
 
 
 async def test_a_link_in_the_place_of_a_directory_is_left_alone(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
-    """Whoever may write there does not choose what root changes."""
+    """A process with write access there does not select the file that root changes."""
     (tmp_path / "victim").mkdir(mode=0o700)
     (paths.data / "web").symlink_to(tmp_path / "victim")
     (paths.data / "db").symlink_to(tmp_path / "absent")
@@ -454,7 +454,7 @@ async def test_a_small_blob_is_read(paths: Paths, bundles: Bundles) -> None:
 async def test_trouble_with_the_disk_is_a_failed_action(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
-    """Which the Director is told of; the agent goes on."""
+    """The Director receives the error; the agent continues."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     for path in (paths.packages, paths.data / "web"):

@@ -1,4 +1,4 @@
-"""A copy is exact, follows nothing, removes only what it may, and goes on where it was killed."""
+"""A copy is exact, follows no links, removes only allowed files, and resumes after a kill."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_emptiness_passes_over_spared_names(tmp_path: Path) -> None:
 
 
 def test_what_is_compared_is_what_came_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that spoils what is brought to it is found out, and copied to again."""
+    """A disk that corrupts written data is detected, and the copy repeated."""
     source, target = tmp_path / "source", tmp_path / "target"
     for directory in (source, target):
         directory.mkdir()

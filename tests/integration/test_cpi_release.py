@@ -131,7 +131,7 @@ def test_info_answers_in_a_bare_environment(installed: Installed) -> None:
 
 
 def test_properties_arrive(installed: Installed) -> None:
-    """What a manifest sets is what the CPI reads; the bus of the deployment is taken where the job has none."""
+    """The CPI reads the properties of the manifest; without a bus of the job it uses the deployment's."""
     installed.render(
         {
             "agent.mbus": "nats://10.0.0.6:4222",

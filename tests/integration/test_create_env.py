@@ -1,4 +1,4 @@
-"""What ``bosh create-env`` and ``delete-env`` do with the daemon, by a client that knows only the wire.
+"""``bosh create-env`` and ``delete-env`` against the daemon, by a client that knows only the wire.
 
 The order of calls is that of the bosh CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """
@@ -33,7 +33,7 @@ NETWORKS = {"private": {"type": "manual", "ip": "10.0.0.6", "netmask": "255.255.
 
 @dataclass
 class Machine:
-    """What the CPI has made: a process, a tree, an address."""
+    """A VM of the CPI: a process, a tree, an address."""
 
     scratch: Path
     cli: Cli

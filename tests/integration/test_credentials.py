@@ -43,7 +43,7 @@ class Secret:
         self._source.symlink_to(self._mounted / "..data/settings.json")
 
     def put(self, cert: dict[str, str] | None = None) -> None:
-        """Mount it anew, with other credentials or the same."""
+        """Mount it again, with other credentials or the same."""
         if cert is not None:
             self.document["env"]["bosh"]["mbus"]["cert"] = cert
         former = self._mounted / f"..{self._number}"
@@ -79,7 +79,7 @@ def changes(world: World) -> int:
 
 
 async def status(world: World) -> str:
-    """What ``agent-shim status`` prints."""
+    """Return the output of ``agent-shim status``."""
     out = world.scratch / "status.out"
     argv = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(world.base)]
     assert await process.spawn(argv, env=dict(os.environ), stdout=out).wait() == 0

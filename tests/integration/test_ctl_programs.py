@@ -1,4 +1,4 @@
-"""How programs of services are run, and what is kept of their output."""
+"""Runs of programs of services, and the stored part of their output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
 
 
 async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
-    """The end is kept; who appends to the file goes on doing so."""
+    """The end is kept; a process that appends to the file can continue."""
     programs = Programs(tmp_path, tmp_path)
     path = tmp_path / "web.log"
     with path.open("ab", buffering=0) as writer:
@@ -72,7 +72,7 @@ async def test_last_words_are_few(tmp_path: Path) -> None:
     ],
 )
 async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
-    """Of a script with ``set -x`` the last line is the exit; what was wrong stands before it."""
+    """The last line of a script with ``set -x`` is the exit; the fault precedes it."""
     (tmp_path / "web.log").write_text(printed)
 
     assert await Programs(tmp_path, tmp_path).last_words("web") == told
@@ -80,7 +80,7 @@ async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
 async def test_a_limit_that_a_script_could_not_set_is_told(tmp_path: Path, shell: str) -> None:
-    """The script goes on, with less."""
+    """The script continues, with less."""
     programs = Programs(tmp_path, tmp_path / "output")
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None

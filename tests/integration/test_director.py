@@ -59,14 +59,14 @@ async def test_task_is_polled(tmp_path: Path) -> None:
 
 
 async def test_value_is_the_result(tmp_path: Path) -> None:
-    """Whatever is no running task is what came of it."""
+    """A reply that names no running task is the result."""
     async with answering(tmp_path, {"value": ["a"]}, {"value": None}) as (director, _):
         assert await director.run("agent", "list_disk") == ["a"]
         assert await director.run("agent", "other") is None
 
 
 async def test_exception(tmp_path: Path) -> None:
-    """Of an action, of a task, and of no shape."""
+    """The reply of an action, of a task, and one without a valid form."""
     bad = {"exception": {"message": "Action Failed get_task: no"}}
     async with answering(tmp_path, bad, RUNNING, bad, {"exception": "text"}) as (director, _):
         for _ in range(2):
@@ -80,7 +80,7 @@ async def test_exception(tmp_path: Path) -> None:
     ("method", "times"), [("get_task", 5), ("get_state", 3), ("upload_blob", 4), ("ping", 1), ("start", 1)]
 )
 async def test_silence(tmp_path: Path, method: str, times: int) -> None:
-    """Some requests are sent anew, each with another subject for the reply; then it is over."""
+    """Some requests are repeated, each with another subject for the reply; then they fail."""
     async with answering(tmp_path, *[None] * times) as (director, requests):
         with pytest.raises(RpcTimeoutError):
             await director.call("agent", method, timeout=0.05)
@@ -90,7 +90,7 @@ async def test_silence(tmp_path: Path, method: str, times: int) -> None:
 
 @pytest.mark.parametrize("nothing", [b"", b"{}", b"[]", b"no json", b"null"])
 async def test_reply_that_is_none(tmp_path: Path, nothing: bytes) -> None:
-    """What is no object with something in it is dropped."""
+    """An empty reply or one that is no object is dropped."""
     async with answering(tmp_path, nothing) as (director, _):
         with pytest.raises(RpcTimeoutError):
             await director.call("agent", "ping", timeout=0.1)
@@ -104,7 +104,7 @@ async def test_polling_has_a_limit(tmp_path: Path) -> None:
 
 
 async def test_ready(tmp_path: Path) -> None:
-    """The first answered ping ends the waiting; somebody else's silence does not."""
+    """The first answered ping ends the wait; the silence of another agent does not."""
     async with answering(tmp_path, {"value": "pong"}) as (director, _):
         await director.wait_until_ready("agent")
         with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""The copy that a worker makes: the same as the engine's, watched, and ended with whoever asked for it."""
+"""The copy by a worker: the same as the engine's, with progress, and ended with its caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def many(directory: Path, number: int) -> None:
 
 
 def ignore(_: Progress) -> None:
-    """Nobody wants to know."""
+    """A progress callback that does nothing."""
 
 
 async def test_a_worker_copies_all_but_what_is_ours(paths: Paths, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypat
 
 
 def test_how_far_it_is_in_words_and_as_a_share() -> None:
-    """While it is counted nobody knows of how much."""
+    """During the count the total is unknown."""
     assert (str(Progress("counting", 5, 0, 700)), Progress("counting", 5, 0, 700).share) == (
         "counting: 5 files, 700 bytes",
         0.0,

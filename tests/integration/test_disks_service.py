@@ -1,4 +1,4 @@
-"""What the Director asks of disks, by links: the way of a container that may not mount."""
+"""The Director's disk requests, carried out by links: for a container without mounts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_hint_that_names_nothing_is_an_error(instance: Instance) -> None
 
 
 async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) -> None:
-    """A VM that was made anew on another machine: its predecessor died with the disk."""
+    """A VM that was created again on another machine: its predecessor died with the disk."""
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
     instance.disks._places._hold = lambda _: answers.pop(0) if answers else ""
@@ -207,7 +207,7 @@ async def test_a_full_disk_is_taken_down_by_removing_its_marker(
 async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its marker goes on to claim the store: this agent knows better, the next one is told by the Director."""
+    """Its marker still claims the store: this agent has newer facts, and the Director informs the next one."""
     instance.attach("a")
     await instance.disks.mount("a")
 
@@ -493,7 +493,7 @@ async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> N
 
 
 async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(instance: Instance) -> None:
-    """A CPI made the container anew to attach the second disk, under an agent that knew no markers."""
+    """A CPI created the container again to attach the second disk, under an agent without markers."""
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
 
@@ -528,7 +528,7 @@ async def test_an_associated_disk_is_not_taken_for_the_former_one(instance: Inst
 
 
 async def resizing(instance: Instance) -> dict[str, object]:
-    """Two disks mounted as for a migration, the first with files; what has to be on the second at the end."""
+    """Two disks mounted for a migration, the first with files; the expected content of the second at the end."""
     (instance.attach("a") / "db").mkdir()
     (instance.volume("a") / "db/data").write_bytes(os.urandom(5000))
     instance.attach("b")
@@ -666,7 +666,7 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
 
 
 async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> None:
-    """The resize failed; the Director took the new disk down and somebody attaches it elsewhere."""
+    """The resize failed; the Director detached the new disk and attached it elsewhere."""
     instance.attach("b")
     markers.write(instance.volume("b"), Marker("b", "", source="a", generation=1))
 

@@ -72,7 +72,7 @@ def test_a_bus_that_refuses_an_expired_certificate_and_a_lost_address_are_told(t
 
 
 async def test_a_bus_that_answers_is_fine_and_logs_no_broken_connection(tmp_path: Path) -> None:
-    """The handshake is brought to its end, though nobody wants a link."""
+    """The handshake is completed, without a connection to the bus afterwards."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")
         settled(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)

@@ -44,7 +44,7 @@ async def deploy(world: World, spec: dict[str, Any]) -> None:
 
 
 async def _insist(world: World, method: str, *arguments: Any) -> Any:
-    """Run an action as somebody who repeats a deploy that failed for want of an agent."""
+    """Run an action like a user who repeats a deploy that failed without an agent."""
     async with asyncio.timeout(90):
         while True:
             try:

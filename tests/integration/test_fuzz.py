@@ -1,4 +1,4 @@
-"""A short run of ``./dev fuzz``: what others write is read or refused, and nothing else happens."""
+"""A short run of ``./dev fuzz``: foreign input is parsed or refused, without other effects."""
 
 from __future__ import annotations
 

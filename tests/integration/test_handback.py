@@ -1,4 +1,4 @@
-"""The way back to the Go agent and monit: what is left for them, and that no process notices."""
+"""The way back to the Go agent and monit: remaining files for them, and undisturbed processes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_stopped_jobs_are_not_described(world: World) -> None:
 
 
 async def test_what_monit_would_start_is_told(world: World) -> None:
-    """What died meanwhile, and what it would take for dead."""
+    """Processes that died meanwhile, and those that it would take for dead."""
     before = await deploy(world, 3)
     await world.stop_agent()
     victim = process.adopt(before["job0"])
@@ -160,7 +160,7 @@ def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
 
 
 def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
-    """It may hold secrets, and nobody looks after it any more."""
+    """It may contain secrets, and has no owner any longer."""
     paths = Paths(tmp_path / "vcap")
     (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
     (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")

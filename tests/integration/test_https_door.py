@@ -26,7 +26,7 @@ from tests.support.programs import eventually
 
 
 class Agent:
-    """Answers ``ping`` at once, the rest when ``released``; keeps what was begun and how it ended."""
+    """Answers ``ping`` at once, other requests when ``released``; records requests and results."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -72,7 +72,7 @@ def request(method: str) -> bytes:
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """What still comes before the other side closes."""
+    """Return the remaining bytes until the other side closes."""
     async with asyncio.timeout(10):
         try:
             return await reader.read()
@@ -325,7 +325,10 @@ async def test_what_is_no_tls_ends_only_its_connection(bus: HttpsBus) -> None:
 
 
 async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who offers TLS 1.1 alone is turned away, though OpenSSL would let us; one without our rule would speak it."""
+    """A client that offers only TLS 1.1 is refused, though OpenSSL would accept it.
+
+    Without the rule it would speak it.
+    """
 
     async def spoken() -> str:
         context = ssl.create_default_context(cadata=authority().ca)

@@ -1,4 +1,4 @@
-"""A container ends and the next one comes: the jobs run again before anybody asks, or it is said why not."""
+"""A new container runs the jobs of its predecessor again without a request, or reports the obstacle."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def events(world: World) -> list[str]:
 
 
 async def deploy(world: World, jobs: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True) -> None:
-    """What the Director does, but for pre-start."""
+    """Deploy as the Director does, without pre-start."""
     await world.director.run(AGENT, "apply", spec(world, jobs))
     if start:
         await world.director.run(AGENT, "start")
@@ -142,7 +142,7 @@ async def snapshot(tree: Path) -> dict[str, int]:
 
 
 async def status(world: World) -> dict[str, Any]:
-    """What ``agent-shim status`` knows."""
+    """Return the status from ``agent-shim status``."""
     out = world.scratch / "status.json"
     argv = [*shlex.split(COMMAND)[:3], "status", "--json", "-b", str(world.base)]
     out.unlink(missing_ok=True)
@@ -232,7 +232,7 @@ async def test_applied_jobs_that_were_never_started_are_not(world: World) -> Non
 
 
 async def test_start_holds_however_soon_the_container_ends(world: World) -> None:
-    """What is answered is on the volume."""
+    """An answered request is stored on the volume."""
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web")})
     await world.director.run(AGENT, "stop")
@@ -261,7 +261,7 @@ async def test_agent_that_was_shut_down_stays_idle(world: World) -> None:
 
 
 async def test_failed_pre_start_is_tried_again(world: World) -> None:
-    """The instance is failing meanwhile, a person is told why, and no job runs."""
+    """The instance is failing meanwhile, an alert has the reason, and no job runs."""
     await world.start_agent()
     await deploy(
         world,
@@ -285,7 +285,7 @@ async def test_failed_pre_start_is_tried_again(world: World) -> None:
 
 
 async def test_director_goes_first(world: World) -> None:
-    """A pre-start that hangs keeps nobody from stopping the jobs; the hanging script is ended."""
+    """A hanging pre-start does not prevent a stop of the jobs; the script is ended."""
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web", f"echo $$ >{world.base}/data/hanging; exec sleep 1000")})
     await restart_container(world)
@@ -378,7 +378,7 @@ async def test_new_container_of_another_agent_starts_empty(world: World) -> None
 
 
 async def test_new_container_without_its_volume_starts_empty(world: World) -> None:
-    """As CPIs that lose the ephemeral disk have it; the Director deploys anew."""
+    """As under CPIs that lose the ephemeral disk; the Director deploys again."""
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web", "true")})
     await end_container(world)
@@ -418,7 +418,7 @@ async def test_lost_memory_of_the_supervisor_is_made_up_from_the_spec(world: Wor
 
 
 async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_first_ends(world: World) -> None:
-    """A pod that is made anew before its predecessor has ended."""
+    """A pod that is created again before its predecessor has ended."""
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web")})
     before = await snapshot(world.base / "data")

@@ -54,7 +54,7 @@ def test_metrics_bring_no_server() -> None:
 
 
 def test_monit_needs_the_standard_library_alone() -> None:
-    """What makes it quick: nothing locked, no event loop of ours, no daemon."""
+    """It is quick because it takes no lock, starts no event loop and imports no daemon."""
     known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
     code = f"import sys, json; import agent_shim.cli.monit; print({known})"
 

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.parametrize("holder", ["svlogd", "nobody"])
 def test_under_a_svlogd_a_line_is_logged_once(tmp_path: Path, holder: str) -> None:
-    """It holds the lock of the directory into which it writes what comes by stderr (runit, svlogd.c)."""
+    """It locks its directory and writes the lines of its stdin there (runit, svlogd.c)."""
     code = (
         "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current')); logging.warning('one line')"

@@ -25,7 +25,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def are_up(w: World, starts: int) -> bool:
-    """Whether each job was started so often and its last process lives."""
+    """Return True if each job was started so often and its last process lives."""
     known = w.starts()
     if len(known) != JOBS or any(len(pids) != starts for pids in known.values()):
         return False

@@ -18,7 +18,7 @@ Where = tuple[str, int]
 
 
 class Readiness:
-    """What the agent would say of itself; a test sets it."""
+    """Readings of the agent; a test sets them."""
 
     def __init__(self) -> None:
         self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
@@ -129,7 +129,7 @@ async def test_what_is_not_there(where: Where, request_line: str, status: int) -
 
 
 async def test_body_does_not_destroy_the_answer(where: Where) -> None:
-    """A client that goes on sending a body it should not send still reads the whole refusal."""
+    """A client that still sends a forbidden body reads the whole refusal."""
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"POST /metrics HTTP/1.1\r\nContent-Length: 20000\r\n\r\n")
     assert await reader.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
@@ -177,7 +177,7 @@ async def test_half_closed_client(where: Where) -> None:
 
 
 async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that does not end in time, though bytes trickle in, costs its connection and nobody else's."""
+    """A request that does not end in time, even if bytes trickle in, loses only its own connection."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
@@ -204,7 +204,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
 
 
 async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who keeps the connection after the answer loses it."""
+    """A client that keeps the connection after the response loses it."""
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -216,7 +216,7 @@ async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: py
 
 
 async def test_endless_client_is_dropped(where: Where) -> None:
-    """Who goes on sending after the answer is not listened to for ever."""
+    """A client that still sends after the response is not read for ever."""
     _, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
 
@@ -253,7 +253,7 @@ async def test_off() -> None:
 
 
 async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
-    """A port that somebody else has is an error that names the address; the agent goes on without."""
+    """A port in use is an error that names the address; the agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with listening(address, Routes(Metrics(Readings).render, Readiness())) as found:

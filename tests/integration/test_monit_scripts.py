@@ -1,4 +1,4 @@
-"""What release scripts do with ``monit``, each way of calling it as a script of its own, against ours.
+"""Uses of ``monit`` in release scripts, each form as a separate script, against this project's command.
 
 The scripts are modelled on those of gorouter and silk (restart and wait, from a program that a rule runs), capi,
 mariadb, logsearch, os-conf, kubo and fissile.

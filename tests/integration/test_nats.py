@@ -64,7 +64,7 @@ async def test_t3_subscribes_to_its_own_subject_alone() -> None:
 
 
 async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
-    """Whatever a handler raises, and a handler that is cancelled, leave the bus hearing."""
+    """After any exception or cancellation of a handler the bus still receives."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         match json.loads(data)["method"]:
@@ -87,7 +87,7 @@ async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
 
 
 async def test_handler_may_drop_a_message(tmp_path: Path) -> None:
-    """What is no request is counted and not answered."""
+    """An invalid request is counted and not answered."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return None
@@ -98,7 +98,7 @@ async def test_handler_may_drop_a_message(tmp_path: Path) -> None:
 
 
 async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
-    """The server denies a reply to somebody else's subject; the link stays as it is."""
+    """The server denies a reply to another client's subject; the connection stays."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return ("director.x.other.y", b"{}") if b"elsewhere" in data else await echo(data)
@@ -175,7 +175,7 @@ async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, s
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 800)])
 async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
-    """What comes on top of more work than there may be is dropped and counted; then it goes on."""
+    """Requests beyond the bound are dropped and counted; later ones are served."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
@@ -234,7 +234,7 @@ async def test_reply_does_not_wait_for_ever(tmp_path: Path) -> None:
 
 
 async def test_last_words_arrive(tmp_path: Path) -> None:
-    """What was published right before the bus is left still gets out."""
+    """A message published right before the disconnection is still sent."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)
@@ -246,7 +246,7 @@ async def test_last_words_arrive(tmp_path: Path) -> None:
 
 
 async def test_drain_waits_for_answers(tmp_path: Path) -> None:
-    """After settling, what was being answered is answered; what takes too long is left."""
+    """After a stop the requests in progress are answered; those that take too long are abandoned."""
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)

@@ -62,7 +62,7 @@ async def test_t2_thrown_out_and_let_in(tmp_path: Path) -> None:
 
 
 async def test_t2_server_dies_and_returns(tmp_path: Path) -> None:
-    """While there is no server the bus goes on trying; then it hears again."""
+    """Without a server the bus keeps trying; then it receives again."""
     async with talking(tmp_path) as talk:
         await talk.server.kill()
         before = talk.bus.stats.attempts
@@ -75,7 +75,7 @@ async def test_t2_server_dies_and_returns(tmp_path: Path) -> None:
 
 
 async def test_hanging_server_is_noticed(tmp_path: Path) -> None:
-    """A server that stops answering is given up; when it goes on, its late answers do no harm."""
+    """A server that stops answering is abandoned; when it resumes, its late answers do no harm."""
     async with talking(tmp_path) as talk:
         talk.server.pause()
         await until(lambda: "no answer to 2 pings" in talk.bus.stats.last_error)
@@ -119,7 +119,7 @@ async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
     """A held event loop does not make the server look dead."""
     async with talking(tmp_path) as talk:
         for _ in range(3):
-            time.sleep(0.5)  # noqa: ASYNC251 - that is what is tested
+            time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
             await asyncio.sleep(0.01)
 
         assert await talk.director.value("agent", "ping") == "ping"
@@ -163,7 +163,7 @@ async def test_what_ended_links_hold_is_given_back(tmp_path: Path, monkeypatch: 
 
 
 async def test_links_that_end_together_are_swept_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at everything costs tens of milliseconds: one for all, and one more for who asked in between."""
+    """A full garbage collection costs tens of milliseconds: one for all, and one more for a request in between."""
     looks = 0
 
     def look() -> int:
@@ -263,7 +263,7 @@ async def test_t4_any_of_several_addresses_will_do(tmp_path: Path) -> None:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
-    """Names lead to these addresses, one after the other; the last for ever. What is left of the answers."""
+    """Resolve names to these addresses in turn, the last one for ever; return the remaining answers."""
     left = list(answers)
 
     def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
@@ -281,7 +281,7 @@ def by_name(server: NatsServer, port: int) -> Mbus:
 
 
 async def test_names_are_looked_up_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director that was made anew has another address under the same name."""
+    """A recreated Director has another address under the same name."""
     async with NatsServer(tmp_path) as server:
         left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
         await server.add_agent("agent")
@@ -363,7 +363,7 @@ async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) ->
     ],
 )
 async def test_password_that_ends_the_host_early_is_not_told(address: str) -> None:
-    """It is not what is connected to, either."""
+    """It is not the connected address either."""
     authority = Authority()
     pair = authority.agent("agent")
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
@@ -396,7 +396,7 @@ async def test_link_with_a_dead_part_is_replaced(tmp_path: Path, part: str) -> N
 
 
 async def test_tells_of_each_link(tmp_path: Path) -> None:
-    """Whoever has something to say at the beginning of a link is told of it."""
+    """A callback can send at the beginning of a connection."""
     told = []
     async with talking(tmp_path, on_connected=lambda: told.append(time.monotonic())) as talk:
         assert len(told) == 1
@@ -454,7 +454,7 @@ def test_t2_pauses() -> None:
 
 
 def test_a_thousand_agents_come_in_no_waves() -> None:
-    """Of all who lost their server in one moment 200 at most try in any second, once it has been away for twelve."""
+    """Of all agents that lost their server at one moment at most 200 try in any second, after an absence of twelve."""
     timing, chance, tries = Timing(), random.getstate(), [0] * 40
     random.seed(6)
     try:

@@ -53,7 +53,7 @@ async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> None:
-    """With users that come and go as nats-sync writes them. What the machine takes from everybody is not counted."""
+    """Users come and go as nats-sync writes them. Delays of the whole machine do not count."""
     faulthandler.cancel_dump_traceback_later()  # two minutes are not enough
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
@@ -64,7 +64,7 @@ async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> N
 
 
 async def test_old_user_may_go(tmp_path: Path) -> None:
-    """When nats-sync takes the bootstrap user away, nobody notices."""
+    """The removal of the bootstrap user by nats-sync has no effect."""
     async with talking(tmp_path) as talk:
         await talk.bus.rotate(talk.server.mbus("agent", bootstrap=True))
         await talk.bus.rotate(talk.server.mbus("agent"))
@@ -86,7 +86,7 @@ async def test_held_reply_goes_out(tmp_path: Path) -> None:
 
 
 async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
-    """What is sent twice is handled twice, also while two links hear it."""
+    """A request sent twice is handled twice, also while two connections receive it."""
     handled = []
 
     async def handle(data: bytes) -> None:
@@ -154,7 +154,7 @@ async def test_bus_that_is_away(tmp_path: Path) -> None:
 
 
 async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None:
-    """While the old ones lead to the bus it is the new ones that are wrong, and it is said where nobody answers."""
+    """While the old credentials work the new ones are wrong; without any working ones the error says so."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         wrong = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",))
         with pytest.raises(

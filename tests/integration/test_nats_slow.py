@@ -28,7 +28,7 @@ def test_pause_and_patience_grow_up_to_three_times() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_only_a_server_that_greets_counts_as_slow(how: str) -> None:
-    """One that is away or hangs is tried as before: it costs nobody anything, and it may be back at any moment."""
+    """A server that is absent or hangs is tried as before: that costs nothing, and it may return at any moment."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

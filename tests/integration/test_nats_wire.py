@@ -1,4 +1,4 @@
-"""What a server may say: nothing of it makes the agent deaf, and nothing is believed that came in the clear."""
+"""Messages of a server: none makes the agent deaf, and none received in the clear is believed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
     ids=["denied", "long news", "lame duck", "ok", "pongs", "empty", "other sid", "headers", "no headers", "no text"],
 )
 async def test_strange_word_does_no_harm(words: bytes) -> None:
-    """What a server may rightly say, however odd, is lived with."""
+    """Every valid message of a server is tolerated, however odd."""
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -250,7 +250,7 @@ async def test_server_that_is_none(info: bytes) -> None:
 
 
 async def test_plain_server_is_not_talked_to() -> None:
-    """Somebody in between who takes TLS out of the server's greeting gets no word from us."""
+    """A man in the middle who removes TLS from the server's greeting gets no bytes from the agent."""
     plain = json.loads(INFO[5:])
     del plain["tls_required"]
     seen = []
@@ -268,7 +268,7 @@ async def test_plain_server_is_not_talked_to() -> None:
 
 
 async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody in between who offers TLS 1.1 alone gets no word, though OpenSSL would let us; others do speak it."""
+    """A man in the middle who offers only TLS 1.1 gets no bytes, though OpenSSL would speak it; others do."""
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: Wire) -> None:
@@ -292,7 +292,7 @@ async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_words_in_the_clear_are_not_believed() -> None:
-    """What stands behind the greeting, before TLS begins, is not taken for the server's word."""
+    """Bytes after the greeting and before TLS are not taken for the server's."""
     heard = []
 
     async def handle(data: bytes) -> None:

@@ -20,7 +20,7 @@ HTTP = Protocol("http", "/health")
 
 @contextlib.asynccontextmanager
 async def listener(talk: Talk) -> AsyncIterator[int]:
-    """Somebody who talks on a port of loopback."""
+    """A server on a port of loopback."""
 
     async def talk_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -32,7 +32,7 @@ async def listener(talk: Talk) -> AsyncIterator[int]:
 
 
 def saying(*parts: bytes, after: bytes = b"") -> Talk:
-    """Says its parts, once it has heard what comes ``after``."""
+    """Sends its parts once it has received ``after``."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if after:
@@ -50,7 +50,7 @@ async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def asked(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
-    """What is found wrong with a listener."""
+    """Return the fault found with a listener."""
     async with listener(talk) as port:
         return await network_checks.probe(Connection("127.0.0.1", port, protocol=protocol, timeout=timeout))
 
@@ -119,7 +119,7 @@ async def test_http_may_come_in_pieces_and_must_be_http() -> None:
 
 
 async def test_page_is_judged_by_checksum_and_content() -> None:
-    """Of as many bytes as its length says, or all; what comes after the limit is not read."""
+    """The checksum covers as many bytes as the length says, or all; bytes beyond the limit are not read."""
     body = b"all is well"
     good = hashlib.md5(body).hexdigest()
     exact = page("200 OK", body + b" and more", f"Content-Length: {len(body)}")
@@ -202,7 +202,7 @@ async def test_unix_socket_is_asked(tmp_path: Path) -> None:
 
 
 async def test_udp_fails_only_when_refused() -> None:
-    """Nobody need answer."""
+    """No answer is needed."""
     with socket.socket(type=socket.SOCK_DGRAM) as server, socket.socket(type=socket.SOCK_DGRAM) as free:
         server.bind(("127.0.0.1", 0))
         free.bind(("127.0.0.1", 0))
@@ -233,7 +233,7 @@ async def test_echo_requests_are_answered_by_loopback() -> None:
     ],
 )
 async def test_a_careless_server_is_a_server(answer: bytes) -> None:
-    """A probe is as lenient as monit: what is up is not restarted for its headers."""
+    """A probe is as lenient as monit: a working service is not restarted because of its headers."""
     assert await asked(saying(answer, after=b"\r\n\r\n"), HTTP) == ""
 
 

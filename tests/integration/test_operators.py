@@ -1,4 +1,4 @@
-"""What an operator asks of a running agent by command line and by signal."""
+"""Requests of operators to a running agent by command line and by signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs try so that others' processes end with them, or theirs do not: each with cgroups, and by descent alone."""
+"""Attacks of jobs that end others' processes or save their own: each with cgroups, and by descent alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_bel
 
 @pytest.mark.parametrize("carries", ["its mark", "the mark of the liar", "no mark"])
 async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(world: World, carries: str) -> None:
-    """Whatever that carries: a service's process is known by more."""
+    """Any mark is possible: more attributes identify a service's process."""
     victim = world.base / "victim"
     mark = {"its mark": f"{MARK}=$" + MARK, "the mark of the liar": f"{MARK}=liar@{world.base}", "no mark": "A=b"}
     start = f"echo $$ >$pidfile; exec env -i {mark[carries]} PATH=/bin:/usr/bin sleep 600"

@@ -45,7 +45,7 @@ def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pyte
 
 
 def test_readers_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with a thousand such processes costs some threads, and what is not read is not known."""
+    """A job with a thousand such processes costs some threads, and unread attributes are unknown."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
     let_go = threading.Event()
     before = threading.active_count()
@@ -60,7 +60,7 @@ def test_readers_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_in_use_are_told(tmp_path: Path) -> None:
-    """Of the paths that are asked for, on the devices that are."""
+    """Only requested paths on their devices are returned."""
     opened = tmp_path / "opened"
     with opened.open("w"):
         found = proc.uses([os.getpid()], lambda path: path == str(opened), {tmp_path.stat().st_dev})

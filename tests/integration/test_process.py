@@ -51,7 +51,7 @@ async def test_death_by_signal_is_128_and_its_number(env: dict[str, str]) -> Non
 
 
 async def test_child_is_reaped_though_nobody_waits(env: dict[str, str]) -> None:
-    """No zombie is left by a process nobody asks about."""
+    """A process without a waiter leaves no zombie."""
     child = process.spawn(shell("exit 0"), env=env)
 
     await eventually(lambda: proc.stat(child.pid) is None)
@@ -154,7 +154,7 @@ async def test_output_is_appended(env: dict[str, str], tmp_path: Path) -> None:
 
 
 async def test_output_follows_no_link(env: dict[str, str], tmp_path: Path) -> None:
-    """Who may write the directory cannot make root write elsewhere."""
+    """A user with write access to the directory cannot redirect root's writes."""
     (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
 
     with pytest.raises(HostError, match=r"cannot run /bin/sh with .*/log: it is not a regular file"):
@@ -165,7 +165,7 @@ async def test_output_follows_no_link(env: dict[str, str], tmp_path: Path) -> No
 async def test_output_waits_for_no_pipe_and_goes_into_no_file_of_another_name(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    """With somebody at the other end of the pipe as well."""
+    """It holds with a reader of the pipe too."""
     os.mkfifo(tmp_path / "lonely")
     os.mkfifo(tmp_path / "read")
     reader = os.open(tmp_path / "read", os.O_RDONLY | os.O_NONBLOCK)
@@ -227,7 +227,7 @@ async def test_limit_out_of_reach_is_lowered(env: dict[str, str], tmp_path: Path
 
 
 async def test_terminate_asks_first(env: dict[str, str], tmp_path: Path) -> None:
-    """What listens to TERM is not killed."""
+    """A process that obeys TERM is not killed."""
     log, pidfile = tmp_path / "log", tmp_path / "pid"
     child = process.spawn(argv("say_signals.sh", log, pidfile), env=env)
     await eventually(lambda: number_in(pidfile))
@@ -256,7 +256,7 @@ async def test_terminate_ends_the_group_of_a_dead_leader(env: dict[str, str], tm
 
 
 async def test_group_of_an_ended_leader_can_be_signalled(env: dict[str, str], tmp_path: Path) -> None:
-    """Its members are found one by one: the number of the group may be anybody's by now."""
+    """Its members are found one by one: the number of the group may have been reused."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exit 0"), env=env)
     member = await eventually(lambda: number_in(pidfile))
@@ -267,7 +267,7 @@ async def test_group_of_an_ended_leader_can_be_signalled(env: dict[str, str], tm
 
 
 async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) -> None:
-    """Who gives up waiting leaves nothing behind."""
+    """A waiter that gives up leaves nothing behind."""
     pidfile = tmp_path / "pid"
     child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
     await eventually(lambda: number_in(pidfile))
@@ -317,7 +317,7 @@ async def test_adoption_needs_a_living_process(env: dict[str, str]) -> None:
 
 
 async def test_adopted_process_of_another_parent_tells_its_status(env: dict[str, str], tmp_path: Path) -> None:
-    """Where the kernel keeps it (6.15 and later) the status is told, elsewhere it is None."""
+    """The kernel keeps the status from 6.15 on; older ones give None."""
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)
@@ -384,7 +384,7 @@ async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: P
 
 
 async def test_stranger_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
-    """An orphan nobody asked about leaves no zombie."""
+    """An orphan without a waiter leaves no zombie."""
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         await process.spawn(shell(f"(sleep 0.01; exec sh -c 'echo $$ >{pidfile}') & exit 0"), env=env).wait()
@@ -394,7 +394,7 @@ async def test_stranger_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
 
 
 async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
-    """Who started at another moment is another one."""
+    """A process with another start time is another process."""
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.send((child.pid, child.start_ticks + 1), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The numbers that are told of processes."""
+"""Statistics of processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_percent_of_memory_is_of_what_the_agent_says(world: World) -> None
 
 
 async def test_processor_share_is_that_since_the_last_question(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all processors together; what used none gets none."""
+    """The share is of all processors together; a process without use gets none."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:

@@ -164,7 +164,7 @@ async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
 
 
 def asked(port: int, path: str) -> bytes:
-    """What a server answers; empty as long as it does not."""
+    """Return a server's response; "" while it does not listen."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             content: bytes = answer.read()
@@ -195,7 +195,7 @@ ABOUT = ("process", "disk", "certificate")
 
 
 def in_own_mounts() -> list[str]:
-    """A prefix by which a program may mount what nobody else sees."""
+    """A prefix that gives a program private mounts."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
 
@@ -297,5 +297,5 @@ async def test_every_scrape_of_many_agents_is_answered_and_their_series_stay(scr
     assert missed == {"": 0}
     assert restarts == {"": 0}
     assert len(series) == AGENTS
-    # What the Director asks is counted by method, so these alone may come later; nobody asks here.
+    # Requests of the Director are counted by method, so only these may appear later; here is no Director.
     assert {len(counts) for counts in series.values()} == {1}

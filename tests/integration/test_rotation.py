@@ -36,7 +36,7 @@ def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
 
 
 def rotated(logs: Path, path: str, most: int) -> copytruncate.Moved:
-    """What was moved of one log."""
+    """Return the rotated content of one log."""
     root = os.open(logs, os.O_RDONLY)
     try:
         return copytruncate.rotate(root, path, 7, most)
@@ -49,7 +49,7 @@ def archived(log: Path, number: int = 1) -> bytes:
 
 
 async def test_large_logs_are_packed_and_cut(logs: Path) -> None:
-    """In three levels, hidden ones too; what is small, deeper or no log stays."""
+    """Logs in three levels, hidden ones too, are rotated; small, deeper and other files stay."""
     large = [logs / "top.log", logs / "web/web.stdout.log", logs / "web/deep/.hidden.log"]
     left = [logs / "web/small.log", logs / "web/data.txt", logs / "web/deep/deeper/x.log"]
     left[2].parent.mkdir()
@@ -78,7 +78,7 @@ async def test_archives_move_up_and_the_oldest_goes(logs: Path) -> None:
 
 
 async def test_archives_together_have_a_limit(logs: Path) -> None:
-    """The oldest of all go first, whoever's they are."""
+    """The oldest of all are removed first, in any job."""
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -136,7 +136,7 @@ def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pyt
 
 
 async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its archive has a place among those there are; what is gone is told, in the archive too."""
+    """Its archive counts among the existing ones; a loss is logged, and noted in the archive too."""
     log, older = logs / "web/runaway.log", logs / "web/older.log.1.gz"
     older.write_bytes(os.urandom(400_000))
     content = os.urandom(5_000_000)
@@ -154,7 +154,7 @@ async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptu
 
 
 async def test_a_log_that_may_be_large_is_kept_whole(logs: Path) -> None:
-    """What a deployment says of the size goes before the limit of all archives."""
+    """The deployment's size takes precedence over the limit of all archives."""
     log = logs / "web/web.log"
     log.write_bytes(b"x" * 150_000)
 
@@ -164,7 +164,7 @@ async def test_a_log_that_may_be_large_is_kept_whole(logs: Path) -> None:
 
 
 async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
-    """So it delays nobody."""
+    """So it delays no other job."""
     sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
@@ -192,7 +192,7 @@ def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypat
 
 
 async def test_hole_of_a_writer_that_does_not_append_is_no_content(logs: Path) -> None:
-    """It goes on where it was: what lies before that is not copied, and does not count."""
+    """It continues at its position: earlier bytes are not copied, and do not count."""
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
         out.write(b"x" * 2_000_000)
@@ -209,7 +209,7 @@ async def test_hole_of_a_writer_that_does_not_append_is_no_content(logs: Path) -
 
 
 async def test_what_the_deployment_says_goes_first(logs: Path) -> None:
-    """``properties.logging.max_log_file_size``; what is no size is passed over."""
+    """``properties.logging.max_log_file_size``; an invalid size is ignored."""
     log = logs / "web/web.log"
     log.write_text("x" * 5000)
 
@@ -294,7 +294,7 @@ async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, ca
 
 
 def test_logrotate_may_have_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the options leave it to others its rule is in force again; that it cannot be is an error that is told."""
+    """If the options disable it, its rule is active again; a failure to do so is a logged error."""
     rule = Paths(tmp_path).logrotate_rule
     rule.parent.mkdir(parents=True)
     out_of_force = rule.with_name("vcap.disabled")

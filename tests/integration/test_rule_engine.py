@@ -1,4 +1,4 @@
-"""Rules of real processes: what is found, told and done, cycle by cycle."""
+"""Rules on real processes: findings, alerts and actions, cycle by cycle."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
 
 
 async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
-    """Where there are none nobody wakes for them."""
+    """Without rules no task wakes up."""
     async with checking(world, world.job("web", None, "exit 0")) as supervisor:
         await until(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
@@ -237,7 +237,7 @@ async def test_every_looks_less_often(world: World) -> None:
 
 
 async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World) -> None:
-    """One socket accepts nobody, and its rule has a minute; the rules of others go on meanwhile."""
+    """One socket accepts no connection, and its rule has a minute; the rules of others continue meanwhile."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -269,7 +269,7 @@ async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World)
 
 
 async def test_result_of_a_check_counts_for_the_process_it_began_with(world: World) -> None:
-    """One goes on while the process is killed: its successor is not restarted for it, and nobody asks twice at once."""
+    """A check continues while the process is killed: its successor is not restarted by it, and no second one starts."""
     asked: list[asyncio.Event] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -316,7 +316,7 @@ async def test_port_that_opens_ends_the_complaint(world: World) -> None:
             assert [each.event for each in world.events] == ["Connection failed", "Connection succeeded"]
 
 
-# --- what is no process ---------------------------------------------------------------------------------------------
+# --- other checks ----------------------------------------------------------------------------------------------------
 
 
 async def test_file_is_checked(world: World) -> None:
@@ -367,7 +367,7 @@ check host far with address 127.0.0.1
             assert "space usage" in info(supervisor, "root").reason
 
 
-# --- what else is told ------------------------------------------------------------------------------------------------
+# --- other reports ---------------------------------------------------------------------------------------------------
 
 
 async def test_death_for_want_of_memory_is_told_as_one(world: World) -> None:
@@ -393,7 +393,7 @@ async def test_death_for_want_of_memory_is_told_as_one(world: World) -> None:
 
 
 async def test_new_parent_is_told_by_rule(world: World) -> None:
-    """Of the same process: its parent has ended."""
+    """It is of the same process, whose parent has ended."""
     start = "sh -c 'sleep 600 & echo $! >'$pidfile'; exec sleep 600' & echo $! >$log.parent; sleep 0.1"
     async with checking(world, world.job("web", start, "exit 0", "if changed ppid then alert")) as supervisor:
         await until(supervisor, "web", "running")

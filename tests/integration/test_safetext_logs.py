@@ -12,7 +12,7 @@ from agent_shim.core.paths import Paths
 from tests.support.terminals import on_terminal
 
 ORDERS = b"\x1b]0;owned\x07\xff\n"
-"""What a job writes to give orders to a terminal, and a byte that is no UTF-8."""
+"""Output of a job that controls a terminal, and a byte of invalid UTF-8."""
 HARMLESS = rb"\u001b]0;owned\u0007"
 
 

@@ -65,14 +65,14 @@ async def test_privileges_are_kept_where_that_is_asked_for(tmp_path: Path) -> No
 
 
 async def test_limits_are_set_as_far_as_they_may_be(tmp_path: Path) -> None:
-    """What is too much becomes the most, and is said."""
+    """A limit above the maximum becomes the maximum, with a warning."""
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
     assert found["Max open files"].split()[:2] == ["77", "77"]
     assert found["Max core file size"].split()[:2] == ["4096", "4096"]
 
 
 async def test_limit_beyond_reach_is_said(tmp_path: Path) -> None:
-    """The most that may be had is given instead."""
+    """The hard maximum is used instead."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     beyond = 1 << 40
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": beyond}))
@@ -90,7 +90,7 @@ async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 
 async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
-    """Whoever starts it has written down its number by then; where that fails nothing runs."""
+    """Its parent has recorded its process id by then; after a failure nothing runs."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -115,13 +115,13 @@ def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, 
     score.write_text(inherited)
     sandbox_exec._reset_oom_score(str(score))
 
-    # Of a file of the kernel each write is a value; here the second one begins where the first was read.
+    # Each write to a kernel file is one value; the second starts where the first was read.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has groups to give up")
 async def test_groups_of_the_agent_are_given_up(tmp_path: Path) -> None:
-    """What it was started with is not handed on."""
+    """Its own environment is not passed on."""
     before = os.getgroups()
     os.setgroups([0, 4, 20])
     try:

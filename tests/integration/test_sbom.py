@@ -1,4 +1,4 @@
-"""What the agent says it is made of."""
+"""The agent's bill of materials."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_package_of_the_lock_is_in_it_with_its_hashes() -> None:
 
 
 def test_no_licence_forbids_what_is_done_here() -> None:
-    """Nothing that would bind users of the image: what is installed is permissive or weakly reciprocal."""
+    """No licence binds users of the image: installed packages are permissive or weakly reciprocal."""
     lines = sbom("--licences").splitlines()
 
     assert len(lines) > 5

@@ -155,7 +155,7 @@ async def test_what_a_script_leaves_behind_is_not_waited_for(paths: Paths, runne
 
 @pytest.mark.slow
 async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts) -> None:
-    """TERM to the group, KILL to who does not care; the cancellation goes on."""
+    """The group gets TERM, and KILL if it ignores that; the cancellation continues."""
     started = paths.tmp / "started"
     script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
     running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
@@ -169,7 +169,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
 
 
 async def test_a_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
-    """Who may write the log directory cannot make root write elsewhere."""
+    """A user with write access to the log directory cannot redirect root's writes."""
     script(paths, "web", "pre-start", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -309,7 +309,7 @@ async def test_errand_killed_by_a_signal(paths: Paths, runner: Scripts) -> None:
 
 @pytest.mark.parametrize(("trap", "exit_code"), [("", 143), ("trap 'exit 5' TERM;", 5)])
 async def test_cancelled_errand_has_a_result(paths: Paths, runner: Scripts, trap: str, exit_code: int) -> None:
-    """TERM goes to its group; what it had printed is told."""
+    """Its group gets TERM; its output so far is in the result."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"{trap} echo begun; sleep 600 & echo $! >{started}; wait; sleep 600")
     cancelled = asyncio.Event()

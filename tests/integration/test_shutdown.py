@@ -78,7 +78,7 @@ async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_t
 
 
 async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: World) -> None:
-    """Drain scripts of many releases end their process themselves: it is nobody's death."""
+    """Drain scripts of many releases end their process themselves: that counts as no crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -140,7 +140,7 @@ async def test_while_the_container_ends_nothing_that_changes_the_machine_is_done
 
 
 def test_the_termination_log_is_written_over_and_never_made(tmp_path: Path) -> None:
-    """Kubernetes has mounted it; where nobody has, there is none."""
+    """Kubernetes has mounted it; elsewhere there is none."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)
     assert not log.exists()

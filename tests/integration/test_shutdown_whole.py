@@ -51,7 +51,7 @@ async def until_ended(pids: list[int]) -> None:
 
 
 async def drained(place: Place, grace: int) -> tuple[int | None, str, float]:
-    """Exit code, what was said, and how many seconds it took."""
+    """Return exit code, output and duration in seconds."""
     begun_at = time.monotonic()
     async with asyncio.timeout(100):
         code, said = await place.ask("drain", "--timeout", str(grace))
@@ -116,7 +116,7 @@ async def test_what_does_not_listen_is_killed_in_time_and_named(tmp_path: Path) 
 
 
 async def test_the_jobs_come_back_with_the_agent(place: Place) -> None:
-    """Nothing of an orderly stop is what somebody wants to last."""
+    """Nothing of an orderly stop may persist as a wanted state."""
     await drained(place, 30)
     await place.end()
     place.start()

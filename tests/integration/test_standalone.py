@@ -46,7 +46,7 @@ class Place:
 
     @property
     def trace(self) -> list[str]:
-        """What scripts of jobs have left, in order."""
+        """Return the records of the jobs' scripts, in order."""
         path = self.scratch / "trace"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -156,7 +156,7 @@ async def test_an_agent_that_is_restarted_restarts_no_job(place: Place) -> None:
 
 
 async def test_another_content_is_deployed_anew(place: Place) -> None:
-    """What was there is stopped, what is gone is removed, what has come runs."""
+    """Former jobs are stopped, removed ones deleted, new ones started."""
     place.job("web")
     place.start()
     await place.until_ready()
@@ -174,7 +174,7 @@ async def test_another_content_is_deployed_anew(place: Place) -> None:
 
 
 async def test_the_end_is_orderly(place: Place) -> None:
-    """What a preStop hook runs drains and stops."""
+    """The program of a preStop hook drains and stops."""
     place.job("web")
     place.start()
     await place.until_ready()
@@ -184,7 +184,7 @@ async def test_the_end_is_orderly(place: Place) -> None:
 
 
 async def test_what_is_in_the_way_is_told_and_tried_again(place: Place) -> None:
-    """A pre-start that fails is the answer of the probe; once it is mended all goes on."""
+    """A failing pre-start is the answer of the probe; after its repair the start continues."""
     place.job("web")
     pre_start = place.rendered / "jobs/web/bin/pre-start"
     good = pre_start.read_text()
@@ -245,7 +245,7 @@ def test_files_and_hidden_directories_are_no_jobs(tmp_path: Path) -> None:
 
 
 def test_wrong_instance_is_named(tmp_path: Path) -> None:
-    """The file and what is wrong with it."""
+    """The error has the file and its fault."""
     (tmp_path / "instance.json").write_text('{"index": "one"}')
 
     with pytest.raises(ConfigError, match=r"cannot read .*instance.json: .*index"):

@@ -26,7 +26,7 @@ def apply(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> sub
 
 
 def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> list[str]:
-    """What a good run says."""
+    """Return the output of a successful run."""
     result = apply(root, *arguments, program=program)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
@@ -182,7 +182,7 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
     ],
 )
 def test_commands_of_the_agent_are_in_the_path_of_every_base(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image has a path of its own, Debian's an empty file, a stemcell what is wanted."""
+    """Ubuntu's image has its own path, Debian's an empty file, a stemcell the wanted one."""
     put(debian, "etc/environment", before)
     applied(debian)
 

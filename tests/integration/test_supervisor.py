@@ -1,4 +1,4 @@
-"""A supervisor of real processes: what starts, what is told of it, what stops."""
+"""A supervisor of real processes: starts, reports, stops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_start_program_may_be_the_daemon(world: World) -> None:
 
 
 async def test_daemon_may_fork_twice(world: World) -> None:
-    """The start program returns, the process is nobody's child, the pidfile names it."""
+    """The start program returns, the process is an orphan, the pidfile names it."""
     start = program("fork_twice.py", world.pidfile("web"))
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await until(supervisor, "web", "running")
@@ -240,7 +240,7 @@ async def test_pattern_finds_a_process(world: World) -> None:
 
 
 async def test_dependencies_start_first_and_stop_last(world: World) -> None:
-    """Whatever the order of the files."""
+    """The order of the files does not matter."""
     start = "echo start $name >>$log; sleep 0.05; echo $$ >$pidfile; exec sleep 600"
     stop = "echo stop $name >>$log; kill $(cat $pidfile)"
     files = [
@@ -270,7 +270,7 @@ async def test_dependant_of_what_cannot_start_is_tried(world: World) -> None:
         await until(supervisor, "b", "running")
 
 
-# --- what is told ---------------------------------------------------------------------------------------------------
+# --- reports ---------------------------------------------------------------------------------------------------------
 
 
 async def test_bad_file_is_one_failing_process(world: World) -> None:
@@ -463,7 +463,7 @@ async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
 
 
 async def test_stop_keeps_its_budget(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the files allow each may be more than the Director waits: KILL comes before that."""
+    """The files may allow more time than the Director waits: KILL comes before that."""
     assert 0 < supervisors.KILL_SHARE < 1
     monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # of a budget that a busy machine keeps
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
@@ -585,7 +585,7 @@ async def test_closed_supervisor_leaves_processes_alone(world: World) -> None:
 
 
 async def test_bug_in_a_life_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that nobody watches any more is worse than an agent that starts anew."""
+    """An unsupervised service is worse than a restart of the agent."""
 
     async def fail(self: ProcessFinder, spec: ProcessSpec) -> str:
         raise RuntimeError(f"a bug about {spec.name}")

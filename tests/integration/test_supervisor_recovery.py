@@ -1,4 +1,4 @@
-"""The agent ends, however it does, and the next one goes on: no job is restarted for it."""
+"""After any end of the agent the next one continues: no job is restarted for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.programs.jobs import World, info, program, until
 
 
 async def kill_all(*pids: int) -> None:
-    """Kill what nobody supervises any more, and wait for the end of it."""
+    """Kill processes without a supervisor, and wait for their end."""
     for pid in pids:
         kill(pid)
     await eventually(lambda: not any(is_alive(pid) for pid in pids))
@@ -30,7 +30,7 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
 
 
 async def test_processes_are_adopted(world: World) -> None:
-    """Whatever way they came; their restarts are remembered, their state is at once what it was."""
+    """Processes of any origin are adopted; their restarts are remembered, their state is restored at once."""
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
@@ -50,7 +50,7 @@ async def test_processes_are_adopted(world: World) -> None:
 
 
 async def test_killed_agent_costs_no_job(world: World) -> None:
-    """No handler has run; the next agent finds all of them, is told how they end and restarts them."""
+    """No handler has run; the next agent finds all processes, sees their ends and restarts them."""
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("a"), world.job("b"), world.job("c")]))
     with reaper.reaping():
         agent = process.spawn(
@@ -109,7 +109,7 @@ async def test_start_that_goes_on_is_not_begun_again(world: World) -> None:
 
 
 async def test_stopped_jobs_stay_stopped(world: World) -> None:
-    """What was wanted last holds."""
+    """The last wanted state persists."""
     async with world.supervising(world.job("web")) as supervisor:
         await until(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -148,7 +148,7 @@ async def test_restart_that_goes_on_is_finished(world: World) -> None:
 
 
 async def test_unmonitored_process_stays_so(world: World) -> None:
-    """A drain goes on over the end of the agent."""
+    """A drain continues over the end of the agent."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await until(supervisor, "web", "running")
         await supervisor.unmonitor()

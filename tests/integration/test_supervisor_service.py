@@ -32,7 +32,7 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 
 async def test_killed_process_is_back_at_once(world: World) -> None:
-    """Not when somebody looks, or has waited: that would take minutes here; another process, the same service."""
+    """Not at a poll or after a wait, which would take minutes here; another process, the same service."""
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         pid = await killed(supervisor, "web")
@@ -116,7 +116,7 @@ async def test_exit_status_of_a_double_fork_is_known(world: World) -> None:
 
 
 async def test_successor_is_followed(world: World) -> None:
-    """A daemon that replaces itself and writes its pidfile anew is not restarted."""
+    """A daemon that replaces itself and rewrites its pidfile is not restarted."""
     world.timing = replace(world.timing, backoff_first=600)
     start = "echo once >>$log; sh -c 'sleep 600 & echo $! >'$pidfile'; trap \"sleep 600 & echo \\$! >'$pidfile'.next; "
     start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
@@ -137,7 +137,7 @@ async def test_successor_is_followed(world: World) -> None:
 
 
 async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None:
-    """As with monit; when somebody else brings it back it is taken up."""
+    """As with monit; if another program restarts it, it is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await until(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -227,7 +227,7 @@ async def test_manual_process_waits_for_its_start(world: World) -> None:
 
 
 async def chain(world: World) -> list[JobFile]:
-    """c depends on b, b on a; d on nobody."""
+    """c depends on b, b on a; d depends on none."""
     return [
         world.job("a", COUNTED, STOP),
         world.job("b", COUNTED, STOP, "depends on a"),
@@ -298,7 +298,7 @@ async def test_death_restarts_the_dependants(world: World) -> None:
 
 
 async def test_rule_that_stops_takes_the_dependants_along(world: World) -> None:
-    """Nobody waits for one that nobody has asked."""
+    """No service waits for one without a request."""
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c")
@@ -323,7 +323,7 @@ async def test_one_is_left_alone_and_watched_again(world: World) -> None:
         assert world.lines().count("start b") == 1
 
 
-# --- what is no process ---------------------------------------------------------------------------------------------
+# --- other checks ----------------------------------------------------------------------------------------------------
 
 
 async def test_file_must_be_there(world: World) -> None:
@@ -348,7 +348,7 @@ async def test_file_must_be_there(world: World) -> None:
 
 
 async def test_host_and_system_are_taken_to_be_there(world: World) -> None:
-    """What is wrong with them is the business of their rules."""
+    """Their faults are the business of their rules."""
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await until(supervisor, "there", "running")

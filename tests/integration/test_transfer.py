@@ -1,4 +1,4 @@
-"""HTTP transfers against real sockets: what is sent, what is refused, what a failure says and what it does not."""
+"""HTTP transfers against real sockets: requests, refusals, and texts of errors with their omissions."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_a_failed_get_says_which_host_and_why(server: Server, transfer: Tr
 
 
 async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: Path) -> None:
-    """What counts is how much came lately, not how long it all takes."""
+    """Only the recent rate counts, not the whole duration."""
     server.blobs["/slow"] = b"slow and steady"
     server.plan = [http.DRIBBLE]
     async with Transfer("", dataclasses.replace(FAST, least=1), tmp_path) as transfer:
@@ -177,7 +177,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 async def test_a_file_is_put_with_its_length(
     server: Server, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """Whether or not the server says that it wants it."""
+    """It does so whether the server asks for it or not."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
     [request] = server.requests
@@ -260,7 +260,7 @@ async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, mo
 
 @pytest.mark.parametrize("wrong", ["host", "time"])
 async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wrong: str) -> None:
-    """The text says what is wrong with it."""
+    """The text names its fault."""
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
     async with http_server(tmp_path, pair) as server, Transfer(authority.ca, SURE, tmp_path) as transfer:

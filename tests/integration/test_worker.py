@@ -208,7 +208,7 @@ async def test_what_fails_is_told_and_keeps_nothing_else_from_succeeding(paths: 
 
 
 async def test_a_bundle_that_somebody_else_installed_meanwhile_stays(paths: Paths) -> None:
-    """Whoever was faster has the same content."""
+    """The faster worker has the same content."""
     (paths.data_packages / "p" / "digest").mkdir(parents=True)
     (paths.data_packages / "p" / "digest" / "theirs").touch()
     outcomes = await install(paths, package(paths, "p", kept(paths, tgz({"ours": b""}))))
@@ -219,7 +219,7 @@ async def test_a_bundle_that_somebody_else_installed_meanwhile_stays(paths: Path
 
 
 async def test_an_older_source_is_replaced(paths: Paths) -> None:
-    """What an interrupted compilation left."""
+    """Remains of an interrupted compilation are removed."""
     (paths.compile / "src").mkdir(parents=True)
     (paths.compile / "src" / "old").touch()
     await install(paths, Target("source", "src", str(paths.compile / "src"), kept(paths, tgz({"new": b""}))))
@@ -356,7 +356,7 @@ async def test_cancelling_ends_the_worker(paths: Paths, server: Server, workers:
 
 
 async def test_a_terminated_worker_tidies_up(paths: Paths, server: Server, workers: list[process.Process]) -> None:
-    """And whoever waits for it is told."""
+    """The waiting caller gets the error."""
     task = await begun(paths, server, workers)
     workers[0].send(signal.SIGTERM)
     with pytest.raises(ActionError, match="cannot finish the work: the worker was killed by SIGTERM"):
@@ -411,7 +411,7 @@ async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
 async def test_a_killed_worker_leaves_no_half_of_an_archive(
     paths: Paths, workers: list[process.Process], tmp_path: Path
 ) -> None:
-    """Which may be large, and nobody would know of it before the next boot."""
+    """It may be large, and would remain until the next boot."""
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(1 << 40)
@@ -425,7 +425,7 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
 
 
 async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, workers: list[process.Process]) -> None:
-    """What the command has fetched so far is removed; what is another worker's stays."""
+    """Files fetched so far are removed; those of another worker stay."""
     paths.bosh_bin.mkdir(parents=True)
     command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(worker_client.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
@@ -446,7 +446,7 @@ async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, workers
 
 
 async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
-    """Even if that was killed: nobody is left to wait for it."""
+    """It does so after a kill of the agent: no caller is left."""
     server.plan = [http.SILENT]
     program = f"""
 import asyncio

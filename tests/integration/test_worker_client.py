@@ -1,4 +1,4 @@
-"""What the client half of the worker refuses and how it tells of a worker that cannot be run."""
+"""Refusals of the client half of the worker, and its errors for a worker that cannot run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_shim.host import worker_client
 
 @pytest.mark.parametrize("blob_id", ["3fa85f64-5717-4562-b3fc-2c963f66afa6", "a", "A_b.c-d", "ü" * 255])
 def test_a_plain_name_is_a_blob_id(blob_id: str) -> None:
-    """Whatever the Director calls its blobs."""
+    """The Director may give blobs any id."""
     assert worker_client.checked_blob_id(blob_id) == blob_id
 
 

@@ -205,7 +205,10 @@ BASELINE_CAPABILITIES: Final = frozenset(
 
 
 def beyond_baseline(spec: Document) -> Iterator[str]:
-    """What of a pod the Pod Security level ``baseline`` refuses (Kubernetes, Pod Security Standards)."""
+    """Return the fields of a pod that Pod Security's level ``baseline`` refuses.
+
+    Kubernetes, Pod Security Standards.
+    """
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
     yield from (f"volume {one['name']} is a hostPath" for one in spec.get("volumes", []) if "hostPath" in one)
     safe = {"kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.tcp_syncookies"}

@@ -1,4 +1,4 @@
-"""Mutants: each is one change of a module that stays Python, and none is made of what is no behaviour."""
+"""Mutants: each is one change of a module that stays valid Python, and all of them change behaviour."""
 
 from __future__ import annotations
 

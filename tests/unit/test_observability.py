@@ -44,7 +44,7 @@ def expressions() -> Iterator[str]:
 @pytest.mark.parametrize("expression", sorted(set(expressions())))
 def test_an_expression_speaks_of_metrics_that_are_there(expression: str) -> None:
     known = families()
-    # What rules record has a name with colons, which no metric of ours has.
+    # A recorded rule has a name with colons, which no metric has.
     plain = re.sub(r"\w+:\w+:\w+", "", expression)
 
     for selector in _NAME.findall(plain):

@@ -1,4 +1,4 @@
-"""What the record of a soak says of figures that we made."""
+"""Verdicts of a soak's record on given figures."""
 
 from __future__ import annotations
 

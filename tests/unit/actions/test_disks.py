@@ -1,4 +1,4 @@
-"""The actions of disks: texts, replies, and settings read anew each time."""
+"""The actions of disks: texts, replies, and settings that are read again each time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.volumes import Instance
 
 @dataclass
 class Asked:
-    """What these actions touch of an agent."""
+    """The parts of an agent that these actions use."""
 
     settings: SettingsStore
     disks: Any
@@ -38,7 +38,7 @@ class Stored(Instance):
 
 
 class World:
-    """An instance whose settings stand in a file of a CPI."""
+    """An instance whose settings are in a file of a CPI."""
 
     def __init__(self, scratch: Path) -> None:
         self.instance = Stored(scratch, bind=False)

@@ -1,4 +1,4 @@
-"""The lane of long actions and what is remembered of them."""
+"""The lane of long actions and its memory of them."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_large_outcome_goes_with_its_task_and_with_the_agent(tmp_path: Pat
 
 
 async def test_outcome_stays_in_memory_when_the_disk_does_not_take_it(tmp_path: Path) -> None:
-    """And one whose file somebody removed is an error, not the end of the lane."""
+    """A task with a removed file is an error, not the end of the lane."""
     (tmp_path / "outcomes").write_text("in the way")
 
     async def work() -> str:

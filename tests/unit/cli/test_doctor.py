@@ -1,4 +1,4 @@
-"""What the doctor concludes from facts, and how it says it."""
+"""Verdicts of the doctor on facts, and their presentation."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_no_advice_for_a_cpi_or_an_engine_names_a_field_of_a_pod() -> None:
 
 
 def test_no_advice_for_a_cpi_names_a_key_without_effect_there() -> None:
-    """The Docker CPI says itself what container is privileged and what is bound into it; the rest are no keys of it."""
+    """The Docker CPI itself sets privileges and bind mounts of a container; other keys are not its own."""
     source = (ROOT / "agent_shim/cli/doctor/verdicts.py").read_text()
     changes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _name(node) == "Change"]
     advice = [ast.unparse(word.value) for node in changes for word in node.keywords if word.arg == "cpi"]

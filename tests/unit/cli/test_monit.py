@@ -1,4 +1,4 @@
-"""What ``monit`` prints, and the forms in which it is called."""
+"""Output of ``monit``, and the forms in which it is called."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_release_that_cannot_be_compiled_is_refused(tmp_path: Path, manifest: 
 
 
 def test_packages_are_copied_and_checked(tmp_path: Path) -> None:
-    """One of another digest is not kept; one that is unknown or missing is told."""
+    """A file with another digest is not kept; an unknown or missing one is an error."""
     manifest = Manifest("a", "1", packages=[source("p"), source("q")])
     good = tarball(tmp_path / "good.tgz", ("packages/", None), ("./packages/q.tgz", b"q"), ("packages/p.tgz", b"p"))
     into = tmp_path / "blobs"

@@ -1,4 +1,4 @@
-"""Digest strings as the Director sends them: what is read, what is refused in which words, what is compared."""
+"""Digest strings as the Director sends them: parsing, refusals and their words, comparison."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_strongest_alone_decides(text: str) -> None:
     ],
 )
 def test_a_difference_is_told(text: str, message: str) -> None:
-    """The text says what was expected and what was found."""
+    """The text has the expected and the actual digest."""
     with pytest.raises(DigestError) as caught:
         MultipleDigest.parse(text).verify(DATA)
 

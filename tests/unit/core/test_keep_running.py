@@ -1,4 +1,4 @@
-"""Endless work that fails, as nothing should, is begun again."""
+"""Endless tasks that fail are restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must never be written down is not, whoever logs it."""
+"""Secrets are never written, whichever module logs them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, mon
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends a line somewhere, and both ways to begin an escape sequence; in a traceback as well."""
+    """Every line end and both introducers of escape sequences are escaped, in tracebacks too."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     log.setup(level="info", form=form)
@@ -107,7 +107,7 @@ def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, m
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_a_traceback_tells_the_place_and_no_text_of_a_stranger(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be read may be a secret: the interpreter and libraries put it into the texts of their errors."""
+    """Unreadable input may be a secret: the interpreter and libraries quote it in their errors."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     log.setup(level="info", form=form)

@@ -35,7 +35,7 @@ nasty = pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
 
 
 def is_safe(text: str) -> bool:
-    """Whether a terminal takes each character for a letter."""
+    """Return True if a terminal shows each character as a letter."""
     text.encode()
     return text.isprintable()
 

@@ -57,7 +57,7 @@ def test_without_a_file_source_the_paths_of_container_cpis_are_read() -> None:
 
 
 def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> None:
-    """An official stemcell names that of warden, whoever starts it."""
+    """An official stemcell names the file of warden, under every CPI."""
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
@@ -244,7 +244,7 @@ def test_which_networks_take_their_address_from_the_machine(members: dict[str, A
     ],
 )
 def test_size_of_a_directory_in_memory(given: str, size: str) -> None:
-    """What is no size would be another option of the mount."""
+    """A text that is no size would be another option of the mount."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
 
 

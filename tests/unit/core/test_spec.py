@@ -1,4 +1,4 @@
-"""The apply spec: what is kept of it, and exactly how."""
+"""The apply spec: its stored parts and their exact form."""
 
 from __future__ import annotations
 

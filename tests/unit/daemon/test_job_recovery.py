@@ -1,4 +1,4 @@
-"""Who goes first while the jobs come back: real tasks in their lane, and services that note what is asked of them."""
+"""Order of tasks while the jobs recover: real tasks in their lane, and services that record their requests."""
 
 from __future__ import annotations
 

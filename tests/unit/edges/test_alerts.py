@@ -43,7 +43,7 @@ KINDS = (
     ],
 )
 def test_s8_severity(event: str, severity: int) -> None:
-    """As the Go agent has them, in any case; what nobody knows is critical."""
+    """Severities are the Go agent's, in any case; an unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
     assert message is not None
@@ -153,7 +153,7 @@ async def test_good_news_is_not_sent() -> None:
 
 
 async def test_waits_for_the_bus() -> None:
-    """What happened without a link is told when there is one, with the time it happened."""
+    """An event without a connection is sent after the next one, with its own time."""
     bus = Bus()
     bus.is_up = False
     async with sending(bus) as queue:
@@ -216,7 +216,7 @@ async def test_storm_is_one_alert() -> None:
 
 
 async def test_again_after_the_quiet_time() -> None:
-    """What fails later fails again."""
+    """A later failure counts again."""
     bus = Bus()
     async with sending(bus, quiet=0.01) as queue:
         fail(queue, "p1")

@@ -82,7 +82,7 @@ class Skipping(selectors.DefaultSelector):
 
 
 def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run something on a clock that skips what is waited for."""
+    """Run a coroutine on a clock that skips waits."""
     selector = Skipping()
     loop = asyncio.SelectorEventLoop(selector)
     monkeypatch.setattr(loop, "time", lambda: selector.now)
@@ -139,7 +139,7 @@ def test_told_beats_leave_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause of the whole machine the missed beats are not made up for; the grid goes on."""
+    """After a pause of the whole machine missed beats are not sent later; the grid continues."""
     world = World()
     began = 0.0
 
@@ -240,7 +240,7 @@ async def test_no_link_is_counted() -> None:
 
 
 async def test_bug_in_the_message_is_no_end() -> None:
-    """Whatever goes wrong in making it, the next one is tried."""
+    """After any error in its composition the next one is tried."""
     world = World()
     world.is_broken = True
     async with beating(world, period=0.02) as heart:
@@ -257,7 +257,7 @@ def test_s7_message() -> None:
 
 
 def test_s7_message_before_the_first_apply() -> None:
-    """What is not known is null or empty, as in Go."""
+    """Unknown values are null or empty, as in Go."""
     message = build(
         deployment="", job=None, index=None, job_state="running", vitals={}, node_id="", number_of_processes=None
     )

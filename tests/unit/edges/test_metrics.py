@@ -207,7 +207,7 @@ def test_series_stay_few() -> None:
 
 
 def test_series_neither_come_nor_go_with_processes() -> None:
-    """Whatever happens to a process, it has the same series."""
+    """A process keeps its series through all events."""
     quiet = Metrics(lambda: Readings(processes=[ProcessReading("web", "starting", False)]))
     lively = Metrics(
         lambda: Readings(

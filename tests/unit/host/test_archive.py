@@ -29,7 +29,7 @@ def zipped(data: bytes) -> bytes:
 
 
 def member(name: str, data: bytes = b"", **fields: Any) -> bytes:
-    """One member as it stands in an archive: header and padded data."""
+    """Return one member in an archive's form: header and padded data."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in fields.items():
@@ -131,7 +131,7 @@ def test_what_comes_out_is_what_gnu_tar_makes_of_it(tmp_path: Path, kind: str, c
 
 
 def test_everything_belongs_to_whoever_unpacks(tmp_path: Path) -> None:
-    """Whatever numbers the archive names."""
+    """The owner is fixed, whatever numbers the archive has."""
     unpack(member("a/b", uid=1234, gid=1234, uname="vcap", gname="vcap") + link("a/c", "b") + END, tmp_path / "o")
 
     owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in (tmp_path / "o").rglob("*")}
@@ -189,7 +189,7 @@ def test_a_missing_job_is_told_in_the_words_of_the_go_agent(tmp_path: Path, pack
     ],
 )
 def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
-    """Of two members with one name the later wins; an archive may lack its end or have more after it."""
+    """The later of two members with one name wins; an archive may lack its end or have more after it."""
     unpack(packed, tmp_path / "o")
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
@@ -218,7 +218,7 @@ def test_links_point_inside_or_are_refused(tmp_path: Path, target: str) -> None:
 
 
 def test_a_time_out_of_range_is_brought_into_range(tmp_path: Path) -> None:
-    """Nobody dies of a date."""
+    """A bad date is no error."""
     packed = member("a", mtime=-(2**40)) + pax(record("mtime", str(10**30))) + member("b") + END
     unpack(packed, tmp_path / "o")
 
@@ -375,7 +375,7 @@ def test_closed_directories_are_filled_before_they_are_closed() -> None:
 
 
 def test_a_long_name_is_cut_in_the_error() -> None:
-    """What an attacker chose does not fill the log."""
+    """An attacker's text does not fill the log."""
     with pytest.raises(ArchiveError) as caught:
         unpack(pax(record("path", "../" + "x" * 5000)) + member("a"), Path("o"))
 
@@ -413,7 +413,7 @@ def base_archives() -> list[bytes]:
 def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:
-    """Whatever is changed in an archive, only ``ArchiveError`` comes out, and nothing outside changes."""
+    """Any change of an archive causes only ``ArchiveError``, and nothing outside changes."""
     data = bytearray(base_archives()[which])
     for place, value in changes:
         data[place % len(data)] = value

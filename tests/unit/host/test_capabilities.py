@@ -1,4 +1,4 @@
-"""What the kernel says this process may do."""
+"""Abilities of this process, from the kernel."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_user_namespace(tmp_path: Path, uid_map: str, expected: bool) -> None:
 
 
 def test_the_real_kernel_can_be_read() -> None:
-    """What is effective lies within what is allowed; tests are not PID 1 and know their mount namespace."""
+    """The effective set is within the bounding set; tests are not PID 1 and know their mount namespace."""
     found = capabilities.privileges()
 
     assert found.effective <= found.bounding

@@ -82,7 +82,7 @@ def test_memory_of_version_1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
 def test_without_a_limit_below_the_machine_nothing_is_said(tmp_path: Path, limit: str) -> None:
-    """What the cgroup of the agent alone uses would be no answer."""
+    """The use of the agent's cgroup alone would be wrong."""
     write(tmp_path, {"memory.max": limit, "memory.current": 5})
 
     assert cgroups.memory(version_2(tmp_path), HOST) is None
@@ -108,7 +108,7 @@ def test_processor_of_version_2(tmp_path: Path) -> None:
 
 
 def test_processor_of_version_1(tmp_path: Path) -> None:
-    """Quota and use stand in two hierarchies."""
+    """Quota and use are in two hierarchies."""
     write(tmp_path / "cpu", {"cpu.cfs_quota_us": 50000, "cpu.cfs_period_us": 100000})
     write(tmp_path / "cpuacct", {"cpuacct.usage_user": 3 * 10**9, "cpuacct.usage_sys": 5 * 10**8})
 
@@ -116,7 +116,7 @@ def test_processor_of_version_1(tmp_path: Path) -> None:
 
 
 def test_the_tightest_quota_counts(tmp_path: Path) -> None:
-    """What is counted comes from the level that has it, in both hierarchies of version 1."""
+    """The counts come from the level that has them, in both hierarchies of version 1."""
     for level, quota, used in [("", 80000, 9), ("pod", 20000, 5), ("pod/agent", -1, 1)]:
         write(tmp_path / "cpu" / level, {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
         write(tmp_path / "cpuacct" / level, {"cpuacct.usage_user": used * 10**9, "cpuacct.usage_sys": 0})
@@ -169,7 +169,7 @@ TOP = "/sys/fs/cgroup"
     ],
 )
 def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
-    """Own level first, then up to the top of what is mounted; what is not mounted is stood for by what is."""
+    """The levels from the own one to the top of the mount; an unmounted level is represented by a mounted one."""
     found = cgroups.parse_membership(membership, mounts.parse(table))
 
     assert found.memory == cgroups.Hierarchy(version, tuple(map(Path, memory)))
@@ -190,7 +190,7 @@ def test_any_text_is_a_membership(text: str) -> None:
 
 
 def test_the_real_cgroup_can_be_read() -> None:
-    """Whatever this machine has, the answer is one; what cannot be read is empty."""
+    """The answer is valid on any machine; unreadable values are empty."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
 
@@ -199,7 +199,7 @@ def test_the_real_cgroup_can_be_read() -> None:
 
 
 def test_processor_time_is_told_without_a_quota_too(tmp_path: Path) -> None:
-    """Of our own level then; with a quota of the level that has it."""
+    """It is the value of the own level, or with a quota that of its level."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})
 

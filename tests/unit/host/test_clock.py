@@ -20,7 +20,7 @@ from agent_shim.host import clock, proc
     start_ticks=st.integers(min_value=0, max_value=10**13),
 )
 def test_uptime_is_a_natural_number(now: float, uptime_file: float, wall: float, start_ticks: int) -> None:
-    """Whatever the clocks say of each other, `bosh vms` can decode it."""
+    """`bosh vms` can decode the result for any two clocks."""
     readings = {time.CLOCK_BOOTTIME: now, time.CLOCK_MONOTONIC: uptime_file, time.CLOCK_REALTIME: wall}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "clock_gettime", readings.__getitem__)
@@ -32,7 +32,7 @@ def test_uptime_is_a_natural_number(now: float, uptime_file: float, wall: float,
 
 
 def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has begun but not passed does not count."""
+    """A unit that has begun but not passed does not count."""
     monkeypatch.setattr(time, "clock_gettime", lambda _: 1000.5)
 
     assert clock.uptime_of(990 * clock.TICKS) == 10

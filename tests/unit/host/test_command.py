@@ -1,4 +1,4 @@
-"""Short commands: what they read and print, and that none outlasts whoever waits for it."""
+"""Short commands: their input and output, and their end with their caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_command_that_hangs_is_ended() -> None:
 
 
 async def test_a_command_ends_with_who_waits_for_it(tmp_path: Path) -> None:
-    """Cancelled, nothing goes on."""
+    """After a cancellation no process remains."""
     running = asyncio.create_task(command.run("/bin/sh", "-c", f"sleep 0.2; touch {tmp_path}/late"))
     await asyncio.sleep(0.05)
     running.cancel()

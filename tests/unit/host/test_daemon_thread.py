@@ -18,7 +18,7 @@ async def test_result_and_error_come_back() -> None:
 
 
 async def test_work_that_hangs_holds_nobody() -> None:
-    """Many at once may hang: the loop goes on, and so does other work."""
+    """Many at once may hang: the loop and other work continue."""
     gate = threading.Event()
     hung = [run_in_daemon_thread(gate.wait, f"hung {number}") for number in range(50)]
     try:

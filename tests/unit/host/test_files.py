@@ -1,4 +1,4 @@
-"""Files that are whole or old, directories with the modes they should have, links that nobody follows."""
+"""Files that are complete or unchanged, directories with the right modes, links that are never followed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_written_file_has_its_bytes_and_mode(tmp_path: Path) -> None:
 def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash leaves the old file or the new one, and what was reported as written is there."""
+    """A crash leaves the old file or the new one, and a reported write is present."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
     synced = []
@@ -74,7 +74,7 @@ def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    """Whoever plants a link where root writes does not choose what is overwritten."""
+    """A planted link at a path that root writes does not select the overwritten file."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     (tmp_path / "a").symlink_to(victim)
@@ -85,7 +85,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk costs the news, not what was there."""
+    """A full disk costs the new content, not the old."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -175,7 +175,7 @@ def test_an_unknown_owner_is_named(tmp_path: Path, owner: str, what: str) -> Non
 
 
 def test_without_root_owners_are_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scratch world of an ordinary user works, whoever is asked for."""
+    """An ordinary user's scratch tree works, whichever owner is requested."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     files.chown(tmp_path, "nobody-here:nobody-here")
     files.make_dir(tmp_path / "a", 0o750, "root:vcap")
@@ -207,7 +207,7 @@ def test_a_real_directory_gives_way_to_a_link(tmp_path: Path) -> None:
 
 
 def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
-    """What a link in it points to stays."""
+    """The target of a link in it stays."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "kept").touch()
@@ -237,7 +237,7 @@ def test_a_tree_without_write_permission_is_removed() -> None:
 
 
 def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
-    """Whoever finds a half-made thing knows it for one."""
+    """A half-made file has a name that identifies it."""
     path = tmp_path / "a"
     found = files.sibling(path)
 

@@ -107,7 +107,7 @@ def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int, way: 
 
 
 def test_a_directory_exchanged_with_a_link_while_it_is_passed_leads_nowhere(tree: Path, way: str) -> None:
-    """Some thousand times: what is opened is the file inside, or nothing."""
+    """In some thousand attempts the opened file is the one inside, or none."""
     (tree / "evil").symlink_to("..")
     (tree / "real").mkdir()
     (tree / "real" / "secret").write_bytes(b"inside")
@@ -131,7 +131,7 @@ def test_a_directory_exchanged_with_a_link_while_it_is_passed_leads_nowhere(tree
 
 
 def test_a_name_in_an_error_is_one_line(tree: Path) -> None:
-    """Names are chosen by jobs: line ends, escapes and what is no UTF-8 reach no log and no terminal."""
+    """Jobs choose names: line ends, escapes and invalid UTF-8 reach no log and no terminal."""
     name = os.fsdecode(b"x\n\x1b[2J\xff")
     with pytest.raises(HostError) as caught:
         beneath(tree, name)
@@ -159,7 +159,7 @@ def test_links_in_a_circle_end(tree: Path) -> None:
 
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, what: str) -> None:
-    """At once: a FIFO that nobody writes to would hold its reader for ever."""
+    """It fails at once: a FIFO without a writer would block its reader for ever."""
     path = tmp_path / "thing"
     if what == "fifo":
         os.mkfifo(path)
@@ -183,7 +183,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, what: str) -> Non
 
 
 def test_a_lease_of_its_owner_holds_nobody(tmp_path: Path) -> None:
-    """The kernel lets an open wait up to 45 seconds for a lease to be given up, unless it is told not to."""
+    """The kernel lets an open wait up to 45 seconds for the release of a lease, unless told otherwise by a flag."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
     path = tmp_path / "x.log"
     path.write_bytes(b"text")

@@ -30,7 +30,7 @@ def test_limits_of_version_2(own: Path) -> None:
     assert joined == [str(group)]
     written = {path.name: path.read_text() for path in group.iterdir()}
     assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "7"}
-    # Only what is not handed down yet is asked for.
+    # Only controllers that are not delegated yet are requested.
     assert (own / "cgroup.subtree_control").read_text() == "+pids"
 
 

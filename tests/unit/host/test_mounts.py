@@ -53,7 +53,7 @@ def test_fields_are_read(table: list[mounts.Mount]) -> None:
     ],
 )
 def test_a_path_lies_on_the_mount_the_kernel_would_meet(path: str, source: str, table: list[mounts.Mount]) -> None:
-    """Neither table order nor depth decides: what was covered later is not seen."""
+    """Neither table order nor depth decides: a mount that was covered later is not visible."""
     mount = mounts.mount_of(Path(path), table)
 
     assert mount is not None

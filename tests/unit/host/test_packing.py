@@ -85,7 +85,7 @@ def make(root: Path, names: Iterable[str]) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What a compiled package may look like."""
+    """A compiled package with all kinds of entries."""
     tree = tmp_path / "tree"
     make(tree, ["bin/run", "lib/b", "lib/a", "long/" + "n" * 120])
     (tree / "bin" / "run").chmod(0o755)
@@ -116,7 +116,7 @@ def test_gnu_tar_gets_back_what_was_packed(tmp_path: Path, tree: Path, compresse
 
 
 def test_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) -> None:
-    """Whatever order the disk has its names in, and whoever owns the files."""
+    """The result does not depend on the order of names on the disk or on the owners of files."""
     first = packed(Tree(str(tree)))
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -180,7 +180,7 @@ def test_links_are_packed_as_links_and_never_followed(tmp_path: Path) -> None:
 def test_a_file_swapped_for_something_else_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Between seeing and opening it; a FIFO would hold whoever waits for its other end."""
+    """It happens between the scan and the open; a FIFO would block a process that opens it."""
     make(tmp_path, ["logs/a", "logs/b", "secret"])
     honest = guarded.open_beneath
 
@@ -201,7 +201,7 @@ def test_a_file_swapped_for_something_else_is_left_out(
 
 
 def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
-    """A FIFO would hold whoever opens it."""
+    """A FIFO would block a process that opens it."""
     make(tmp_path, ["a"])
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as sock:
@@ -232,7 +232,7 @@ def test_a_file_that_shrinks_is_filled_up(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_grows_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes after the size was taken is for the next time."""
+    """Bytes after the measured size belong to the next archive."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     honest = os.fstat
 
@@ -504,7 +504,7 @@ def test_what_is_said_is_as_old_as_the_logs(tmp_path: Path) -> None:
     assert entries(logs(tmp_path))["./remarks"].mtime == 1_600_000_000
 
 
-# --- what a job may leave for whoever packs its logs ----------------------------------------------------------------
+# --- files that a job may plant among its logs -----------------------------------------------------------------------
 
 
 def test_a_log_that_is_a_hole_is_packed_without_it(tmp_path: Path) -> None:
@@ -538,7 +538,7 @@ def test_no_program_of_a_job_becomes_one_of_root(tmp_path: Path) -> None:
 
 
 def test_a_job_with_too_many_files_keeps_no_other_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out is said."""
+    """Omissions are listed."""
     monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 10)
     make(tmp_path, [f"evil/deep/{number}.log" for number in range(30)] + ["good/x.log"])
 
@@ -565,7 +565,7 @@ def test_names_forge_no_line_of_the_remarks(tmp_path: Path) -> None:
 
 
 def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
-    """Its owner may have whoever opens it wait for 45 seconds."""
+    """Its owner may make a process that opens it wait for 45 seconds."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     make(tmp_path, ["a.log", "b.log"])
     with (tmp_path / "a.log").open("rb+") as owner:

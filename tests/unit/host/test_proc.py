@@ -1,4 +1,4 @@
-"""What is read of processes."""
+"""Readings of processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_own_line_is_found() -> None:
 
 
 def test_nobody_is_none() -> None:
-    """A number without a process is no error, nor is what belongs to it."""
+    """A number without a process is no error, nor are its attributes."""
     beyond = 2**22 + 1
 
     assert proc.stat(beyond) is None
@@ -93,7 +93,7 @@ def test_container_that_gets_the_namespace_number_of_another_is_another(monkeypa
 
 
 def test_census_finds_marks() -> None:
-    """Who was started with a variable stands under its value."""
+    """A process that was started with a variable is found by its value."""
     found = proc.census("PATH")
 
     assert os.getpid() in found.marked[proc.variable(os.getpid(), "PATH") or ""]

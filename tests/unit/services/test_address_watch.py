@@ -52,12 +52,12 @@ def test_expected(known: dict[str, Any], applied: dict[str, Any], addresses: dic
     [("127.0.0.1", True), (NOWHERE, False), ("2001:db8::17", False), ("no address", True), ("", True)],
 )
 def test_address_of_an_interface(text: str, is_ours: bool) -> None:
-    """What is no address is not missed either."""
+    """A text that is no address is not missing either."""
     assert network.has_address(text) is is_ours
 
 
 def test_missing_address_is_told_once_and_again_after_it_was_back() -> None:
-    """Whoever misses it is named."""
+    """The report names the source of a missing address."""
     wanted = {"127.0.0.1": "network a of the settings"}
     told: list[tuple[str, str]] = []
     found = AddressWatch(lambda: wanted, lambda *what: told.append(what))

@@ -57,7 +57,7 @@ def test_a_key_that_is_not_done_is_refused_by_its_name(name: str) -> None:
 
 
 async def test_files_of_a_list_are_removed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Links go, not what they lead to; directories, and what is gone already, cost nothing."""
+    """Links are removed, not their targets; directories and missing files cost nothing."""
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

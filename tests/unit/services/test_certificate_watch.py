@@ -1,4 +1,4 @@
-"""Certificates near their end are told once, and in time for what they are."""
+"""Certificates near their end are reported once, and in time for their kind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
 
 
 def test_a_rotation_ends_the_warning() -> None:
-    """What is looked at is what is in use."""
+    """The watched certificates are those in use."""
     pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()

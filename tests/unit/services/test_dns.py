@@ -140,7 +140,7 @@ async def test_records_that_cannot_be_written_do_matter(dns: Dns, paths: Paths) 
 
 @pytest.mark.parametrize("records", [b"7", b"null", b'[["10.0.0.1",5]]', b'"\\n"', b'[["\xff","a"]]'])
 async def test_records_of_another_shape_are_for_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
-    """What a newer Director writes is handed on, only the hosts file does without."""
+    """Records of a newer Director are passed on; only the hosts file omits them."""
     raw = b'{"version":3,"records":' + records + b"}"
     await dns.sync(3, Source(raw), agent_id=AGENT)
 
@@ -156,7 +156,7 @@ async def test_two_requests_fetch_once(dns: Dns) -> None:
 
 
 async def test_a_fetch_that_hangs_holds_up_no_old_request(dns: Dns) -> None:
-    """What is there already is told at once."""
+    """An existing entry is reported at once."""
     await dns.sync(3, Source(blob()), agent_id=AGENT)
     never = asyncio.Event()
 
@@ -197,7 +197,7 @@ async def test_a_host_named_as_the_agent_has_no_other_line(dns: Dns, paths: Path
 
 
 async def test_huge_records_do_not_hold_the_loop(dns: Dns, paths: Paths) -> None:
-    """30000 records, some 3 MB: other work goes on meanwhile."""
+    """With 30000 records, some 3 MB, other work continues meanwhile."""
     known = [[f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", f"{i:036}.web.net.deployment.bosh"] for i in range(30_000)]
     ticks = 0
 

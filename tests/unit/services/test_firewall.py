@@ -54,7 +54,7 @@ async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("scheme", ["https", ""])
 async def test_without_a_bus_to_connect_to_it_says_so(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bosh CLI comes to us, and without a Director nobody does."""
+    """A bosh CLI connects to the agent; without a Director the agent connects to no bus."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
     firewall = Firewall(lambda: mbus(*urls), lambda: False, heard)
     watching = asyncio.create_task(firewall.watch())

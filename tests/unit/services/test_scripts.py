@@ -1,4 +1,4 @@
-"""What drain scripts are told, and how much of an errand's output is shown."""
+"""Arguments of drain scripts, and the shown part of an errand's output."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def make_root(paths: Paths) -> None:
 
 
 def reset_root(paths: Paths) -> None:
-    """What a restart of the container in place does: ``data`` alone stays."""
+    """Restart the container in place: only ``data`` stays."""
     for path in paths.base.iterdir():
         if path != paths.data:
             files.remove_tree(path)
@@ -47,7 +47,7 @@ def reset_root(paths: Paths) -> None:
 
 @pytest.fixture
 def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
-    """Another container: process numbers start anew."""
+    """Start another container: process ids start again."""
     number = 0
 
     def begin_anew() -> None:
@@ -155,7 +155,7 @@ async def test_restart_of_the_agent_changes_nothing(paths: Paths) -> None:
 
 
 async def test_run_files_of_another_container_are_removed(paths: Paths, restart: Container) -> None:
-    """Whether the root file system is the old one (a machine that was rebooted) or not."""
+    """Return True if the root file system is the old one (of a rebooted machine)."""
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")
@@ -228,7 +228,7 @@ async def test_kill_before_everything_is_back_has_it_restored_once_more(
 
 
 async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Container) -> None:
-    """Over restarts of the agent, and anew on the next root file system."""
+    """It holds over restarts of the agent, and again on the next root file system."""
     await start(paths)
     reset_root(paths)
     assert not (await start(paths)).is_prepared
@@ -343,7 +343,7 @@ async def test_state_of_a_newer_version_is_refused_and_stays(paths: Paths) -> No
 
 
 async def test_copy_whose_stamp_is_broken_is_set_aside(paths: Paths) -> None:
-    """Whose it is nobody knows."""
+    """Its owner is unknown."""
     fill(paths)
     await start(paths)
     reset_root(paths)
@@ -384,7 +384,7 @@ async def test_what_cannot_be_copied_is_tried_again(paths: Paths, monkeypatch: p
 
 
 async def test_update_before_recover_touches_nothing(paths: Paths) -> None:
-    """Where the id of the agent is not known yet, everything would be copied over somebody's copy."""
+    """Without the agent's id, everything would overwrite another agent's copy."""
     fill(paths)
     await start(paths)
     reset_root(paths)
@@ -397,7 +397,7 @@ async def test_update_before_recover_touches_nothing(paths: Paths) -> None:
 
 
 async def test_forgetting_leaves_no_trace(paths: Paths) -> None:
-    """What belongs to the Go agent too stays."""
+    """Files that the Go agent uses too stay."""
     contents = fill(paths)
     await start(paths)
     paths.supervisor_state.write_text("{}")
@@ -410,7 +410,7 @@ async def test_forgetting_leaves_no_trace(paths: Paths) -> None:
 
 
 def test_hostile_name_of_an_agent_stays_below_its_directory() -> None:
-    """It comes from a file on somebody's volume."""
+    """It comes from a file on another agent's volume."""
     names = [state_backup._plain(name) for name in ("../../etc", "..", "", "a/b", "x" * 300)]
 
     assert all("/" not in name and name not in ("", ".", "..") and len(name) <= 100 for name in names)

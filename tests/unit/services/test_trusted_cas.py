@@ -34,7 +34,7 @@ NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
     ],
 )
 def test_a_bundle_is_taken_apart(bundle: str, found: list[str]) -> None:
-    """What stands between certificates is dropped."""
+    """Text between certificates is dropped."""
     assert split(bundle) == [f"{pem}\n" for pem in found]
 
 
@@ -90,7 +90,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 
 
 async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) -> None:
-    """It takes three quarters of a start, and of an image the directory is younger than what was made of it."""
+    """It takes three quarters of a start, and in an image the directory is newer than the files derived from it."""
     trusting = TrustedCas(Paths())
     await trusting.install("")
     assert image.runs == 0

@@ -1,4 +1,4 @@
-"""What of a request to ``ssh`` is refused before anything is touched."""
+"""Requests to ``ssh`` that are refused before any change."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_key_that_is_none_is_refused(ours: Users, key: str) -> None:
     ],
 )
 async def test_below_another_base_the_machine_is_left_alone(ours: Users, key: str) -> None:
-    """A good request fails with a reason there, and a clean-up finds nobody."""
+    """A valid request fails with a reason there, and a clean-up finds no user."""
     with pytest.raises(ActionError, match=r"^Creating user: the agent works below .* may not change the machine$"):
         await ours.setup("bosh_a", key)
 
@@ -125,7 +125,7 @@ def test_patterns_find_what_they_find_in_go(pattern: str, found: list[str], miss
     ],
 )
 def test_patterns_that_differ_or_take_for_ever_are_refused(pattern: str) -> None:
-    """The error names the pattern and what is wrong with it."""
+    """The error names the pattern and its fault."""
     with pytest.raises(ActionError) as failed:
         compile_pattern(pattern)
 
@@ -160,7 +160,7 @@ async def test_a_hash_that_would_be_more_is_refused(ours: Users, hashed: str) ->
 
 @pytest.mark.parametrize("user", ["root", "vcap", "", "xbosh_a"])
 async def test_nobody_else_is_removed(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks: the tool is not even started."""
+    """For any caller the tool is not even started."""
     started: list[str] = []
 
     async def never(*argv: str) -> str:

@@ -70,7 +70,7 @@ async def test_a_sample(paths: Paths, proc: Path) -> None:
 async def test_processor_is_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks sooner gets the last figures, then it is the time since they were taken."""
+    """An earlier request gets the last figures; later ones cover the time since then."""
     now = 1000.0
     monkeypatch.setattr(clock, "boot_time", lambda: now)
     taken = Vitals(paths, lambda: False, proc=proc)
@@ -121,7 +121,7 @@ async def test_persistent_disk_is_told_only_while_there_is_one(paths: Paths, pro
 
 
 async def test_a_place_that_is_not_there_is_left_out(tmp_path: Path, proc: Path) -> None:
-    """The others are told."""
+    """The other disks are reported."""
     sample = await Vitals(Paths(tmp_path / "none"), lambda: True, proc=proc).sample()
 
     assert set(sample["disk"]) == {"system"}
@@ -230,7 +230,7 @@ def test_whatever_the_kernel_writes_the_types_are_right(
 
 
 async def test_a_disk_is_asked_each_time(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old answer is not told again."""
+    """An old answer is not reported again."""
     asked: list[Path] = []
     real = os.statvfs
 
@@ -251,7 +251,7 @@ async def test_a_disk_is_asked_each_time(paths: Paths, proc: Path, monkeypatch: 
     [(1000, 745, 200, 198, "26", "1"), (0, 0, 0, 0, "0", "0"), (10, 20, 10, 20, "0", "0"), (9, 0, 9, 0, "100", "100")],
 )
 def test_disk_in_use(blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str) -> None:
-    """What is reserved for root is free; no inodes are none in use."""
+    """Space reserved for root counts as free; no inodes means none in use."""
     usage = os.statvfs_result((4096, 4096, blocks, free, 0, files, files_free, 0, 0, 255))
 
     assert vitals.disk_vitals(usage) == {"percent": percent, "inode_percent": inode_percent}

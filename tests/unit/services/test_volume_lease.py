@@ -1,4 +1,4 @@
-"""Locks and leases on volumes: whoever comes second waits until the first has surely ended."""
+"""Locks and leases on volumes: a second agent waits until the first has certainly ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Stands for the module ``time``: it goes when it is told to."""
+    """A replacement of the module ``time`` that advances on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -67,7 +67,7 @@ async def until_held(one: VolumeLeases, directory: Path) -> float:
 
 
 def test_second_agent_is_told_who_the_first_is(tmp_path: Path) -> None:
-    """And the first goes on undisturbed, however often it is asked."""
+    """The first agent continues, however many requests follow."""
     volume = tmp_path / "private"
     first, second = fence(), fence("pod-0b", agent_id="a-1")
     assert first.hold(volume) == first.hold(volume) == ""
@@ -97,7 +97,7 @@ def test_agent_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
 
 
 def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: None, clock: Clock) -> None:
-    """Whether it lives shows in its lease alone."""
+    """Only its lease shows if it lives."""
     first, second = fence("pod-0"), fence("pod-0", "kernel 2")
     first.hold(tmp_path)
     for _ in range(20):
@@ -112,7 +112,7 @@ def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: N
 
 
 async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, without_locks: None) -> None:
-    """By anybody."""
+    """Any agent may use it."""
     first, second = fence("pod-0"), fence("pod-1", "kernel 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path)
@@ -192,7 +192,7 @@ def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monke
 
 @pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
 async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) -> None:
-    """Somebody may be writing it."""
+    """Another agent may be writing it."""
     (tmp_path / volume_lease.NAME).write_bytes(raw)
     one = fence()
     assert one.hold(tmp_path) == "an agent that does not identify itself"
@@ -203,7 +203,7 @@ async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) ->
 
 
 def test_empty_file_is_nobodys(tmp_path: Path) -> None:
-    """Whoever made it had not come to write."""
+    """Its creator has not written to it yet."""
     (tmp_path / volume_lease.NAME).touch()
 
     assert fence().hold(tmp_path) == ""
@@ -254,7 +254,7 @@ def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
 async def test_volume_that_hangs_does_not_cost_the_others_their_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody renews it a second time meanwhile."""
+    """No second renewal happens meanwhile."""
     one = fence()
     good, bad = tmp_path / "good", tmp_path / "bad"
     one.hold(bad)

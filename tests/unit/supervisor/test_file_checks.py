@@ -1,4 +1,4 @@
-"""What rules find in files and file systems."""
+"""Results of rules on files and file systems."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_mode_and_owner(path: Path) -> None:
 
 
 def test_checksum_of_the_file_or_of_its_beginning(path: Path) -> None:
-    """What the rule says, or what it was at the first look."""
+    """Return the rule's message, or the value of the first check."""
     memory = Memory()
 
     assert not fails(path, Checksum("sha1", hashlib.sha1(b"one\n").hexdigest()))
@@ -84,7 +84,7 @@ def test_change_is_seen_once(path: Path, test: Changed) -> None:
 
 
 def test_new_lines_are_matched_once(path: Path) -> None:
-    """Not what was there before, no half line, and all of a file that took the place."""
+    """Neither earlier text nor half a line is searched; a replaced file is searched from its start."""
     memory, test = Memory(), Match("^bad")
     path.write_text("bad old\n")
 
@@ -121,7 +121,7 @@ def test_ignored_lines_are_seen_by_no_rule(path: Path, tmp_path: Path) -> None:
 
 
 def test_no_more_than_the_end_of_a_flood_is_read(path: Path) -> None:
-    """What grows by gigabytes between two looks costs a megabyte."""
+    """A growth of gigabytes between two checks costs a megabyte."""
     memory = Memory()
     assert not fails(path, Match("bad"), memory)
     with path.open("ab") as stream:
@@ -132,7 +132,7 @@ def test_no_more_than_the_end_of_a_flood_is_read(path: Path) -> None:
 
 
 def test_filesystem_in_percent_and_in_bytes(path: Path) -> None:
-    """Of the file system that the path is on."""
+    """The value is that of the path's file system."""
     usage = os.statvfs(path)
     used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
@@ -147,7 +147,7 @@ def test_filesystem_in_percent_and_in_bytes(path: Path) -> None:
 
 @pytest.mark.parametrize("test", [Match("x"), Checksum("md5", ""), Changed("checksum", "md5")])
 def test_a_pipe_is_not_waited_for(tmp_path: Path, test: Test) -> None:
-    """Whatever is asked of it."""
+    """Every rule gives this answer."""
     os.mkfifo(tmp_path / "file")
     with pytest.raises(OSError, match="not a regular file"):
         fails(tmp_path / "file", test)

@@ -1,4 +1,4 @@
-"""Kills for want of memory, and the deaths they explain."""
+"""Kills because of too little memory, and the deaths they explain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agent_shim.supervisor.oom import Kills
 
 
 def test_a_kill_explains_one_death() -> None:
-    """What happened before us explains none."""
+    """A kill before the agent's start explains none."""
     kills = [3]
     counted = Kills(lambda: kills[0])
 

@@ -1,4 +1,4 @@
-"""Whose a process is, from what is read of it, where there are no cgroups."""
+"""Owners of processes, by their attributes, without cgroups."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mappin
 
 
 def own(process: proc.Stat, traces: ProcessRecord, pidfile: Pidfile) -> bool:
-    """Whether a process that the pidfile of web names is owned by web."""
+    """Return True if web owns the process that its pidfile names."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", traces)]
     return ownership.tie(process, "web", traces, pidfile)[0] is Tie.OWNED
@@ -215,7 +215,10 @@ def test_process_started_by_hand(
 
 
 def test_members_are_all_that_belong() -> None:
-    """By mark, session, descent and what was known; not those of others, whatever they carry, no zombie, not us."""
+    """Found by mark, session, descent and record.
+
+    Not those of others, whatever their marks, no zombie, not the agent.
+    """
     processes = [
         stat(10, session=10, start=100),
         stat(11, session=10, start=101),
@@ -256,7 +259,7 @@ def test_number_of_a_session_used_again_is_another_session() -> None:
     ],
 )
 def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
-    """It has lasted if somebody in it was there when it was seen last; else its number may be another session's."""
+    """A session has lasted if one of its processes was seen before; else its number may be another session's."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
     traces = ProcessRecord(sessions=[session])
 
@@ -275,7 +278,7 @@ def test_session_lasts_while_one_of_ours_is_in_it() -> None:
 
 
 def test_kin_of_a_process_that_has_ended() -> None:
-    """What descended from it is of the service while it lives; nobody else with its number is."""
+    """Descendants belong to the service while they live; another process with such a number does not."""
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
     traces = ProcessRecord(known=(10, 100))
     traces.see_kin(table[pid].identity for pid in kinship(table, [("web", traces)], {}).of("web"))
@@ -287,7 +290,7 @@ def test_kin_of_a_process_that_has_ended() -> None:
 
 
 def test_the_cgroup_decides_before_all_else() -> None:
-    """What is in that of another is the other's, though it is known, descends from us, or is in our session."""
+    """A process in another job's cgroup is the other's, even if recorded, a descendant, or in the agent's session."""
     table = {10: stat(10, session=10, start=100), 11: stat(11, parent=10, session=10, start=101), 12: stat(12)}
     traces = ProcessRecord(known=(10, 100), sessions=[Session(10, 100)])
 
@@ -321,7 +324,7 @@ def test_nothing_of_the_agent_is_of_a_job() -> None:
 
 
 def test_leader_that_has_ended_leads_no_more() -> None:
-    """Whoever has its number, even since the same tick, is a stranger."""
+    """Another process with its number, even since the same tick, is a stranger."""
     traces = ProcessRecord()
     traces.begin((10, 100), None)
     table = {10: stat(10, session=10, start=100), 11: stat(11, session=10, start=100)}
@@ -373,7 +376,7 @@ def test_pattern_prefers_the_known_then_the_oldest(
 def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(
     kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
 ) -> None:
-    """It would be taken for the one it writes, and that one, later, would name whoever has the number next."""
+    """It would be taken for the process that it writes, and later would name the next one with that number."""
     kernel[50] = (stat(50), {MARK: mark("web", BASE)}, "")
     traces = ProcessRecord()
     traces.begin((50, 1000), OLD)

@@ -1,4 +1,4 @@
-"""What becomes of a reply whose link ends under it; links themselves are in ``integration/test_bus_nats*.py``."""
+"""Replies whose connection ends; ``integration/test_nats_links.py`` tests connections themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bus(link: Any) -> NatsBus:
 
 
 async def test_a_reply_that_is_lost_with_its_link_is_sent_again_on_the_next_one() -> None:
-    """Most requests have no retry: the Director would wait 45 s for what was done long ago."""
+    """Most requests have no retry: the Director would wait 45 s for a result that exists."""
     lost, next_one = Link(is_good=False), Link(is_good=True)
     made = bus(lost)
     answering = asyncio.create_task(made._answer(b"request"))

@@ -1,4 +1,4 @@
-"""What a CPI says of a disk, in every form, and the file that keeps it."""
+"""Disk hints of CPIs in every form, and the file that stores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log files of jobs as a stream, while somebody rotates, cuts, floods and links them."""
+"""Log files of jobs as a stream, while they are rotated, cut, flooded and replaced by links."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(path: Path, text: str) -> None:
 
 
 def news(follower: Follower, clock: Clock) -> list[str]:
-    """What a look some seconds later brings."""
+    """Return the output of a poll some seconds later."""
     clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 
@@ -187,7 +187,7 @@ def test_a_name_that_is_no_text_ends_nothing(tmp_path: Path, follower: Follower,
 
 
 def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Each job has its share, of the files written to last; that there are more is told once."""
+    """Each job has its share, of the files written to last; surplus files are reported once."""
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"

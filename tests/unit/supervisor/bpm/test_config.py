@@ -1,4 +1,4 @@
-"""bpm.yml: every key with its default, scalars as Go reads them, and the place of what is wrong."""
+"""bpm.yml: every key with its default, scalars as Go reads them, and the place of errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def one(text: str) -> Process:
 
 
 def refusal(text: str) -> str:
-    """What is said, without the name of the file."""
+    """Return the error without the name of the file."""
     with pytest.raises(ConfigError) as refused:
         parse(text)
     prefix, _, rest = str(refused.value).partition(": ")
@@ -129,7 +129,7 @@ def test_only_the_first_document_counts() -> None:
     ],
 )
 def test_texts_are_what_is_written(written: str, expected: str) -> None:
-    """Whatever another reader would make of them; only null is left out."""
+    """Other readers would parse them differently; only null is left out."""
     assert " ".join(one(f"args: {written}").args) == expected
 
 
@@ -260,7 +260,7 @@ processes:
     ],
 )
 def test_refusals(text: str, expected: str) -> None:
-    """The line, the way to the key, what stands there and what would be right."""
+    """The error has the line, the path of the key, the actual and the expected value."""
     assert refusal(text) == expected
 
 

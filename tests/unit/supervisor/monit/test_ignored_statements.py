@@ -15,7 +15,7 @@ EVENTS = (
 
 
 def statement(text: str) -> str:
-    """What is kept of the only statement that is ignored."""
+    """Return the record of the only ignored statement."""
     (ignored,) = parser.parse(text, origin="x").ignored
     return ignored.statement
 
@@ -114,7 +114,7 @@ def test_blanks_and_noise_are_not_kept() -> None:
     ],
 )
 def test_refusals(text: str, expected: str) -> None:
-    """The place, what stands there, and what would be right."""
+    """The error has the place, the actual and the expected text."""
     with pytest.raises(ConfigError) as refused:
         parser.parse(text, origin="x")
 

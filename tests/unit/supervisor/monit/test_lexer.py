@@ -55,7 +55,7 @@ def words(text: str) -> list[str]:
     ],
 )
 def test_words(text: str, expected: list[str]) -> None:
-    """What is one word, and which."""
+    """Return the kind and text of a single word."""
     assert words(text) == expected
 
 
@@ -129,7 +129,7 @@ def test_names(text: str, expected: list[str]) -> None:
     ],
 )
 def test_dependencies(text: str, expected: list[str]) -> None:
-    """A list goes on over commas, and over one line break beside a comma."""
+    """A list continues over commas, and over one line break beside a comma."""
     assert words(text) == expected
 
 
@@ -187,7 +187,7 @@ SPELLED = st.one_of(
 
 @given(st.lists(st.tuples(SPELLED, BLANKS)))
 def test_every_word_comes_back(spelled: list[tuple[tuple[str, str, str], str]]) -> None:
-    """Whatever stands between them, and in whatever case, words are the same words."""
+    """Words are the same in any case and with any space between them."""
     text = "".join(word + blank for (_, _, word), blank in spelled)
 
     assert [token[:2] for token in lex(text)] == [*(found[:2] for found, _ in spelled), ("END", "")]

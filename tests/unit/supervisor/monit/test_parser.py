@@ -25,7 +25,7 @@ def parse(text: str, origin: str = "web/monit") -> MonitFile:
 
 
 def refusal(text: str) -> str:
-    """What is said of ``text``, without its name."""
+    """Return the error for ``text``, without its name."""
     with pytest.raises(ConfigError) as refused:
         parse(text)
     prefix, _, rest = str(refused.value).partition(": ")
@@ -85,7 +85,7 @@ def test_a_whole_check() -> None:
 
 
 def test_lines_are_kept() -> None:
-    """Checks, rules and what is ignored know their line; equality does not."""
+    """Checks, rules and ignored statements know their line; equality does not."""
     check = parse(WORKER).services[0]
 
     assert (check.line, [rule.line for rule in check.rules]) == (3, [11, 12, 14])
@@ -116,7 +116,7 @@ def test_empty_file_is_valid(text: str) -> None:
     ],
 )
 def test_kinds(text: str, expected: Check) -> None:
-    """What can be checked, and by what it is found."""
+    """Kinds of checks, and the key that identifies each."""
     assert parse(text).services == (expected,)
 
 
@@ -207,7 +207,7 @@ def test_what_speaks_of_the_daemon_is_listed() -> None:
     ],
 )
 def test_refusals(text: str, expected: str) -> None:
-    """The place, what stands there, and what would be right."""
+    """The error has the place, the actual and the expected text."""
     assert expected in refusal(text)
 
 
@@ -237,7 +237,7 @@ def test_problems_of_several_files() -> None:
 
 
 def test_every_circle_is_found() -> None:
-    """Circles that share no service are told apart; who only leads into one is not blamed."""
+    """Circles without a common service are separate errors; a service that only leads into one is not blamed."""
     found = problems(service("z", "a") + service("a", "a") + service("b", "c") + service("c", "b"))
 
     assert found == [

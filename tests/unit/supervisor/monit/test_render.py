@@ -55,7 +55,7 @@ check file log with path "/log"
 
 
 def test_one_spelling() -> None:
-    """What is rendered stays as it is when it is read and rendered again."""
+    """A rendered file stays the same when it is parsed and rendered again."""
     assert parser.render(parser.parse(CANONICAL.replace("uid vcap", 'uid "vcap"'), origin="x")) == CANONICAL.replace(
         "uid vcap", 'uid "vcap"'
     )
@@ -255,5 +255,5 @@ def files(draw: st.DrawFn) -> MonitFile:
 @given(files())
 @settings(max_examples=30)
 def test_any_value_comes_back(file: MonitFile) -> None:
-    """Whatever can be said can be written and read again."""
+    """Every value can be rendered and parsed again."""
     assert parser.parse(parser.render(file), origin="rendered") == file

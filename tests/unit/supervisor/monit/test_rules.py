@@ -321,7 +321,7 @@ def test_words_of_newer_versions_mean_something_else() -> None:
     ],
 )
 def test_refusals(text: str, expected: str) -> None:
-    """The place, what stands there, and what would be right."""
+    """The error has the place, the actual and the expected text."""
     assert expected in refusal(text)
 
 
