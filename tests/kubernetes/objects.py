@@ -191,11 +191,25 @@ class Pod:
     async def kill(self) -> None:
         """End process 1 as a crash would, and wait until the kubelet has started another."""
         before = await self.container()
-        number = before["containerID"].removeprefix("containerd://")
-        tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
-        (pid,) = [int(line.split()[1]) for line in tasks.splitlines() if line.startswith(number)]
+        (pid,) = await self._processes(before)
         os.kill(pid, signal.SIGKILL)
         await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
+
+    async def _processes(self, container: Document) -> list[int]:
+        """Return the pid of process 1 of a container; empty without one."""
+        number = container["containerID"].removeprefix("containerd://")
+        tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
+        return [
+            int(line.split()[1]) for line in tasks.splitlines() if line.startswith(number) and "STOPPED" not in line
+        ]
+
+    async def delete_without_grace(self) -> None:
+        """Delete it by force and wait for the end of its process: the object goes before it."""
+        container = await self.container()
+        await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
+        async with asyncio.timeout(LIMIT):
+            while await self._processes(container):
+                await asyncio.sleep(0.1)
 
     async def delete(self) -> None:
         """Delete it as a user does, with its grace, and wait until it is gone."""
