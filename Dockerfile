@@ -1,12 +1,12 @@
-# An image that CPIs, Kubernetes and people can start as if it were a stemcell: a stemcell, or plain Debian or Ubuntu with
-# what a stemcell has, and over it the agent with an interpreter and an init of its own in /opt/agent_shim, and the
-# overlay. Nothing is fetched at run time.
+# An image that CPIs, Kubernetes and operators can start like a stemcell: a stemcell, or plain Debian or Ubuntu with the
+# packages of a stemcell, plus the agent with its own interpreter and init in /opt/agent_shim, and the overlay. Nothing
+# is downloaded at run time.
 #
 #   docker build -t agent-shim .                                                      # also podman, buildah
 #   docker build --build-arg BASE_IMAGE=debian:bookworm-slim -t agent-shim .
 #   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile a package
 #   docker build --build-arg DEBUGGER=gdb -t agent-shim .
-#   docker build --target overlay -o dist .                      # the overlay alone, to be put on a root file system
+#   docker build --target overlay -o dist .                      # the overlay alone, for a root file system
 #
 # Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither stays in
 # the image.
@@ -48,18 +48,18 @@ COPY systemd /systemd
 
 # --- the image --------------------------------------------------------------------------------------------------------
 FROM ${BASE_IMAGE}
-# What scripts of CPIs and of typical releases call; a stemcell has most of it.
+# Programs for scripts of CPIs and of typical releases; a stemcell has most of them.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
     strace sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
-# What people reach for in `bosh ssh`; `bosh pcap` runs tcpdump. A debugger, which takes 30 MB on bookworm, is there if asked for: gdb.
+# Tools for operators in `bosh ssh`; `bosh pcap` runs tcpdump. The debugger gdb, 30 MB on bookworm, is optional.
 ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
 ARG DEBUGGER=
 # Modules that syslog-release loads.
 ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
-# Where the distribution has it: Ubuntu 26.04 has no runit, and gets a stand-in for its chpst.
+# Installed if the distribution has it: Ubuntu 26.04 has no runit, and gets a stand-in for its chpst.
 ARG OPTIONAL="runit"
-# What packages are compiled with.
+# Tools for the compilation of packages.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
 # bpm promises its processes en_US.UTF-8. Host keys belong to a machine, not to an image.
 # hadolint ignore=SC2086
@@ -72,16 +72,16 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
     && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8
 COPY --from=build /opt/agent_shim /opt/agent_shim
-# Empty: what lies below the builder's mounts is the base's, and with it often the resolver and the name of a machine.
+# Empty files: below the builder's mounts are the base's files, often with the resolver and name of a machine.
 COPY stemcell_overlay/blank /
-# Copied, not mounted: not every builder notices that something in a mount has changed.
+# Copied, not mounted: some builders do not notice a change in a mount.
 COPY stemcell_overlay /mnt/stemcell_overlay
 COPY systemd /mnt/systemd
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply / \
     && rm -rf /mnt/stemcell_overlay /mnt/systemd
 
-# The version that stands in /var/vcap/bosh/etc and in the stemcell's manifest, if it is not to be that of the base; the
-# label is for tools that look at images, and has that of this project then.
+# The version in /var/vcap/bosh/etc and in the stemcell's manifest; empty keeps that of the base, and sets the label,
+# which is for tools that inspect images, to the version of this project.
 ARG STEMCELL_VERSION=
 RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/vcap/bosh/etc/stemcell_version; fi
 LABEL org.opencontainers.image.title="agent_shim" \
@@ -90,8 +90,8 @@ LABEL org.opencontainers.image.title="agent_shim" \
     io.bosh.stemcell.version="${STEMCELL_VERSION:-0.2.0}" \
     io.bosh.stemcell.api_version="3"
 
-# CPIs put their own command in place of CMD; an entry point would stand before it.
+# CPIs replace CMD by their own command; an entry point would precede it.
 ENTRYPOINT []
 CMD ["/sbin/init"]
-# What systemd takes for its end, SIGRTMIN+3, cannot be caught by this init.
+# This init cannot catch SIGRTMIN+3, the end signal of systemd.
 STOPSIGNAL SIGTERM

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""``./dev sbom``: what the agent is made of, in CycloneDX 1.5 on standard output: each wheel with hashes and licence.
+"""``./dev sbom`` prints the agent's components in CycloneDX 1.5: each wheel with hashes and licence.
 
 Versions and hashes are those of the lock that the image is built from; licences are read from the installed packages.
-``--licences`` prints a table for people instead.
+``--licences`` prints a table instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HASH: Final = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Component:
-    """One package of the lock; ``hashes`` are of all its files, of which one is installed."""
+    """A package of the lock; ``hashes`` are of all its files, of which one is installed."""
 
     name: str
     version: str
@@ -34,7 +34,7 @@ class Component:
 
 
 def components(lock: str) -> Iterator[Component]:
-    """What a lock file names, in its order; ``LookupError`` for what is not installed here."""
+    """Return the packages of a lock file, in order; ``LookupError`` for one that is not installed."""
     for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
         pinned = _PINNED.match(entry)
         if pinned is not None:
@@ -42,7 +42,7 @@ def components(lock: str) -> Iterator[Component]:
 
 
 def licence(name: str) -> str:
-    """What a package says of its licence: the expression, the field, or its classifiers."""
+    """Return the licence in a package's metadata: the expression, the field, or its classifiers."""
     try:
         told = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def document(version: str, found: list[Component]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print it."""
+    """Print the components or the table."""
     parser = argparse.ArgumentParser(prog="./dev sbom", description=__doc__)
     parser.add_argument("--licences", action="store_true", help="a table of names, versions and licences")
     asked = parser.parse_args()

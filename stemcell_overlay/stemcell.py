@@ -1,15 +1,15 @@
-"""Make a stemcell that Directors and container CPIs take: ``./dev stemcell``.
+"""Build a stemcell for Directors and container CPIs: ``./dev stemcell``.
 
     ./dev stemcell [--image REF | --base REF] [--version V] [--out DIR] [-- BUILD OPTION…]
     ./dev stemcell --light --image REF@sha256:… [--version V] [--out DIR]
 
-An image is built with the Dockerfile (``--base``: on what; options after ``--`` go to the build), or taken
-(``--image``). A light stemcell only names one that lies in a registry. Shapes are those of bosh-linux-stemcell-builder
-(``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of what CPIs read (bosh-docker-cpi
+The image is built with the Dockerfile (``--base`` is its base; options after ``--`` go to the build), or given by
+``--image``. A light stemcell only names an image in a registry. Shapes are those of bosh-linux-stemcell-builder
+(``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and those that CPIs read (bosh-docker-cpi
 ``stemcell/metadata.go``).
 """
 
-# ruff: noqa: INP001, T201 - a program that speaks to whoever runs it
+# ruff: noqa: INP001, T201 - a program for the terminal
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from isal import igzip
 ROOT: Final = Path(__file__).resolve().parents[1]
 TAG: Final = "localhost/agent-shim/stemcell"
 API_VERSION: Final = 3
-"""From 3 on the Director may send signed links in place of the credentials of its blobstore."""
+"""Stemcell API version; from 3 on the Director may send signed links instead of credentials of its blobstore."""
 HEAVY: Final = ["warden-tar", "general-tar"]
 LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
 CHUNK: Final = 1 << 20
@@ -56,7 +56,7 @@ cat /var/vcap/bosh/etc/dev_tools_file_list
 echo --
 dpkg --list
 """
-"""What is asked inside an image: its system, its packages, those of the agent, files of compilers, ``dpkg -l``."""
+"""Queries inside an image: its system, its packages, those of the agent, files of compilers, ``dpkg -l``."""
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def light(arguments: argparse.Namespace) -> Path:
-    """A pointer to an image; nothing is pulled or run."""
+    """Build a light stemcell: a pointer to an image; nothing is pulled or run."""
     reference, at, digest = (arguments.image or "").partition("@")
     if not at or re.fullmatch(r"sha256:[0-9a-f]{64}", digest) is None:
         raise SystemExit("stemcell: cannot make a light stemcell without --image NAME:TAG@sha256:DIGEST")
@@ -106,7 +106,7 @@ def light(arguments: argparse.Namespace) -> Path:
 
 
 def heavy(arguments: argparse.Namespace) -> Path:
-    """The root file system itself, from an image that is built or there already."""
+    """Build a full stemcell from the root file system of an image that is built or exists."""
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None:
         raise SystemExit("stemcell: cannot make it: neither podman nor docker is installed")
@@ -140,7 +140,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """That of this project, after the version of the stemcell that it lies on."""
+    """Return the version of this project, appended to that of the base stemcell."""
     text = (ROOT / "agent_shim/__init__.py").read_text()
     found = re.search(r'__version__ = "([^"]+)"', text)
     assert found is not None
@@ -148,12 +148,12 @@ def own_version(base: str = "0.0.0") -> str:
 
 
 def name_of(system: str) -> str:
-    """A name of its own: a Director takes a second stemcell of one name and version for the first."""
+    """Return a distinct name: a Director takes a second stemcell of one name and version for the first."""
     return f"bosh-warden-boshlite-{system}-agent-shim"
 
 
 def manifest(system: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]) -> str:
-    """``stemcell.MF``; the values are of kinds that YAML and JSON write alike."""
+    """Return ``stemcell.MF``; YAML and JSON write its kinds of values alike."""
     name, distribution = name_of(system), system.partition("-")[0]
     properties = {
         "name": name,
@@ -184,7 +184,7 @@ def manifest(system: str, version: str, formats: list[str], sums: str, pointers:
 
 
 def digests(chunks: Iterator[bytes]) -> str:
-    """Several digests in one text, as bosh-utils reads them (crypto/multiple_digest.go)."""
+    """Return several digests in one text, as bosh-utils parses them (crypto/multiple_digest.go)."""
     sha1, sha256 = hashlib.sha1(usedforsecurity=False), hashlib.sha256()
     for chunk in chunks:
         sha1.update(chunk)
@@ -193,7 +193,7 @@ def digests(chunks: Iterator[bytes]) -> str:
 
 
 def cyclonedx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
-    """What is in it, in CycloneDX 1.5."""
+    """Return the bill of materials in CycloneDX 1.5."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -207,7 +207,7 @@ def cyclonedx(system: str, version: str, packages: list[list[str]], modules: lis
 
 
 def spdx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
-    """The same in SPDX 2.3."""
+    """Return the bill of materials in SPDX 2.3."""
     name = f"{name_of(system)}-{version}"
     return {
         "spdxVersion": "SPDX-2.3",
@@ -243,7 +243,7 @@ def _components(system: str, packages: list[list[str]], modules: list[list[str]]
 
 
 def _export(tool: str, image: str, target: Path) -> None:
-    """The root file system of an image as a packed tarball."""
+    """Export the root file system of an image as a packed tarball."""
     create = [tool, "create", image, "true"]
     container = subprocess.run(create, check=True, capture_output=True, text=True).stdout.strip()
     try:
@@ -268,9 +268,9 @@ def _target(out: Path, name: str, version: str) -> Path:
 
 @contextmanager
 def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
-    """A tarball that has its name once it is whole."""
+    """Write a tarball that gets its name once it is complete."""
     beside = path.with_name(path.name + ".part")
-    # Stored, not packed: what counts is packed already, and packing that once more makes it larger.
+    # Stored, not compressed: its large entries are already, and a second compression makes them larger.
     with (
         beside.open("wb") as raw,
         gzip.GzipFile("", mode="wb", compresslevel=0, fileobj=raw, mtime=0) as stored,
@@ -281,7 +281,7 @@ def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _packed(raw: BinaryIO) -> Any:
-    """A file that packs what is written to it; the same content gives the same bytes."""
+    """A file that compresses written data; equal content gives equal bytes."""
     return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
 
 

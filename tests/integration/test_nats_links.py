@@ -454,7 +454,7 @@ def test_t2_pauses() -> None:
 
 
 def test_a_thousand_agents_come_in_no_waves() -> None:
-    """Of all agents that lost their server at one moment at most 200 try in any second, after an absence of twelve."""
+    """At most 200 agents of those that lost their server at one moment try in any second after the twelfth."""
     timing, chance, tries = Timing(), random.getstate(), [0] * 40
     random.seed(6)
     try:
