@@ -73,7 +73,7 @@ async def killed_in_apply(stand: Stand) -> str:
         told = await killed(stand, number, WHO[number % 3], [world.base], partial(_ask, stand, "apply", spec))
         await world.run("apply", spec)
         where = f"after the kill at {told.get('call')} of {told.get('path')}"
-        expect(_installed(world, version) == clean, f"{where} something is not as after an apply that nobody killed")
+        expect(_installed(world, version) == clean, f"{where} something is not as after an apply without a kill")
         expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
         await _tidied([world.base], where)
         for path in world.store.iterdir():
@@ -81,9 +81,7 @@ async def killed_in_apply(stand: Stand) -> str:
         return told
 
     count, last = await _sweep(apply, stand.of(8, 1))
-    return (
-        f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one that nobody killed"
-    )
+    return f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
 
 
 Told = dict[str, Any]
@@ -386,7 +384,7 @@ async def replaced(stand: Stand) -> str:
     except RpcRemoteError as exc:
         # As with the Go agent: a script that ran for the old process is lost, and the Director receives that error.
         expect("could not be found" in str(exc), str(exc))
-    return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is told as lost, as by the Go agent"
+    return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent"
 
 
 PARTS: Final = (
@@ -397,7 +395,7 @@ PARTS: Final = (
 
 @case(
     "C-09",
-    f"an error nobody foresaw in each of {len(PARTS)} parts of the agent, then again and again",
+    f"an unforeseen error in each of {len(PARTS)} parts of the agent, then repeatedly",
     is_long=True,
 )
 async def planted(stand: Stand) -> str:

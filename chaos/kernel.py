@@ -250,7 +250,7 @@ async def hanging_disk(stand: Stand) -> str:
             expect(beats >= lasting // 30, f"{beats} heartbeats in {lasting} s")
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
-    told = f"a request took {longest * 1000:.0f} ms at most, one to somebody who only echoes {others * 1000:.0f}"
+    told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
     # An emulated processor that others use too may be away for a second: from everybody.
     expect(longest < 2 + others, told)
     return f"{told}; {beats} heartbeats in {lasting} s"

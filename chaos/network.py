@@ -68,7 +68,7 @@ async def server_stopped(stand: Stand) -> str:
         await asyncio.sleep(stand.of(30, 45))
     finally:
         stand.world.server.resume()
-    return f"back {await stand.answers(CONNECTED):.1f} s after it went on"
+    return f"back {await stand.answers(CONNECTED):.1f} s after it resumed"
 
 
 @case("N-04", "the link is cut again and again", scale="every 3 s for 1 of 30 min", has_full=True, is_long=True)

@@ -143,9 +143,9 @@ async def crash_loops(stand: Stand) -> str:
     expect(max(starts) <= 12 + 2 * minutes, f"{max(starts)} starts in {minutes} min")
     expect(min(starts) >= 4, f"only {min(starts)} starts: given up")
     states = await process_states(stand)
-    expect(states["bad0"] == "failing" or states["bad0"] == "starting", f"it is said to be {states['bad0']}")
+    expect(states["bad0"] == "failing" or states["bad0"] == "starting", f"it is reported as {states['bad0']}")
     expect(stand.live()["good"] == good, "another job was restarted")
-    return f"{min(starts)} to {max(starts)} starts in {minutes} min; said to be {states['bad0']}"
+    return f"{min(starts)} to {max(starts)} starts in {minutes} min; reported as {states['bad0']}"
 
 
 @case("S-03", "a daemon writes its pidfile late, or never", is_long=True)
@@ -198,7 +198,7 @@ async def lying_pidfiles(stand: Stand) -> str:
     finally:
         stranger.kill()
         stranger.wait()
-    return f"{len(names)} kinds: none believed, all jobs started, nobody else signalled"
+    return f"{len(names)} kinds: none believed, all jobs started, no other process signalled"
 
 
 @case(
@@ -336,7 +336,7 @@ def unread(stand: Stand) -> None:
     stand.prefix(f"""sh -c 'exec "$0" "$@" 2>{pipe}'""")
 
 
-@case("S-10", "jobs that write without end, nobody reads what the agent says, the disk is full", is_long=True)
+@case("S-10", "jobs that write without end, no reader of the agent's log, a full disk", is_long=True)
 async def talkative(stand: Stand) -> str:
     small(stand, "size=48m")
     unread(stand)
