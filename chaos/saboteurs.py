@@ -148,10 +148,10 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-07",
-        "never reads the settings again when its certificate is refused",
-        NATS,
-        "                    if is_refused or failures >= REREAD_AFTER_FAILURES:\n",
-        "                    if failures < 0:\n",
+        "does not see that the settings have changed",
+        "agent_shim/services/settings_store.py",
+        "            if stamps == seen:\n",
+        "            if stamps:\n",
         "no pong within",
     ),
     Saboteur(
