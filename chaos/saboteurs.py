@@ -285,10 +285,10 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-04",
-        "asks a disk for its size on the event loop",
+        "flushes all disks on the event loop when it asks one for its size",
         "agent_shim/services/vitals.py",
         'self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")',
-        "self._asked[path] = asyncio.get_running_loop().create_future()\n            self._asked[path].set_result(_usage(path))",
+        "self._asked[path] = asyncio.get_running_loop().create_future()\n            __import__('os').sync()\n            self._asked[path].set_result(_usage(path))",
         "a request took|heartbeats in|no reply|RpcTimeout",
     ),
     Saboteur(
