@@ -17,7 +17,7 @@ from typing import Final
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.edges.bus.nats import NatsBus, Timing
-from benchmarks.crowds import AGAIN
+from benchmarks.crowds import FIRST_FAILURE_S
 from benchmarks.measuring import Figure, Figures, figure, pss
 from benchmarks.world import AGENT, COMMAND, World, world
 
@@ -25,7 +25,7 @@ ACTIONS: Final = 10_000
 RESTARTS: Final = 1000
 RECONNECTS: Final = 1000
 JOBS: Final = 200
-CALM: Final = 5.0
+CALM_S: Final = 5.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
@@ -50,10 +50,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 async def grown(w: World, work: object) -> Figure:
     """MB that the agent has afterwards and had not before."""
-    await asyncio.sleep(CALM)
+    await asyncio.sleep(CALM_S)
     before = w.pss()
     await work  # type: ignore[misc]
-    await asyncio.sleep(CALM)
+    await asyncio.sleep(CALM_S)
     return figure([w.pss() - before], "MB")
 
 
@@ -74,7 +74,7 @@ async def act(w: World, count: int) -> None:
 async def restart(w: World, count: int) -> None:
     """Kill all processes, as often as it takes, with time between for each death to be a first one."""
     for _ in range(count // JOBS):
-        await asyncio.sleep(AGAIN)
+        await asyncio.sleep(FIRST_FAILURE_S)
         before = w.pids()
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)

@@ -22,10 +22,10 @@ from benchmarks.world import AGENT, World, world
 
 ROUNDS: Final = 3
 LARGE: Final = 200 * MB
-MANY: Final = 2000
+MANY_FILES: Final = 2000
 LOGS: Final = 400 * MB
 SMALL_LOGS: Final = 20_000
-SMALL_LOG: Final = 4096
+SMALL_LOG_BYTES: Final = 4096
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
@@ -33,10 +33,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     async with world(command) as w:
         await w.start_agent()
         found["unpack_one_file_of_200_MB"] = await unpacked(w, "large", int(LARGE * scale))
-        small = {f"d{number % 40}/{number}": b"x" * 10_000 for number in range(int(MANY * scale))}
+        small = {f"d{number % 40}/{number}": b"x" * 10_000 for number in range(int(MANY_FILES * scale))}
         found["unpack_2000_files_of_10_KB"] = await unpacked(w, "many", 0, small)
         found |= await packed(w, "fetch_logs_of_400_MB", 40, int(LOGS * scale / 40))
-        found |= await packed(w, "fetch_logs_of_20000_small_files", int(SMALL_LOGS * scale), SMALL_LOG)
+        found |= await packed(w, "fetch_logs_of_20000_small_files", int(SMALL_LOGS * scale), SMALL_LOG_BYTES)
 
 
 async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | None = None) -> Figure:

@@ -36,11 +36,11 @@ from tests.kubernetes.deployments import NETWORKS, Instance
 
 ROUNDS: Final = 15
 PODS: Final = 5
-AT_ONCE: Final = 32
+PARALLEL_CALLS: Final = 32
 """``director.max_threads``."""
 INSTANCES: Final = 3
 WAY: Final = Way("live", "live", "base", "privileged")
-PATIENCE_S: Final = 60.0
+POD_TIMEOUT_S: Final = 60.0
 START: Final = "import json, msgspec"
 
 
@@ -73,7 +73,7 @@ class Bare:
     def connection(self) -> http.client.HTTPSConnection:
         address = node.API.removeprefix("https://")
         context = ssl.create_default_context(cafile=str(self.authority))
-        return http.client.HTTPSConnection(address, context=context, timeout=PATIENCE_S)
+        return http.client.HTTPSConnection(address, context=context, timeout=POD_TIMEOUT_S)
 
     def ask(self, link: http.client.HTTPSConnection, method: str, path: str, body: Any = None) -> Any:
         """The decoded answer, which must be good."""
@@ -190,7 +190,7 @@ async def on_node(figures: Figures, scale: float, scratch: Path) -> None:
         count = max(1, round(ROUNDS * scale))
         await asyncio.to_thread(_calls, site, figures, count)
         await _vms(site, bare, figures, max(1, round(PODS * scale)))
-        await _at_once(site, figures, max(2, round(AT_ONCE * scale)))
+        await _at_once(site, figures, max(2, round(PARALLEL_CALLS * scale)))
         await _deploys(site, bare, figures)
 
 

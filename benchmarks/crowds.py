@@ -19,12 +19,12 @@ from benchmarks.world import AGENT, ENVIRONMENT, World, world
 SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3
 KILLED: Final = 200
-IDLE: Final = 30.0
+IDLE_S: Final = 30.0
 """Seconds from one heartbeat to the next: in so many there is one, and twice as many where there is a budget."""
-PINGED: Final = 15.0
-CALM: Final = 6.0
-AGAIN: Final = 32.0
-"""Seconds after which the next death of a process is a first one again, and it is restarted at once."""
+PINGED_S: Final = 15.0
+CALM_S: Final = 6.0
+FIRST_FAILURE_S: Final = 32.0
+"""Time after which the next death of a process counts as a first one, with an immediate restart."""
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
@@ -32,8 +32,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()
-        await asyncio.sleep(CALM)
-        alone = await share(w, IDLE * slower)
+        await asyncio.sleep(CALM_S)
+        alone = await share(w, IDLE_S * slower)
     for size in SIZES:
         await crowd(command, max(2, int(size * scale)), size, slower, alone, found)
 
@@ -42,7 +42,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
     """``size`` names the figures of ``jobs`` processes; ``alone`` is the agent's share without any."""
     async with world(command) as w:
         await w.start_agent()
-        await asyncio.sleep(CALM)
+        await asyncio.sleep(CALM_S)
         empty = w.pss()
         await w.director.run(AGENT, "apply", w.spec(jobs, 0))
         begun_at = time.monotonic()
@@ -50,11 +50,11 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
         await running(w, jobs, 1)
         started = time.monotonic() - begun_at
         await w.until_running()
-        await asyncio.sleep(CALM)
-        cpu = await share(w, (2 if size == KILLED else 1) * IDLE * slower)
+        await asyncio.sleep(CALM_S)
+        cpu = await share(w, (2 if size == KILLED else 1) * IDLE_S * slower)
         lags: list[float] = []
         pinging = asyncio.create_task(ping(w, lags))
-        await asyncio.sleep(PINGED * slower)
+        await asyncio.sleep(PINGED_S * slower)
         pinging.cancel()
         await asyncio.wait([pinging])
         name = f"{size}_processes"
@@ -65,7 +65,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
         if size == KILLED:
             firsts, lasts, floors = [], [], []
             for number in range(ROUNDS):
-                await asyncio.sleep(AGAIN if number else 0)
+                await asyncio.sleep(FIRST_FAILURE_S if number else 0)
                 first, last = await killed(w, jobs, number + 2)
                 firsts.append(first)
                 lasts.append(last)

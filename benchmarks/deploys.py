@@ -18,7 +18,7 @@ INSTANCES: Final = 20
 JOBS: Final = 5
 PACKAGES: Final = 6
 POLL_S: Final = 1.0
-"""Seconds between two looks of the Director at a task."""
+"""Pause between two queries of the Director for a task."""
 ROUNDS: Final = 3
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
@@ -35,7 +35,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
             nothing.append(await no_op(w))
         floor_is = "the same asked without a pause"
         found["deploy_of_one_instance_as_the_director_polls"] = figure(polled, "s", floor=bare, floor_is=floor_is)
-        found["deploy_of_what_is_deployed"] = figure(nothing, "s")
+        found["deploy_without_changes"] = figure(nothing, "s")
         begun_at = time.monotonic()
         instances = max(2, int(INSTANCES * scale))
         row = [await update(w, f"row-{number}", POLL_S) for number in range(instances)]

@@ -17,10 +17,10 @@ from benchmarks.measuring import MB, Figures, Stopwatch, figure, pss
 from benchmarks.world import AGENT, BYSTANDER, ECHO, World, bystander, world
 
 JOBS: Final = 5
-CALM: Final = 3.0
+CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
 """A heartbeat is measured before it is sent, and what it costs lies in the last window before it arrives."""
-WATCHED: Final = 95.0
+WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB
 
 
@@ -36,13 +36,13 @@ async def measure(command: str, scale: float, found: Figures) -> None:
             await w.run("start")
             await w.until_running()
             await asyncio.to_thread(scrape, port)
-            await asyncio.sleep(CALM)
+            await asyncio.sleep(CALM_S)
             floor, floor_is = [least.pss()], "a bare nats-py echo"
             found["pss_5_processes_scraped"] = figure([w.pss()], "MB", floor=floor, floor_is=floor_is)
             found["pss_of_an_interpreter_with_asyncio_and_ssl"] = figure([pss(interpreter.pid)], "MB")
-            found |= await still(w, least, WATCHED * max(scale, 0.35))
+            found |= await still(w, least, WATCHED_S * max(scale, 0.35))
             found |= await busy(w, int(LOGS * scale))
-            await asyncio.sleep(CALM)
+            await asyncio.sleep(CALM_S)
             found["pss_after_apply_and_fetch_logs"] = figure([w.pss()], "MB", floor=floor, floor_is=floor_is)
     finally:
         interpreter.kill()

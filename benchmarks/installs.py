@@ -15,7 +15,7 @@ from benchmarks.world import World, world
 
 ROUNDS: Final = 3
 LARGE: Final = (6, 20 * MB)
-SMALL: Final = 1024
+SMALL_PACKAGE_BYTES: Final = 1024
 COUNTS: Final = (1, 10, 100)
 JOBS: Final = 50
 
@@ -27,12 +27,12 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         packages, size = LARGE
         found["apply_6_packages_of_20_MB"] = await applied(w, 5, packages, int(size * scale))
         for count in COUNTS:
-            found[f"apply_{count}_small_packages"] = await applied(w, 1, count, SMALL)
-        found[f"apply_{JOBS}_jobs_with_a_package_each"] = await applied(w, JOBS, JOBS, SMALL)
-        spec = w.spec(5, packages, SMALL, version="same")
+            found[f"apply_{count}_small_packages"] = await applied(w, 1, count, SMALL_PACKAGE_BYTES)
+        found[f"apply_{JOBS}_jobs_with_a_package_each"] = await applied(w, JOBS, JOBS, SMALL_PACKAGE_BYTES)
+        spec = w.spec(5, packages, SMALL_PACKAGE_BYTES, version="same")
         await w.run("apply", spec)
         again = [await w.run("apply", spec) for _ in range(ROUNDS)]
-        found["apply_of_what_is_there"] = figure(again, "s")
+        found["apply_of_installed_bundles"] = figure(again, "s")
 
 
 async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:

@@ -29,13 +29,13 @@ from agent_shim.demo.release import archive
 from benchmarks.measuring import Figures
 from benchmarks.world import AGENT, BYSTANDER, World, bystander, world
 
-POOL: Final = 4 << 20
+POOL_BYTES: Final = 4 << 20
 FILES: Final = 20_000
 LOGS: Final = 10_000_000_000
 COMPILED: Final = 2_000_000_000
 PACKAGES: Final = 10
 PACKAGE: Final = 500_000_000
-ROOM: Final = 2.0
+ROOM_FACTOR: Final = 2.0
 """The disk that a part needs at most, in sizes of what it is about."""
 
 
@@ -51,15 +51,15 @@ def line(chance: random.Random) -> str:
 def fill(root: Path, files: int, size: int) -> None:
     """``files`` logs of ``size`` bytes each, of a hundred jobs."""
     chance = random.Random(1)
-    pool = "".join(line(chance) for _ in range(POOL // 110)).encode()
+    pool = "".join(line(chance) for _ in range(POOL_BYTES // 110)).encode()
     for number in range(files):
         path = root / f"job{number % 100}" / f"{number}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = chance.randrange(len(pool) // 2)
         with path.open("wb") as out:
-            for _ in range(size // (POOL // 2)):
-                out.write(pool[begin : begin + POOL // 2])
-            out.write(pool[begin : begin + size % (POOL // 2)])
+            for _ in range(size // (POOL_BYTES // 2)):
+                out.write(pool[begin : begin + POOL_BYTES // 2])
+            out.write(pool[begin : begin + size % (POOL_BYTES // 2)])
 
 
 # --- observations -----------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     for part, size in PARTS.items():
         async with world(command) as w, bystander(w):
             free = shutil.disk_usage(w.scratch).free
-            if free < size * scale * ROOM:
+            if free < size * scale * ROOM_FACTOR:
                 raise HostError(
                     f"cannot measure: {free / 1e9:.0f} GB are free below {w.scratch}; try a smaller --scale"
                 )

@@ -13,18 +13,18 @@ from benchmarks.measuring import Figures, figure
 from benchmarks.world import ECHO, World, world
 
 AGENTS: Final = 8
-ROOM: Final = 4096.0
+ROOM_MB: Final = 4096.0
 """MB: 4 GiB."""
-CALM: Final = 5.0
-IDLE: Final = 30.0
+CALM_S: Final = 5.0
+IDLE_S: Final = 30.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` is that of the idle time. One job for each; they boot one after the other."""
     least = await memory(ECHO, jobs=0)
-    each = await memory(command, jobs=1, idle=IDLE * max(0.2, scale), found=found)
+    each = await memory(command, jobs=1, idle=IDLE_S * max(0.2, scale), found=found)
     found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")
-    found["agents_in_4_GiB"] = figure([ROOM // (sum(each) / len(each))], "agents")
+    found["agents_in_4_GiB"] = figure([ROOM_MB // (sum(each) / len(each))], "agents")
 
 
 async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
@@ -39,7 +39,7 @@ async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures |
                 await w.run("apply", w.spec(jobs, 1))
                 await w.run("start")
                 await w.until_running()
-        await asyncio.sleep(CALM)
+        await asyncio.sleep(CALM_S)
         if found is not None:
             before = [w.cpu_seconds() for w in worlds]
             await asyncio.sleep(idle)

@@ -33,12 +33,12 @@ from benchmarks import scale_model, scale_page
 from benchmarks.measuring import Stopwatch, cpu_seconds, pss
 
 COUNTS: Final = (10, 50, 200, 500, 1000)
-TO_A_PROCESS: Final = 50
-STEADY: Final = 62.0
+AGENTS_PER_PROCESS: Final = 50
+STEADY_S: Final = 62.0
 """Seconds of quiet: two heartbeats of each."""
-AWAY: Final = 15.0
+AWAY_S: Final = 15.0
 """Seconds that the server is away."""
-TICK: Final = 0.25
+TICK_S: Final = 0.25
 RETURN_TIMEOUT_S: Final = 600.0
 
 VITALS: Final = {
@@ -90,7 +90,7 @@ async def crowd() -> None:
     buses: list[NatsBus] = []
     lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]
     while True:
-        await asyncio.sleep(TICK - time.monotonic() % TICK)
+        await asyncio.sleep(TICK_S - time.monotonic() % TICK_S)
         stats = [bus.stats for bus in buses]
         told = {
             "at": time.monotonic(),
@@ -151,7 +151,7 @@ class Crowds:
     async def until_connected(self, count: int) -> None:
         async with asyncio.timeout(RETURN_TIMEOUT_S):
             while self.now["connected"] < count:
-                await asyncio.sleep(TICK / 5)
+                await asyncio.sleep(TICK_S / 5)
 
     async def end(self) -> None:
         for child in self._children:
@@ -165,11 +165,11 @@ async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
     """So many agents that try to connect, for the length of the block."""
     crowds = Crowds()
     try:
-        for begin in range(0, count, TO_A_PROCESS):
+        for begin in range(0, count, AGENTS_PER_PROCESS):
             await crowds.add(
                 {
                     f"agent-{number}": asdict(server.mbus(f"agent-{number}"))
-                    for number in range(begin, min(count, begin + TO_A_PROCESS))
+                    for number in range(begin, min(count, begin + AGENTS_PER_PROCESS))
                 }
             )
         yield crowds
@@ -233,7 +233,7 @@ async def measure(count: int) -> Point:
 async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
     """Measure the server's resources and the Health Monitor's messages at rest."""
     used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
-    await asyncio.sleep(STEADY)
+    await asyncio.sleep(STEADY_S)
     point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
     point.messages_per_second = (len(monitor.notices) - before) / watch.seconds
     point.payload_bytes_per_second = point.messages_per_second * len(_BEAT)
@@ -253,7 +253,7 @@ async def storm(point: Point, server: NatsServer, crowds: Crowds) -> None:
     """Kill the server; start it again after a while; how all come back."""
     before, used = crowds.now, crowds.cpu
     await server.kill()
-    await asyncio.sleep(AWAY)
+    await asyncio.sleep(AWAY_S)
     crowds.series.clear()
     await server.start()
     back = time.monotonic()
@@ -292,7 +292,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
         "beat_bytes": beat,
         "timing": {"connect": Timing().connect, "longest": Timing().longest},
         "measured": points,
-        "modelled": scale_model.model(points, os.cpu_count() or 1, AWAY),
+        "modelled": scale_model.model(points, os.cpu_count() or 1, AWAY_S),
     }
 
 
@@ -312,7 +312,7 @@ def main() -> int:
         return 0
     if args.earlier:
         found = json.loads(args.earlier.read_text())
-        found["modelled"] = scale_model.model(found["measured"], found["cores"], AWAY)
+        found["modelled"] = scale_model.model(found["measured"], found["cores"], AWAY_S)
     else:
         found = asyncio.run(main_async(args.counts or COUNTS, args.keep))
         json.dump(found, sys.stdout)

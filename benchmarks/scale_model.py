@@ -19,7 +19,7 @@ BEYOND: Final = (1000, 10_000, 100_000)
 SERVER_CORES: Final = 4
 HEARTBEAT_PERIOD_S: Final = 30.0
 """Seconds between two heartbeats of an agent."""
-PING: Final = 5.0
+PING_PERIOD_S: Final = 5.0
 """Seconds between two pings, of the server as of the agent."""
 MAX_SIMULATED_S: Final = 600.0
 
@@ -46,7 +46,7 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
                 "agents": count,
                 **{name: round(value, 1) for name, value in told.items()},
                 "heartbeats_per_second": round(count / HEARTBEAT_PERIOD_S, 1),
-                "pings_per_second": round(count * 2 / PING),
+                "pings_per_second": round(count * 2 / PING_PERIOD_S),
                 "handshakes_per_second": round(SERVER_CORES / handshake),
                 **{f"storm_{name}": round(value, 2) for name, value in outage.items()},
             }
@@ -111,7 +111,7 @@ def storm(count: int, capacity: float, away: float, timing: Timing | None = None
             if now < 0:
                 fail(number, now)
             else:
-                going.append((served + 1.0, now + timing.patience(slow[number]), number))
+                going.append((served + 1.0, now + timing.handshake_timeout_s(slow[number]), number))
     back += [MAX_SIMULATED_S] * (count - len(back))
     return {
         "back_first": back[0],

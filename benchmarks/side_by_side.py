@@ -22,14 +22,14 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import proc, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 
-STARTED: Final = 55.0
-"""Seconds after which it is looked at what the start has come to; the others alike."""
-KILLED: Final = 40.0
-STOPPED: Final = 75.0
-TROUBLE: Final = 5.0
-"""The age at which the first process of its job begins to grow, or falls silent."""
+STARTED_S: Final = 55.0
+"""Time from the start to its observation; the others likewise."""
+KILLED_S: Final = 40.0
+STOPPED_S: Final = 75.0
+TROUBLE_S: Final = 5.0
+"""Age at which the first process of its job begins to grow, or falls silent."""
 
-_GROW: Final = f"import time; time.sleep({TROUBLE}); held = bytearray(b'x' * (150 << 20)); time.sleep(100000)"
+_GROW: Final = f"import time; time.sleep({TROUBLE_S}); held = bytearray(b'x' * (150 << 20)); time.sleep(100000)"
 _SERVE: Final = """
 import socket, sys, time
 server, until = socket.create_server(("127.0.0.1", int(sys.argv[1]))), time.time() + float(sys.argv[2])
@@ -91,7 +91,7 @@ def jobs(python: str, port: int) -> dict[str, Job]:
             statements="if totalmem > 100 Mb for 2 cycles then restart",
         ),
         "its port falls silent": Job(
-            daemon=f'{_FIRST}\n[ "$first" ] || {serve} 100000\n{serve} {TROUBLE}',
+            daemon=f'{_FIRST}\n[ "$first" ] || {serve} 100000\n{serve} {TROUBLE_S}',
             statements=f"if failed port {port} with timeout 2 seconds for 2 cycles then restart",
         ),
     }
@@ -171,14 +171,14 @@ async def observe(
     seen: dict[str, dict[str, Any]] = {name: {} for name in world.jobs}
     begun_at = time.time()
     await start()
-    await asyncio.sleep(STARTED)
+    await asyncio.sleep(STARTED_S)
     states = told()
     for name, facts in seen.items():
         marks = world.marks(name)
         facts["started"] = round(marks[0][1] - begun_at, 1) if marks else None
         facts["begun"], facts["living"], facts["told"] = len(marks), world.living(name), states.get(name, "")
     killed = world.kill()
-    await asyncio.sleep(KILLED)
+    await asyncio.sleep(KILLED_S)
     states = told()
     for name, at in killed.items():
         later = [begun for _, begun in world.marks(name) if begun > at]
@@ -189,7 +189,7 @@ async def observe(
     seen["job17"]["begun in all"] = len(world.marks("job17"))
     stopped_at = time.time()
     await stop()
-    while time.time() < stopped_at + STOPPED:
+    while time.time() < stopped_at + STOPPED_S:
         states = told()
         for name, facts in seen.items():
             is_over = states.get(name, "").lower() in ("not monitored", "stopped", "unmonitored")
@@ -288,7 +288,7 @@ def start_words(facts: dict[str, Any]) -> str:
 def trouble_words(name: str, facts: dict[str, Any]) -> str:
     if name in ("job19", "job20"):
         again = facts["begun_at"][1:]
-        return f"again {again[0] - facts['begun_at'][0] - TROUBLE:.0f} s after the trouble" if again else "nothing"
+        return f"again {again[0] - facts['begun_at'][0] - TROUBLE_S:.0f} s after the trouble" if again else "nothing"
     if name == "job17":
         return "restarted with it" if facts["begun in all"] > 1 else "not restarted with it"
     if "told after" not in facts:

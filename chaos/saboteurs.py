@@ -142,7 +142,7 @@ NETWORK: Final = (
         "N-06",
         "pauses without jitter",
         NATS,
-        "        return random.uniform(most / 5 if most < self.longest else most / 2, most) * _more(slow)  # noqa: S311\n",
+        "        return random.uniform(most / 5 if most < self.longest else most / 2, most) * _slowdown(slow)  # noqa: S311\n",
         "        return most\n",
         "of them tried within a second",
     ),

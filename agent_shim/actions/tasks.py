@@ -204,15 +204,15 @@ class Tasks:
         self.running = task
         task.begun_at = time.monotonic()
         try:
-            state, outcome = "done", await self._kept(task, await work())
+            state, outcome = "done", await self._stored_outcome(task, await work())
         except asyncio.CancelledError as exc:
             if is_asked_to_end():
                 raise
-            state, outcome = "failed", await self._kept(task, failure(task.method, exc))
+            state, outcome = "failed", await self._stored_outcome(task, failure(task.method, exc))
         except Exception as exc:  # noqa: BLE001 - the queue survives any failure of a task
             # A lone surrogate (undecodable output of a script) has no UTF-8 form.
             text = failure(task.method, exc).encode("utf-8", "replace").decode()
-            state, outcome = "failed", await self._kept(task, text)
+            state, outcome = "failed", await self._stored_outcome(task, text)
         if self._stored.pop(task.id, None) is not None:
             await self._save()
         self._finish(task, state, outcome)
@@ -225,7 +225,7 @@ class Tasks:
         task.ended_at = time.monotonic()
         task.ended.set()
 
-    async def _kept(self, task: Task, outcome: Any) -> Any:
+    async def _stored_outcome(self, task: Task, outcome: Any) -> Any:
         """Return the outcome, or the path of the file with a large one."""
         content = msgspec.json.encode(outcome)
         if len(content) <= MAX_MEMORY_OUTCOME_BYTES:

@@ -43,14 +43,14 @@ class Pace:
 class JobRecovery:
     """``begin`` is the boot step for the jobs, ``run`` the root task for the longer work.
 
-    ``tell`` is called with an alert for each new obstacle.
+    ``alert`` is called for each new obstacle.
     """
 
-    def __init__(self, agent: Agent, tell: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
+    def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
         self.obstacle = ""
         """The reason the jobs cannot be started; "" without one."""
         self._agent = agent
-        self._alert = tell
+        self._alert = alert
         self._pace = pace
         self._reported = ""
 

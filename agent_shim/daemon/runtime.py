@@ -317,8 +317,8 @@ class Runtime:
         assert self.dispatcher is not None
         return await self.dispatcher.handle(data, limit=limit)
 
-    async def _is_bus_heard(self, patience: float) -> bool:
-        return isinstance(self.bus, NatsBus) and await self.bus.is_heard(patience)
+    async def _is_bus_heard(self, timeout_s: float) -> bool:
+        return isinstance(self.bus, NatsBus) and await self.bus.is_heard(timeout_s)
 
     def _connected(self) -> None:
         self.heartbeat.beat_now()

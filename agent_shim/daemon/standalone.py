@@ -176,7 +176,7 @@ class NoBus:
         await asyncio.Event().wait()
         raise AssertionError("read-only")
 
-    async def drain(self, patience: float) -> None:
+    async def drain(self, timeout_s: float) -> None:
         """Return at once: there is no link."""
 
     async def publish(self, subject: str, data: bytes) -> None:

@@ -52,7 +52,7 @@ def build(
 class Heartbeat(Generic[V]):
     """Sends heartbeats on a grid of ``period`` seconds, and extra ones on request; ``run`` is the root task.
 
-    ``collect`` measures the vitals. It starts ``patience`` seconds before a heartbeat; if it is late or fails, the
+    ``collect`` measures the vitals. It starts ``collect_s`` seconds before a heartbeat; if it is late or fails, the
     previous vitals are sent. ``compose`` builds the message from the vitals (None before the first) and the current
     state; ``publish`` raises ``BusError`` while disconnected.
     """
@@ -64,7 +64,7 @@ class Heartbeat(Generic[V]):
         publish: Callable[[bytes], Awaitable[None]],
         *,
         period: float = 30.0,
-        patience: float = 1.0,
+        collect_s: float = 1.0,
     ) -> None:
         self.sent_at: float | None = None
         """Monotonic time of the last heartbeat sent."""
@@ -77,7 +77,7 @@ class Heartbeat(Generic[V]):
         self._compose = compose
         self._publish = publish
         self._period = period
-        self._patience = patience
+        self._collect_s = collect_s
         self._now = asyncio.Event()
         self._vitals: V | None = None
         self._measuring: asyncio.Task[V] | None = None
@@ -91,9 +91,9 @@ class Heartbeat(Generic[V]):
         due = time.monotonic() + self._period
         try:
             while True:
-                if await self._is_requested(due - self._patience):
+                if await self._is_requested(due - self._collect_s):
                     self._now.clear()
-                    await asyncio.wait({self._measure()}, timeout=self._patience)
+                    await asyncio.wait({self._measure()}, timeout=self._collect_s)
                 else:
                     self._measure()
                     await asyncio.sleep(due - time.monotonic())

@@ -199,7 +199,7 @@ class Watchdog:
             else:
                 before, self._held_s = self._held_s, self._held_s + self._step
                 if before < TELL_AFTER_S <= self._held_s:
-                    self._aside(self._tell, self._where())
+                    self._aside(self._report, self._where())
             if self._held_s >= END_AFTER_S:
                 self._end()
             self._feed()
@@ -213,7 +213,7 @@ class Watchdog:
         stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=40, lookup_lines=False)
         return "\n".join(f'  File "{each.filename}", line {each.lineno}, in {each.name}' for each in stack)
 
-    def _tell(self, where: str) -> None:
+    def _report(self, where: str) -> None:
         service, what = _readings.get(self._loop_thread, ("", ""))
         about = f" by reading {what} of {service}" if service else ""
         logger.critical("the event loop is blocked%s for %g s", about, TELL_AFTER_S, extra=_members(where))

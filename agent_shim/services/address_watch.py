@@ -42,13 +42,13 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 class AddressWatch:
     """Watches the expected addresses; ``missing`` maps those that no interface had at the last look to their sources.
 
-    ``tell`` is called with a network and a text when another one is missing.
+    ``report`` is called with a network and a text when another one is missing.
     """
 
-    def __init__(self, expected: Callable[[], Mapping[str, str]], tell: Callable[[str, str], None]) -> None:
+    def __init__(self, expected: Callable[[], Mapping[str, str]], report: Callable[[str, str], None]) -> None:
         self.missing: dict[str, str] = {}
         self._expected = expected
-        self._tell = tell
+        self._report = report
 
     async def watch(self) -> NoReturn:
         """Look in every period, for ever."""
@@ -63,6 +63,6 @@ class AddressWatch:
         for ip in self.missing.keys() - before.keys():
             text = f"no interface has the address {ip} ({self.missing[ip]})"
             logger.warning("%s", text)
-            self._tell(self.missing[ip].split(" of ")[0], text)
+            self._report(self.missing[ip].split(" of ")[0], text)
         for ip in before.keys() - self.missing.keys():
             logger.info("the address %s is back", ip)

@@ -422,7 +422,7 @@ async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: Ht
 async def test_certificate_that_cannot_be_used_changes_nothing(bus: HttpsBus) -> None:
     before = bus.mbus
 
-    with pytest.raises(ActionError, match="cannot use the new bus credentials: the certificate is no PEM"):
+    with pytest.raises(ActionError, match="cannot use the new bus credentials: the certificate is not a PEM"):
         await bus.rotate(mbus(bus.port, certificate="nonsense"))
 
     assert bus.mbus == before

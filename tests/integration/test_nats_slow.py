@@ -19,7 +19,7 @@ def test_pause_and_patience_grow_up_to_three_times() -> None:
     """Well below the 45 s that a Director waits."""
     timing = Timing()
 
-    assert [timing.patience(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
+    assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
     for slow, most in ((0, 10), (1, 20), (9, 30)):
         pauses = [timing.pause(9, slow) for _ in range(200)]
         assert most / 2 <= min(pauses) <= max(pauses) <= most

@@ -59,8 +59,8 @@ class Bus(Protocol):
     async def run(self) -> NoReturn:
         """Serve endlessly, as a root task."""
 
-    async def drain(self, patience: float) -> None:
-        """Wait until pending requests are answered, at most ``patience`` seconds."""
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until pending requests are answered, at most ``timeout_s`` seconds."""
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Publish a message to the Health Monitor; raises ``BusError``."""

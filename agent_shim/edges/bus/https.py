@@ -115,10 +115,10 @@ class HttpsBus:
         """Port of the server; 0 while it does not listen."""
         return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
 
-    async def drain(self, patience: float) -> None:
-        """Wait until pending requests are answered, at most ``patience`` seconds."""
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until pending requests are answered, at most ``timeout_s`` seconds."""
         if self._answering:
-            await asyncio.wait(set(self._answering), timeout=patience)
+            await asyncio.wait(set(self._answering), timeout=timeout_s)
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Do nothing: there is no Health Monitor here (``Send`` in mbus/https_handler.go)."""
@@ -170,7 +170,7 @@ class HttpsBus:
         """Listen at the address of the settings only; raises ``BusError``."""
         self.stats.attempts += 1
         context = tls.server_context(self._mbus)
-        host, port = _place(self._mbus)
+        host, port = _host_port(self._mbus)
         self._stop_listening()
         try:
             self._server = await asyncio.get_running_loop().create_server(
@@ -256,9 +256,9 @@ class HttpsBus:
             case "POST", True:
                 return await self._ask(request)
             case "PUT", False:
-                return await self._take(request, path.rpartition("/")[2])
+                return await self._receive_blob(request, path.rpartition("/")[2])
             case "GET", False:
-                return await self._give(request, path.rpartition("/")[2])
+                return await self._send_blob(request, path.rpartition("/")[2])
         return web.Response(status=404)
 
     def _is_known(self, request: web.BaseRequest) -> bool:
@@ -299,12 +299,12 @@ class HttpsBus:
                 answering.cancel()
             raise
 
-    async def _take(self, request: web.BaseRequest, blob_id: str) -> web.Response:
+    async def _receive_blob(self, request: web.BaseRequest, blob_id: str) -> web.Response:
         """Store a blob, completely or not at all."""
         size, outcome = 0, "failed"
         try:
             path = self._blobs / checked_blob_id(blob_id)
-            size = await self._keep(path, self._body(request, self._bounds.blob))
+            size = await self._write_blob(path, self._body(request, self._bounds.blob))
             outcome = "done"
         except _TooLargeError:
             return web.Response(status=413)
@@ -318,7 +318,7 @@ class HttpsBus:
         logger.info("stored blob %s", blob_id)
         return web.Response(status=201)
 
-    async def _keep(self, path: Path, body: AsyncIterator[bytes]) -> int:
+    async def _write_blob(self, path: Path, body: AsyncIterator[bytes]) -> int:
         """Write all of ``body``; returns its size."""
         size = 0
         with ExitStack() as stack:
@@ -328,7 +328,7 @@ class HttpsBus:
             await asyncio.to_thread(stack.pop_all().close)  # sync and rename
         return size
 
-    async def _give(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:
+    async def _send_blob(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:
         try:
             file = await asyncio.to_thread(_open, self._blobs / checked_blob_id(blob_id))
         except FileNotFoundError:
@@ -377,14 +377,14 @@ class _Arrival(asyncio.Protocol):
     """
 
     def __init__(self, give: Callable[[socket.socket], None]) -> None:
-        self._give = give
+        self._hand_over = give
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         caller = transport.get_extra_info("socket").dup()
         transport.abort()
-        self._give(caller)
+        self._hand_over(caller)
 
 
 def _only_waits(body: bytes) -> bool:
@@ -399,7 +399,7 @@ class _TooLargeError(Exception):
     """A body exceeds its maximum size."""
 
 
-def _place(mbus: Mbus) -> tuple[str | None, int]:
+def _host_port(mbus: Mbus) -> tuple[str | None, int]:
     """Return host (None: all) and port of the address; raises ``BusError``."""
     try:
         address = urlsplit(mbus.urls[0])

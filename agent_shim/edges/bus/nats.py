@@ -102,11 +102,11 @@ class Timing:
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
         most = min(failures * self.step, self.longest)
-        return random.uniform(most / 5 if most < self.longest else most / 2, most) * _more(slow)  # noqa: S311
+        return random.uniform(most / 5 if most < self.longest else most / 2, most) * _slowdown(slow)  # noqa: S311
 
-    def patience(self, slow: int) -> float:
+    def handshake_timeout_s(self, slow: int) -> float:
         """Timeout of an attempt."""
-        return self.connect * _more(slow)
+        return self.connect * _slowdown(slow)
 
     def early_pause(self) -> float:
         """Pause while nats-sync does not know the agent yet."""
@@ -152,7 +152,7 @@ async def look_up(url: ParseResult | SplitResult) -> list[str]:
     return random.sample(sorted(found), len(found))
 
 
-def _more(slow: int) -> int:
+def _slowdown(slow: int) -> int:
     return min(1 + slow, 3)
 
 
@@ -242,7 +242,7 @@ class _Link(Client):
     async def open(self, url: str, context: ssl.SSLContext, agent_id: str, timing: Timing) -> None:
         """Connect and subscribe; returns once the server has confirmed the subscription."""
         self.url = bus_address(url)
-        self.address = _place(url)
+        self.address = _host_port(url)
         if not self.url.hostname:
             raise BusError("the address must be nats://HOST:PORT, with a percent-encoded password")
         await self.connect(
@@ -257,16 +257,16 @@ class _Link(Client):
         )
         if self._reading_task is None or self._flusher_task is None or self._ping_interval_task is None:
             raise BusError("nats-py did not start reading")
-        self._own("reader", self._reading_task)
-        self._own("writer", self._flusher_task)
-        self._own("clock", self._ping_interval_task)
+        self._attach("reader", self._reading_task)
+        self._attach("writer", self._flusher_task)
+        self._attach("clock", self._ping_interval_task)
         if not self.is_connected:
             raise BusError("the server does not answer like a NATS server")
         await self._send_command(f"SUB agent.{agent_id} 1\r\n".encode())
         await self.flushed(DISABLED_TIMER_S)
         if self.is_over:
             raise BusError(self._ended.result())
-        self._own("liveness", asyncio.create_task(self._live(timing), name="bus liveness"))
+        self._attach("liveness", asyncio.create_task(self._live(timing), name="bus liveness"))
 
     @property
     def has_greeted(self) -> bool:
@@ -306,14 +306,14 @@ class _Link(Client):
         except nats_errors.Error as exc:
             raise BusError(str(exc) or type(exc).__name__) from exc
 
-    async def flushed(self, patience: float) -> bool:
-        """Wait until the server has processed all sent data, at most ``patience`` seconds.
+    async def flushed(self, timeout_s: float) -> bool:
+        """Wait until the server has processed all sent data, at most ``timeout_s`` seconds.
 
         Returns False on a timeout or the end of the connection.
         """
         arrived: asyncio.Future[Any] = asyncio.create_task(self._round_trip(), name="bus round trip")
         try:
-            await asyncio.wait({arrived, self._ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({arrived, self._ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             return arrived.done() and not self.is_over
         finally:
             arrived.cancel()
@@ -327,7 +327,7 @@ class _Link(Client):
         # late.
         _sweeper.ask()
 
-    def _own(self, name: str, part: asyncio.Task[Any]) -> None:
+    def _attach(self, name: str, part: asyncio.Task[Any]) -> None:
         """End the connection with any of its tasks: nats-py calls itself connected even after one has died."""
         self._parts.append(part)
         part.add_done_callback(lambda _: self.end(f"its {name} has stopped"))
@@ -433,7 +433,7 @@ class NatsBus:
         self._attempted = asyncio.Event()
         self._greeted_at = 0
         """Number of the last failed attempt that a server greeted."""
-        self._noted: set[str] = set()
+        self._logged: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
         self._slow = 0
@@ -453,22 +453,22 @@ class NatsBus:
         """True if, as far as known, a message can be published and a request can arrive now."""
         return self._link is not None and not self._link.is_over
 
-    async def drain(self, patience: float) -> None:
-        """Wait until pending requests are answered and sent, at most ``patience`` seconds."""
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until pending requests are answered and sent, at most ``timeout_s`` seconds."""
         if self._answering:
-            await asyncio.wait(set(self._answering), timeout=patience)
+            await asyncio.wait(set(self._answering), timeout=timeout_s)
         if self._link is not None:
-            await self._link.flushed(patience)
+            await self._link.flushed(timeout_s)
 
-    async def is_heard(self, patience: float) -> bool:
-        """Return True if a server sends anything within ``patience`` seconds, on the connection or during an attempt.
+    async def is_heard(self, timeout_s: float) -> bool:
+        """Return True if a server sends anything within ``timeout_s`` seconds, on the connection or during an attempt.
 
         Opens no connection: ``run`` makes the attempts. An attempt already in progress counts if it succeeds. A
         connection that does not answer in time is closed.
         """
         begun = self.stats.attempts
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_s):
                 while self._link is None or self._link.is_over:
                     self._attempted.clear()
                     await self._attempted.wait()
@@ -477,9 +477,9 @@ class NatsBus:
         except TimeoutError:
             return False
         link = self._link
-        is_answered = await link.flushed(patience)
+        is_answered = await link.flushed(timeout_s)
         if not is_answered:
-            link.end(f"no answer to a ping within {patience:g} s")
+            link.end(f"no answer to a ping within {timeout_s:g} s")
         return is_answered
 
     async def wait_connected(self) -> None:
@@ -515,7 +515,7 @@ class NatsBus:
                     pause = self._timing.pause(failures)
                 except BusError as exc:
                     is_refused = isinstance(exc, CredentialsError)
-                    self._note(str(exc))
+                    self._log_once(str(exc))
                     if is_refused or failures >= REREAD_AFTER_FAILURES:
                         self._reread_credentials()
                     if is_refused and time.monotonic() < early_until:
@@ -544,7 +544,7 @@ class NatsBus:
                 self._seen = None
                 raise
             old, self._mbus = self._link, mbus
-            self._take(new)
+            self._activate(new)
             self._retiring = asyncio.create_task(self._retire(old, new), name="bus rotation")
 
     # --- links ---
@@ -552,7 +552,7 @@ class NatsBus:
     async def _relink(self) -> None:
         link = await self._connect(self._mbus)
         if self._link is None:
-            self._take(link)
+            self._activate(link)
         else:  # a rotation was faster
             await link.abandon()
 
@@ -566,8 +566,8 @@ class NatsBus:
                 is_refused = isinstance(exc, CredentialsError)
                 if not is_refused and not self.is_connected:
                     began = time.monotonic()  # the bus is absent: no evidence against them
-                patience = self._timing.refused if is_refused else self._timing.unreachable
-                if time.monotonic() - began > patience:
+                timeout_s = self._timing.refused if is_refused else self._timing.unreachable
+                if time.monotonic() - began > timeout_s:
                     raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
                 failures += 1
             await asyncio.sleep(self._timing.pause(failures))
@@ -576,7 +576,7 @@ class NatsBus:
         try:
             self._mbus = self._reread(self._mbus)
         except (ShimError, OSError) as exc:
-            self._note(f"cannot read the bus credentials again: {exc}")
+            self._log_once(f"cannot read the bus credentials again: {exc}")
 
     async def _connect(self, mbus: Mbus) -> _Link:
         """Try every address once, in random order; raises ``BusError`` for any failure."""
@@ -596,7 +596,7 @@ class NatsBus:
             link.open(url, tls.client_context(mbus), self._agent_id, self._timing), name="bus connection"
         )
         try:
-            await asyncio.wait({opening}, timeout=self._timing.patience(self._slow))
+            await asyncio.wait({opening}, timeout=self._timing.handshake_timeout_s(self._slow))
             if not opening.done():
                 self._slow += link.has_greeted
                 raise TimeoutError
@@ -610,13 +610,13 @@ class NatsBus:
             raise
         return link
 
-    def _take(self, link: _Link) -> None:
+    def _activate(self, link: _Link) -> None:
         self._link = link
         self._slow = 0
         self.stats.connects += 1
         self.stats.connected_at = time.monotonic()
         self.stats.last_error = ""
-        self._noted.clear()
+        self._logged.clear()
         logger.info("connected to the bus at %s", link.address)
         self._linked.set()
         self._attempted.set()
@@ -639,7 +639,7 @@ class NatsBus:
         if self._link is link:
             self._link = None
             self.stats.connected_at = None
-            self._note(f"lost the connection to the bus at {link.address}: {why}")
+            self._log_once(f"lost the connection to the bus at {link.address}: {why}")
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: _Link) -> None:
@@ -655,7 +655,7 @@ class NatsBus:
                 try:
                     await self.rotate(self._mbus)
                 except ActionError as exc:
-                    self._note(f"cannot follow {link.address}: {exc}")
+                    self._log_once(f"cannot follow {link.address}: {exc}")
 
     async def _retire(self, old: _Link | None, new: _Link) -> None:
         """Keep the old connection until requests sent before the new subscription have arrived, then close it."""
@@ -676,11 +676,11 @@ class NatsBus:
             await link.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _note(self, problem: str, kind: str = "") -> None:
+    def _log_once(self, problem: str, kind: str = "") -> None:
         """Log a persistent problem once per loss of connection."""
-        if (kind or problem) not in self._noted:
+        if (kind or problem) not in self._logged:
             logger.warning("%s", problem)
-        self._noted.add(kind or problem)
+        self._logged.add(kind or problem)
         self.stats.last_error = problem
 
     # --- messages ---
@@ -739,10 +739,10 @@ class NatsBus:
 
     def _denied(self, text: str) -> None:
         self.stats.denied += 1
-        self._note(f"the bus refused a message: {text}", kind="denied")
+        self._log_once(f"the bus refused a message: {text}", kind="denied")
 
 
-def _place(url: str) -> str:
+def _host_port(url: str) -> str:
     """Return host and port of an address, without its password."""
     return bus_address(url).netloc.rpartition("@")[2] or "an unreadable address"
 
@@ -751,7 +751,7 @@ def _failure(url: str, exc: Exception) -> BusError:
     """Describe a failed attempt; ``CredentialsError`` if other credentials might help."""
     if isinstance(exc, CredentialsError):
         return CredentialsError(f"cannot use the bus credentials: {exc}")
-    where = f"cannot connect to the bus at {_place(url)}"
+    where = f"cannot connect to the bus at {_host_port(url)}"
     if isinstance(exc, ssl.SSLCertVerificationError):
         return CredentialsError(f"{where}: {getattr(exc, 'verify_message', exc)}")
     if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):

@@ -53,9 +53,9 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
     OpenSSL reads files only, so the pair passes through an anonymous file in memory.
     """
     if "-----BEGIN CERTIFICATE-----" not in certificate:
-        raise CredentialsError("the certificate is no PEM certificate")
+        raise CredentialsError("the certificate is not a PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
-        raise CredentialsError("the private key is no PEM key")
+        raise CredentialsError("the private key is not a PEM key")
     if "ENCRYPTED" in certificate + private_key:  # its text sets the cost of decryption: up to hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     file = os.memfd_create("bus")
@@ -86,9 +86,9 @@ def _load_ca(context: ssl.SSLContext, ca: str) -> None:
     try:
         context.load_verify_locations(cadata=ca)
     except ssl.SSLError as exc:
-        raise CredentialsError(f"the CA is no PEM certificate ({_reason(exc)})") from exc
+        raise CredentialsError(f"the CA is not a PEM certificate ({_reason(exc)})") from exc
     except (TypeError, ValueError) as exc:
-        raise CredentialsError("the CA is no PEM certificate") from exc
+        raise CredentialsError("the CA is not a PEM certificate") from exc
 
 
 def _reason(exc: ssl.SSLError) -> str:

@@ -58,8 +58,8 @@ class World:
 
 
 @asynccontextmanager
-async def beating(world: World, *, period: float, patience: float = 0.02) -> AsyncIterator[Heartbeat[int]]:
-    heart = Heartbeat(world.collect, world.compose, world.publish, period=period, patience=patience)
+async def beating(world: World, *, period: float, collect_s: float = 0.02) -> AsyncIterator[Heartbeat[int]]:
+    heart = Heartbeat(world.collect, world.compose, world.publish, period=period, collect_s=collect_s)
     running = asyncio.create_task(heart.run())
     try:
         yield heart
@@ -101,7 +101,7 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
     async def play() -> None:
         nonlocal began
         began = time.monotonic()
-        async with beating(world, period=30, patience=1):
+        async with beating(world, period=30, collect_s=1):
             await asyncio.sleep(3600.5)
 
     skipping(play(), monkeypatch)
@@ -113,7 +113,7 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
 
 
 def test_told_beats_leave_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats out of turn come on top, no later than the patience for the vitals allows."""
+    """Beats out of turn come on top, no later than the collect_s for the vitals allows."""
     world = World()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
@@ -122,7 +122,7 @@ def test_told_beats_leave_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     async def play() -> None:
         nonlocal began
         began = time.monotonic()
-        async with beating(world, period=30, patience=1) as heart:
+        async with beating(world, period=30, collect_s=1) as heart:
             for at in told_at:
                 await asyncio.sleep(began + at - time.monotonic())
                 heart.beat_now()
@@ -147,7 +147,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
         nonlocal began
         began = time.monotonic()
         selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
-        async with beating(world, period=30, patience=1):
+        async with beating(world, period=30, collect_s=1):
             await asyncio.sleep(40)
             selector.now += 100
             await asyncio.sleep(45)

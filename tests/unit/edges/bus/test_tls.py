@@ -89,12 +89,12 @@ def test_without_a_ca_the_system_decides(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"ca": "nothing"}, "the CA is no PEM certificate"),
-        ({"ca": "é"}, "the CA is no PEM certificate"),
-        ({"ca": BROKEN}, "the CA is no PEM certificate"),
-        ({"certificate": ""}, "the certificate is no PEM certificate"),
+        ({"ca": "nothing"}, "the CA is not a PEM certificate"),
+        ({"ca": "é"}, "the CA is not a PEM certificate"),
+        ({"ca": BROKEN}, "the CA is not a PEM certificate"),
+        ({"certificate": ""}, "the certificate is not a PEM certificate"),
         ({"certificate": BROKEN}, "the certificate or its private key cannot be read"),
-        ({"private_key": ""}, "the private key is no PEM key"),
+        ({"private_key": ""}, "the private key is not a PEM key"),
         ({"private_key": "-----BEGIN PRIVATE KEY-----\nAAAA"}, "the certificate or its private key cannot be read"),
         ({"private_key": locked(OURS.private_key)}, "the private key is encrypted"),
         ({"private_key": COSTLY}, "the private key is encrypted"),
