@@ -186,17 +186,22 @@ class Programs:
         """List living processes of the service, including ``known`` and their descendants."""
         return self.ownership.members(await self._look(), name, traces, known)
 
-    async def clear(self, name: str, traces: ProcessRecord, grace: float) -> list[Left]:
-        """End remaining processes of the service's last run; returns those that survive."""
+    async def clear(self, name: str, traces: ProcessRecord, grace: float) -> None:
+        """End remaining processes of the service's last run: they may hold a port or lock that the next run needs.
+
+        Raises ``HostError`` if some survive.
+        """
         cage = self.ownership.cage(name)
         give_up_at = time.monotonic() + EXIT_WAIT_S
         while True:
             caged = await asyncio.to_thread(cage.members)
             if not (caged if traces.is_caged else await self.members(name, traces, caged)):
-                return []
+                return
             if time.monotonic() > give_up_at:
-                return await self.sweep(name, traces, caged, grace, is_usual=True)
+                break
             await asyncio.sleep(process.POLL_S)
+        if alive := await self.sweep(name, traces, caged, grace, is_usual=True):
+            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, alive))}")
 
     async def sweep(
         self, name: str, traces: ProcessRecord, known: Iterable[Identity], grace: float, *, is_usual: bool = False

@@ -28,7 +28,7 @@ from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.ownership import Left, left
-from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program, Reaction
 from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import (
@@ -256,7 +256,9 @@ class Service:
             self.complaints.clear()
         if Effect.COUNT in effect:
             self._patience = 0.0
-            self._count_restart()
+            self._is_counted = True
+            record.restarts += 1
+            self._restarted_at = [*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], time.monotonic()]
         if Effect.UNCOUNT in effect:
             self._is_counted = False
         if Effect.RELEASE_PROGRAM in effect:
@@ -331,7 +333,10 @@ class Service:
             await self._failed(f"{exc}; {self._finder.refused}" if self._finder.refused else str(exc))
         else:
             self.on(Trigger.APPEARED)
-            await self._note_limits()
+            start = self.spec.start
+            if start and not start.bpm and (said := await self._shared.programs.refused_limit(self.name)):
+                # The container refused the limit, and the shell continued without it.
+                self.record.reason = f"running with a lower limit than its start program requested: {said}"
         if self._is_counted:
             self._is_counted = False
             await self._heed_limits()
@@ -353,20 +358,15 @@ class Service:
             if not spec.is_process and self.state is State.RESTARTING:
                 await self._run_stop()
             if spec.is_process and spec.start.bpm is None and self.record.traces.begun:
-                await self._clear()
+                await self._shared.programs.clear(spec.label, self.record.traces, self._timing.grace)
             with watchdog.reading(self.name, "its pidfile"):
                 before = process_record.read(spec.pidfile) if spec.pidfile else None
-            finder.program = await self._run_start(spec.start)
+            start, call = spec.start, spec.start.bpm
+            finder.program = await (self._start_bpm(call, start.timeout) if call else self._run(start, "Started"))
             self.record.traces.begin(finder.program.identity, before)
             self.record.traces.is_caged = self._shared.programs.ownership.is_caged(finder.program, spec.label)
             self._shared.changed()
         await finder.arrival(spec, self.record.traces)
-
-    async def _clear(self) -> None:
-        """End remaining processes of the last run: they may hold a port or lock that the next run needs."""
-        left = await self._shared.programs.clear(self.spec.label, self.record.traces, self._timing.grace)
-        if left:
-            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, left))}")
 
     async def _await_stopper(self, stopper: Process) -> None:
         """Wait for the stop program: no start program runs beside it."""
@@ -377,14 +377,12 @@ class Service:
             await stopper.terminate(self._timing.grace)
         self._stopper = None
 
-    async def _run_start(self, start: Program) -> Process:
-        if start.bpm is None:
-            return await self._run(start, "Started")
+    async def _start_bpm(self, call: BpmCall, timeout: float) -> Process:
         try:
-            async with asyncio.timeout(start.timeout):
-                return await self._shared.bpm.start(start.bpm)
+            async with asyncio.timeout(timeout):
+                return await self._shared.bpm.start(call)
         except TimeoutError:
-            raise HostError(f"no process after {start.timeout:g} seconds") from None
+            raise HostError(f"no process after {timeout:g} seconds") from None
         except (ConfigError, OSError) as exc:
             raise HostError(str(exc)) from exc
 
@@ -436,11 +434,11 @@ class Service:
             record.last_exit = f"{how}, out of memory"
             record.reason = f"{killer} killed the process: out of memory ({how})"
             text = f"{text}: {killer} killed it, out of memory"
-        if self.spec.why_not_restarted:
-            record.reason = f"{record.reason}; it is not restarted: {self.spec.why_not_restarted}"
+        if why_not := self.spec.why_not_restarted:
+            record.reason = f"{record.reason}; it is not restarted: {why_not}"
         self.notify("Does not exist", self.spec.absence.kind, text)
         self.on(Trigger.DIED)
-        if self.spec.is_restartable:
+        if not why_not:
             for dependant in self.dependants:
                 if dependant.state in ACTIVE:
                     dependant.bounce()
@@ -479,12 +477,6 @@ class Service:
                     self.on(Trigger.APPEARED)
                     return
 
-    def _count_restart(self) -> None:
-        """Count a restart that no request caused."""
-        self.record.restarts += 1
-        self._restarted_at = [*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], time.monotonic()]
-        self._is_counted = True
-
     async def _heed_limits(self) -> None:
         """Apply ``if N restarts within M cycles then …`` after each restart."""
         now = time.monotonic()
@@ -521,7 +513,7 @@ class Service:
         elif reaction.kind == "stop":
             self.stop()
         elif reaction.kind == "restart" and self.state in UP and self.spec.start and self.spec.stop:
-            self._count_restart()
+            self._take_effect(Effect.COUNT)
             self.bounce()
         await asyncio.sleep(0)
 
@@ -604,12 +596,6 @@ class Service:
         return await self._shared.programs.run(
             self.name, program, event, label=self.spec.label, pid=self._finder.pid, is_aside=is_aside
         )
-
-    async def _note_limits(self) -> None:
-        """Report a start program that runs with a lower limit because the container refused the requested one."""
-        start = self.spec.start
-        if start is not None and start.bpm is None and (said := await self._shared.programs.refused_limit(self.name)):
-            self.record.reason = f"running with a lower limit than its start program requested: {said}"
 
     async def _with_last_words(self, why: str) -> str:
         start = self.spec.start

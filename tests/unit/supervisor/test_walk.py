@@ -233,8 +233,8 @@ class PlayedPrograms:
     async def members(self, *_: Any) -> list[tuple[int, int]]:
         return []
 
-    async def clear(self, *_: Any) -> list[Left]:
-        return []
+    async def clear(self, *_: Any) -> None:
+        pass
 
     async def dismiss(self, *_: Any) -> None:
         pass
