@@ -93,18 +93,26 @@ class Bare:
         link.request(
             "GET", f"/api/v1/namespaces/{self.namespace}/pods?watch=1&fieldSelector=metadata.name={pod}", None, headers
         )
-        for line in link.getresponse():
-            conditions = json.loads(line)["object"]["status"].get("conditions") or []
-            if any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
-                break
-        link.close()
+        status: Any = None
+        try:
+            for line in link.getresponse():
+                status = json.loads(line)["object"]["status"]
+                conditions = status.get("conditions") or []
+                if any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
+                    break
+        except TimeoutError:
+            raise RuntimeError(f"{pod} is not ready after {PATIENCE_S:g} s: {json.dumps(status)}") from None
+        finally:
+            link.close()
 
-    def make(self, secret: Any, pod: Any) -> float:
+    def make(self, secret: Any, pod: Any, claims: Sequence[Any] = ()) -> float:
         """Seconds from the first request until the pod is ready."""
         began = time.monotonic()
         link = self.connection()
         if secret is not None:
             self.ask(link, "POST", "secrets", secret)
+        for claim in claims:
+            self.ask(link, "POST", "persistentvolumeclaims", claim)
         self.ask(link, "POST", "pods", pod)
         self.until_ready(pod["metadata"]["name"])
         return time.monotonic() - began
@@ -112,8 +120,9 @@ class Bare:
     def remove(self, pod: str) -> None:
         link = self.connection()
         self.ask(link, "DELETE", f"pods/{pod}", {"gracePeriodSeconds": 0})
-        with contextlib.suppress(RuntimeError):  # an attachment has none
-            self.ask(link, "DELETE", f"secrets/{pod}")
+        for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
+            with contextlib.suppress(RuntimeError):  # an attachment has none
+                self.ask(link, "DELETE", other)
 
 
 def copied(document: Any, before: str, after: str) -> Any:
@@ -123,6 +132,14 @@ def copied(document: Any, before: str, after: str) -> Any:
     for key in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink"):
         made["metadata"].pop(key, None)
     made.get("spec", {}).pop("nodeName", None)
+    return made
+
+
+def claim_by_hand(claim: Any, before: str, after: str) -> Any:
+    """Copy of a claim under another name, bound to nothing."""
+    made = copied(claim, before, after)
+    made["metadata"].pop("annotations", None)
+    made["spec"].pop("volumeName", None)
     return made
 
 
@@ -213,6 +230,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     link = bare.connection()
     pod = bare.ask(link, "GET", f"pods/{instance.vm}")
     secret = bare.ask(link, "GET", f"secrets/{instance.vm}")
+    data = bare.ask(link, "GET", f"persistentvolumeclaims/{names.data_claim(instance.vm)}")
     name = names.attachment(instance.vm, instance.disk)
     attachment = bare.ask(link, "GET", f"pods/{name}")
     by_hand, by_cpi = [], []
@@ -220,14 +238,15 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         other = f"vm-by-hand-{uuid.uuid4().hex[:16]}"
         arguments = _arguments(site, str(uuid.uuid4()))
         made = settings_by_hand(secret, instance.vm, other, arguments), copied(pod, instance.vm, other)
-        by_hand.append(await asyncio.to_thread(bare.make, *made))
+        claims = [claim_by_hand(data, instance.vm, other)]
+        by_hand.append(await asyncio.to_thread(bare.make, *made, claims))
         await asyncio.to_thread(bare.remove, other)
         fresh = Instance("one")
         began = time.monotonic()
         await _create_vm(site, fresh)
         by_cpi.append(time.monotonic() - began)
         await site.cpi.call("delete_vm", fresh.vm)
-    figures["cpi create_vm"] = _seconds(by_cpi, by_hand, "the same Secret and pod made by hand, until ready")
+    figures["cpi create_vm"] = _seconds(by_cpi, by_hand, "the same objects made by hand, until ready")
     by_hand, by_cpi = [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
@@ -308,11 +327,12 @@ async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
     vm, disk = deployed[0].vm, deployed[0].disk
     pod, secret = bare.ask(link, "GET", f"pods/{vm}"), bare.ask(link, "GET", f"secrets/{vm}")
     claim = bare.ask(link, "GET", f"persistentvolumeclaims/{disk}")
+    data = bare.ask(link, "GET", f"persistentvolumeclaims/{names.data_claim(vm)}")
     disks: dict[str, str] = {}
 
     def answer(method: str, arguments: Sequence[Any]) -> Any:
         if method == "create_vm":
-            return [_made_by_hand(bare, secret, pod, claim, vm, arguments, disks), {}]
+            return [_made_by_hand(bare, (secret, pod, data, claim), vm, arguments, disks), {}]
         if method == "create_disk":
             return disks[arguments[2]]
         return f"/disks/{arguments[1]}" if method == "attach_disk" else None
@@ -327,20 +347,17 @@ async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
 
 
 def _made_by_hand(
-    bare: Bare, secret: Any, pod: Any, claim: Any, vm: str, arguments: Sequence[Any], disks: dict[str, str]
+    bare: Bare, objects: tuple[Any, Any, Any, Any], vm: str, arguments: Sequence[Any], disks: dict[str, str]
 ) -> str:
+    secret, pod, data, claim = objects
     name = f"vm-by-hand-{uuid.uuid4().hex[:16]}"
     disk = disks[name] = f"disk-by-hand-{uuid.uuid4().hex[:16]}"
-    link = bare.connection()
-    made = copied(claim, claim["metadata"]["name"], disk)
-    made["metadata"].pop("annotations", None)
-    made["spec"].pop("volumeName", None)
-    bare.ask(link, "POST", "persistentvolumeclaims", made)
+    claims = [claim_by_hand(data, vm, name), claim_by_hand(claim, claim["metadata"]["name"], disk)]
     settings = settings_by_hand(secret, vm, name, arguments)
     other = copied(pod, vm, name)
     other["spec"]["volumes"].append({"name": disk, "persistentVolumeClaim": {"claimName": disk}})
     other["spec"]["containers"][0]["volumeMounts"].append({"name": disk, "mountPath": f"/disks/{disk}"})
-    bare.make(settings, other)
+    bare.make(settings, other, claims)
     return name
 
 
