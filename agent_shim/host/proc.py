@@ -33,6 +33,8 @@ MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
+MAX_THREADS: Final = 16
+"""Threads of one process that are tried in the place of its first."""
 READ_TIMEOUT_S: Final = 2.0
 """Time that one process may block a reader."""
 MAX_HUNG_READS: Final = 4
@@ -60,8 +62,11 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_alive(self) -> bool:
-        """False for a zombie: it only waits to be reaped."""
-        return self.state not in "ZXx"
+        """False for a zombie, which only waits to be reaped.
+
+        A process whose first thread has ended is shown as a zombie while its other threads run.
+        """
+        return self.state not in "ZXx" or self.threads > 1
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -92,15 +97,21 @@ def parse(line: bytes) -> Stat:
 def stat(pid: int) -> Stat | None:
     """Read the process with this pid, zombies included; None without one."""
     line = _read(pid, "stat")
-    return parse(line) if line else None
+    if not line:
+        return None
+    found = parse(line)
+    if found.state == "Z" and found.threads > 1:
+        other = _read_of_threads(pid, "stat", MAX_KERNEL_BYTES)
+        found = msgspec.structs.replace(found, resident_kb=parse(other).resident_kb if other else 0)
+    return found
 
 
 def table() -> dict[int, Stat]:
     """Read all processes of this pid namespace by pid, zombies included, in one pass."""
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 - strings are enough, for hundreds
-        if entry.isdigit() and (line := _read(int(entry), "stat")):
-            found[int(entry)] = parse(line)
+        if entry.isdigit() and (one := stat(int(entry))) is not None:
+            found[one.pid] = one
     return found
 
 
@@ -161,7 +172,7 @@ def command_line(pid: int) -> str:
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
     """Return the ``command_line`` of many processes, without empty ones. Blocks."""
-    found = _of_each(pids, lambda pid: _command_line(_read(pid, "cmdline", MAX_COMMAND_LINE_BYTES)))
+    found = _of_each(pids, lambda pid: _command_line(_read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES)))
     return {pid: line for pid, line in found.items() if line}
 
 
@@ -183,7 +194,7 @@ def variables(pids: Collection[int], name: str) -> dict[int, str]:
     begin = name.encode() + b"="
 
     def value(pid: int) -> str | None:
-        for entry in _read(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0"):
+        for entry in _read_memory(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0"):
             if entry.startswith(begin):
                 return entry[len(begin) :].decode(errors="replace")
         return None
@@ -193,7 +204,7 @@ def variables(pids: Collection[int], name: str) -> dict[int, str]:
 
 def open_files(pid: int) -> int:
     """Return the number of open files; 0 if it may not be read."""
-    path = f"/proc/{pid}/fd"
+    path = _shown(pid) / "fd"
     try:
         # Since Linux 6.2 it is the size of the directory.
         return os.stat(path).st_size or sum(1 for _ in itertools.islice(os.scandir(path), MAX_OPEN_FILES))  # noqa: PTH116 - a number, for hundreds
@@ -203,7 +214,8 @@ def open_files(pid: int) -> int:
 
 def proportional_kb(pid: int) -> int:
     """Return the memory in use, shared pages divided among their users; 0 if the kernel does not report it. Blocks."""
-    for line in _of_each([pid], lambda pid: _read(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"").splitlines():
+    found = _of_each([pid], lambda pid: _read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
+    for line in found.splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1])
     return 0
@@ -223,7 +235,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
     """
 
     def of_one(pid: int) -> list[Use]:
-        about = Path("/proc", str(pid))
+        about = _shown(pid)
         links = [(kind, about / kind) for kind in ("cwd", "root", "exe")]
         with suppress(OSError):
             links += [("fd", Path(each.path)) for each in itertools.islice(os.scandir(about / "fd"), MAX_OPEN_FILES)]
@@ -235,7 +247,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
                     found.append(Use(kind, path))
         with suppress(OSError):
             if (about / "ns/mnt").samefile("/proc/self/ns/mnt"):
-                paths = dict.fromkeys(_mapped(_read(pid, "maps", MAX_MAPS_BYTES)))
+                paths = dict.fromkeys(_mapped(_read_memory(pid, "maps", MAX_MAPS_BYTES)))
                 found += [Use("map", path) for path in paths if is_wanted(path)]
         return found
 
@@ -309,6 +321,33 @@ def incarnation() -> str:
 def boot_id() -> str:
     """Return the id of this boot of the kernel; raises ``OSError`` where it is hidden."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _shown(pid: int) -> Path:
+    """Return the directory that shows the files of a process: that of another thread if its first one has ended."""
+    found = stat(pid)
+    is_headless = found is not None and found.state == "Z" and found.threads > 1
+    others = _other_threads(pid) if is_headless else []
+    return Path("/proc", str(pid), "task", others[0]) if others else Path("/proc", str(pid))
+
+
+def _read_memory(pid: int, name: str, limit: int) -> bytes:
+    """Read a file about the memory of a process, which is empty once its first thread has ended: of another thread."""
+    return _read(pid, name, limit) or _read_of_threads(pid, name, limit)
+
+
+def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
+    """Read a file of any thread but the first; empty without one."""
+    return next(filter(None, (_read(pid, f"task/{each}/{name}", limit) for each in _other_threads(pid))), b"")
+
+
+def _other_threads(pid: int) -> list[str]:
+    """Return some threads of a process, without the first."""
+    try:
+        with os.scandir(f"/proc/{pid}/task") as entries:
+            return [each.name for each in itertools.islice(entries, MAX_THREADS) if each.name != str(pid)]
+    except OSError:
+        return []
 
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +168,26 @@ async def test_a_job_that_makes_its_environment_terabytes_long_starts_and_stops(
 
         assert not is_alive(found.pid)
         assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("how", ["", "daemon", "wipe"])
+async def test_a_process_that_ended_its_first_thread_does_not_survive_the_stop(world: World, how: str) -> None:
+    """The kernel calls it a zombie while its other threads run: as the service's process, and beside it."""
+    child = world.base / "child"
+    start = f"exec {program('leaderless.py', '$pidfile', how)}"
+    if how == "wipe":
+        start = f"{program('leaderless.py', child, how)} & echo $$ >$pidfile; {LASTING}"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        pid = await eventually(lambda: number_in(child if how == "wipe" else world.pidfile("web")))
+        pidfd = os.pidfd_open(pid)
+        try:
+            found = await until(supervisor, "web", "running")
+            assert how == "wipe" or found.pid == pid
+            await supervisor.stop(wait=True)
+
+            assert select.select([pidfd], [], [], 0)[0], f"it runs on: {proc.stat(pid)}"
+        finally:
+            os.close(pidfd)
 
 
 async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:

@@ -25,6 +25,30 @@ async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path:
     await huge.terminate(1)
 
 
+async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(tmp_path: Path) -> None:
+    """The kernel shows none of its memory, files and environment under its own number."""
+    headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)
+    await eventually(lambda: number_in(tmp_path / "pid"))
+    found = proc.stat(headless.pid)
+
+    assert found is not None
+    assert (found.state, found.is_alive) == ("Z", True)
+    assert proc.table()[headless.pid].is_alive
+    assert found.resident_kb > 64 << 10
+    assert proc.proportional_kb(headless.pid) > 64 << 10
+    assert proc.variable(headless.pid, "MARK") == "web"
+    assert "leaderless.py" in proc.command_line(headless.pid)
+    assert proc.open_files(headless.pid) > 2
+    device = tmp_path.stat().st_dev
+    used = proc.uses([headless.pid], lambda path: path.startswith(str(tmp_path)), {device})[headless.pid]
+    assert {each.kind for each in used} == {"cwd", "fd"}
+    adopted = process.adopt(headless.pid)
+    assert adopted is not None
+    adopted.release()
+    await headless.terminate(1)
+    assert proc.stat(headless.pid) is None
+
+
 def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are read; when the read ends the process can be read again."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)

@@ -198,6 +198,7 @@ RAW: Mapping[str, Raw] = {
                 "boot_id",
                 "incarnation",
                 "last_number",
+                "_other_threads",
                 "open_files",
                 "table",
                 "table_of_few",

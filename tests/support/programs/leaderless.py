@@ -1,0 +1,40 @@
+"""leaderless.py PIDFILE [HOW]: end the first thread and go on in another.
+
+With ``daemon`` it forks twice before; with ``wipe`` it also empties its environment and, as root, becomes an ordinary
+user: a job that stays root can do anything.
+
+The kernel shows such a process as a zombie without memory, files and environment, though it runs.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+EXIT_OF_A_THREAD = {"x86_64": 60}.get(os.uname().machine, 93)
+pidfile, how = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+if how == "wipe":
+    os.execve(sys.executable, [sys.executable, *sys.argv[:2], "wiped"], {"PATH": "/bin:/usr/bin"})
+if how in ("daemon", "wiped"):
+    for _ in range(2):
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+main = os.getpid()
+out = pidfile.open("w")
+if os.getuid() == 0 and how == "wiped":
+    os.setresuid(65534, 65534, 65534)
+ballast = b"x" * (64 << 20)
+
+
+def go_on() -> None:
+    while ") Z " not in Path(f"/proc/{main}/stat").read_text():
+        time.sleep(0.01)
+    print(main, file=out, flush=True)
+    time.sleep(600)
+
+
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).syscall(EXIT_OF_A_THREAD, 0)
