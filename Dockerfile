@@ -1,31 +1,31 @@
-# An image that CPIs, Kubernetes and operators can start like a stemcell: a stemcell, or plain Debian or Ubuntu with the
-# packages of a stemcell, plus the agent with its own interpreter and init in /opt/agent_shim, and the overlay. Nothing
-# is downloaded at run time.
+# An image that a CPI, Kubernetes or a user starts like a stemcell. Its base is a stemcell, or plain Debian or Ubuntu with the
+# packages of a stemcell. It adds the overlay, and in /opt/agent_shim the agent with its own interpreter and init. Nothing is
+# downloaded at run time.
 #
 #   docker build -t agent-shim .                                                      # also podman, buildah
 #   docker build --build-arg BASE_IMAGE=debian:bookworm-slim -t agent-shim .
-#   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile a package
+#   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile packages
 #   docker build --build-arg DEBUGGER=gdb -t agent-shim .
-#   docker build --target overlay -o dist .                      # the overlay alone, for a root file system
+#   docker build --target overlay -o dist .                      # only the overlay, to apply to a root file system
 #
-# Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither stays in
+# Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither is stored in
 # the image.
 ARG BASE_IMAGE=ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest
 
 # --- /opt/agent_shim --------------------------------------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS build
-# 3.11 or newer: that of noble (3.12), bookworm (3.11) and trixie (3.13); python3.11 on jammy, whose own is 3.10.
+# 3.11 or newer: the default of noble (3.12), bookworm (3.11) and trixie (3.13); python3.11 on jammy, whose default is 3.10.
 ARG PYTHON=python3
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ${PYTHON} ${PYTHON}-venv s6 patchelf \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# An interpreter and an init that upgrades and releases do not touch.
+# An interpreter and an init that upgrades and releases do not change.
 COPY stemcell_overlay/make make
 RUN ${PYTHON} make/interpreter /opt/agent_shim/python && make/init /opt/agent_shim/s6
 COPY requirements requirements
-# /build makes the wheel of this project and installs into /opt/agent_shim, which has no pip of its own.
+# The environment /build builds the wheel of this project and installs into /opt/agent_shim, which has no pip.
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle,target=/run/secrets/ca.crt \
     if [ -s /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
     && export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_REQUIRE_HASHES=1 \
@@ -35,7 +35,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
 COPY LICENSE README.md pyproject.toml ./
 COPY agent_shim agent_shim
-# Compiled once, without docstrings: without these files the agent starts four times slower.
+# Compile once, without docstrings: without these files the agent starts four times slower.
 RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install --no-deps --no-index /dist/*.whl \
     && /opt/agent_shim/bin/python3 make/compile /opt/agent_shim/lib /opt/agent_shim/python/lib
@@ -48,20 +48,20 @@ COPY systemd /systemd
 
 # --- the image --------------------------------------------------------------------------------------------------------
 FROM ${BASE_IMAGE}
-# Programs for scripts of CPIs and of typical releases; a stemcell has most of them.
+# Programs that scripts of CPIs and of typical releases call; a stemcell has most of them.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
     strace sudo tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
-# Tools for operators in `bosh ssh`; `bosh pcap` runs tcpdump. The debugger gdb, 30 MB on bookworm, is optional.
+# Tools for `bosh ssh`; `bosh pcap` runs tcpdump. A debugger (gdb, 30 MB on bookworm) is optional.
 ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
 ARG DEBUGGER=
 # Modules that syslog-release loads.
 ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
-# Installed if the distribution has it: Ubuntu 26.04 has no runit, and gets a stand-in for its chpst.
+# Installed if the distribution has it: Ubuntu 26.04 has no runit, and gets a stand-in for chpst.
 ARG OPTIONAL="runit"
-# Tools for the compilation of packages.
+# Compilers for BOSH packages.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
-# bpm promises its processes en_US.UTF-8. Host keys belong to a machine, not to an image.
+# bpm guarantees its processes the locale en_US.UTF-8. Host keys belong to a machine, not to an image.
 # hadolint ignore=SC2086
 RUN apt-get update \
     && for package in ${OPTIONAL}; do \
@@ -72,7 +72,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
     && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8
 COPY --from=build /opt/agent_shim /opt/agent_shim
-# Empty files: below the builder's mounts are the base's files, often with the resolver and name of a machine.
+# Empty files: those below the builder's mounts come from the base, often with the resolver and name of a machine.
 COPY stemcell_overlay/blank /
 # Copied, not mounted: some builders do not notice a change in a mount.
 COPY stemcell_overlay /mnt/stemcell_overlay
@@ -80,8 +80,8 @@ COPY systemd /mnt/systemd
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply / \
     && rm -rf /mnt/stemcell_overlay /mnt/systemd
 
-# The version in /var/vcap/bosh/etc and in the stemcell's manifest; empty keeps that of the base, and sets the label,
-# which is for tools that inspect images, to the version of this project.
+# Version for /var/vcap/bosh/etc and the stemcell's manifest; default: that of the base. The label, for tools that inspect
+# images, defaults to the version of this project.
 ARG STEMCELL_VERSION=
 RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/vcap/bosh/etc/stemcell_version; fi
 LABEL org.opencontainers.image.title="agent_shim" \
@@ -93,5 +93,5 @@ LABEL org.opencontainers.image.title="agent_shim" \
 # CPIs replace CMD by their own command; an entry point would precede it.
 ENTRYPOINT []
 CMD ["/sbin/init"]
-# This init cannot catch SIGRTMIN+3, the end signal of systemd.
+# This init cannot catch SIGRTMIN+3, the signal that ends systemd.
 STOPSIGNAL SIGTERM

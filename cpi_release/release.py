@@ -1,11 +1,10 @@
 """``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
 
-It has one job, ``kubernetes_cpi``, whose properties are generated from the types of the configuration, and one package
-with an interpreter, the libraries of requirements/cpi.lock and the program, all compiled: its packaging script copies,
-and downloads nothing.
+Its job ``kubernetes_cpi`` has properties generated from the types of the configuration. Its package contains an
+interpreter, the libraries of requirements/cpi.lock and the program, all compiled: the packaging script only copies.
 
-The interpreter is a copy of the one that runs this; so the release is for Linux systems with its glibc or a newer one,
-and for its architecture. Equal trees, interpreters and locks give equal bytes.
+The interpreter is a copy of the running one, so the release needs its architecture and its glibc or a newer one. Equal
+trees, interpreters and lock files give equal bytes.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="./dev cpi-release", description="Make a BOSH release with the CPI.")
+    parser = argparse.ArgumentParser(prog="./dev cpi-release", description="Build a BOSH release with the CPI.")
     parser.add_argument(
         "--version", default=own_version(), help="version of the release (default: that of the project)"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the tarball goes (default: dist)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
     arguments = parser.parse_args()
     try:
         made = release(arguments.version, arguments.out)
     except subprocess.CalledProcessError as exc:
-        print(f"cpi-release: cannot make it: {exc}", file=sys.stderr)
+        print(f"cpi-release: cannot build the release: {exc}", file=sys.stderr)
         return 1
     except OSError as exc:
-        print(f"cpi-release: cannot make it: {exc.strerror}: {exc.filename}", file=sys.stderr)
+        print(f"cpi-release: cannot build the release: {exc.strerror}: {exc.filename}", file=sys.stderr)
         return 1
     print(made)
     return 0
@@ -130,7 +129,7 @@ def job_files() -> Iterator[tuple[str, bytes, int]]:
 
 
 def package_tree(target: Path) -> None:
-    """``packaging`` and ``python``: interpreter, libraries and program."""
+    """Create ``packaging`` and ``python``: interpreter, libraries and program."""
     shutil.copy(HERE / "packages" / JOB / "packaging", target / "packaging")
     python = target / "python"
     subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
@@ -138,13 +137,13 @@ def package_tree(target: Path) -> None:
         shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
         shutil.copy(shared, python / "lib")
         _look_beside(python / "bin", shared.parent)
-    # Beside the standard library: every build of Python searches this directory, wherever it is.
+    # Libraries go beside the standard library: every build of Python searches this directory, wherever it is.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements/cpi.lock")]
     subprocess.run([*install, *pinned, "--target", str(library)], check=True, stdout=sys.stderr)
     shutil.copytree(ROOT / JOB, library / JOB, ignore=shutil.ignore_patterns("__pycache__"))
-    # In a process of its own, with one seed: the order of sets is the order in the compiled modules.
+    # A separate process with a fixed seed: the order of sets determines the bytes of compiled modules.
     compile_all = [
         str(python / "bin/python3"),
         "-B",
@@ -159,20 +158,20 @@ def package_tree(target: Path) -> None:
 
 
 def _look_beside(programs: Path, where: Path) -> None:
-    """Make programs search their library in ``../lib`` instead of the build's directory (like chrpath)."""
+    """Set the library path of programs to ``../lib`` instead of the build's directory (like chrpath)."""
     before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
     for path in programs.iterdir():
         content = path.read_bytes()
         if not path.is_symlink() and before in content:
             if len(before) < len(after):
                 raise SystemExit(
-                    f"cpi-release: cannot make it: the interpreter has no room for another path than {where}"
+                    f"cpi-release: cannot build the release: the interpreter has no room for another path than {where}"
                 )
             path.write_bytes(content.replace(before, after.ljust(len(before), b"\0")))
 
 
 def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
-    """Yield name, content (a text is the target of a link) and mode of each file, in order."""
+    """Yield name, content (a string is the target of a link) and mode of each file, in order."""
     for path in sorted(top.rglob("*")):
         name = str(path.relative_to(top))
         if path.is_symlink():
@@ -217,7 +216,7 @@ def _commit() -> str:
 
 
 def _yaml(document: dict[str, Any]) -> bytes:
-    """JSON is YAML."""
+    """Return the document as JSON, which is YAML."""
     return (json.dumps(document, indent=1) + "\n").encode()
 
 

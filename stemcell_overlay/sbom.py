@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""``./dev sbom`` prints the agent's components in CycloneDX 1.5: each wheel with hashes and licence.
+"""``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: each wheel with hashes and licence.
 
-Versions and hashes are those of the lock that the image is built from; licences are read from the installed packages.
-``--licences`` prints a table instead.
+Versions and hashes come from the lock file of the image, licences from the installed packages. ``--licences`` prints a
+table instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HASH: Final = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Component:
-    """A package of the lock; ``hashes`` are of all its files, of which one is installed."""
+    """One package of the lock file; ``hashes`` has those of all its files, one of which is installed."""
 
     name: str
     version: str
@@ -34,7 +34,7 @@ class Component:
 
 
 def components(lock: str) -> Iterator[Component]:
-    """Return the packages of a lock file, in order; ``LookupError`` for one that is not installed."""
+    """Yield the packages of a lock file, in its order."""
     for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
         pinned = _PINNED.match(entry)
         if pinned is not None:
@@ -42,20 +42,20 @@ def components(lock: str) -> Iterator[Component]:
 
 
 def licence(name: str) -> str:
-    """Return the licence in a package's metadata: the expression, the field, or its classifiers."""
+    """Return the licence of a package: its expression, its classifiers, or its field; "unknown" if not installed."""
     try:
-        told = importlib.metadata.metadata(name)
+        fields = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"  # a package for another system or interpreter
-    text = told.get("License-Expression") or ""
+    text = fields.get("License-Expression") or ""
     if not text:
-        classifiers = told.get_all("Classifier") or []
+        classifiers = fields.get_all("Classifier") or []
         text = ", ".join(line.rpartition(" :: ")[2] for line in classifiers if line.startswith("License :: "))
-    return text or (told.get("License") or "unknown").splitlines()[0]
+    return text or (fields.get("License") or "unknown").splitlines()[0]
 
 
 def document(version: str, found: list[Component]) -> dict[str, Any]:
-    """CycloneDX 1.5."""
+    """Return the document of CycloneDX 1.5."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -76,9 +76,9 @@ def document(version: str, found: list[Component]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the components or the table."""
+    """Print the document or the table."""
     parser = argparse.ArgumentParser(prog="./dev sbom", description=__doc__)
-    parser.add_argument("--licences", action="store_true", help="a table of names, versions and licences")
+    parser.add_argument("--licences", action="store_true", help="print a table of names, versions and licences")
     asked = parser.parse_args()
     found = list(components(LOCK.read_text()))
     if asked.licences:

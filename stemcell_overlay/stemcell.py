@@ -1,12 +1,11 @@
-"""Build a stemcell for Directors and container CPIs: ``./dev stemcell``.
+"""``./dev stemcell`` makes a stemcell for Directors and container CPIs.
 
     ./dev stemcell [--image REF | --base REF] [--version V] [--out DIR] [-- BUILD OPTION…]
     ./dev stemcell --light --image REF@sha256:… [--version V] [--out DIR]
 
-The image is built with the Dockerfile (``--base`` is its base; options after ``--`` go to the build), or given by
-``--image``. A light stemcell only names an image in a registry. Shapes are those of bosh-linux-stemcell-builder
-(``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and those that CPIs read (bosh-docker-cpi
-``stemcell/metadata.go``).
+The image is built with the Dockerfile on ``--base``, with the options after ``--``, or exists already (``--image``). A
+light stemcell only names an image in a registry. The format is that of bosh-linux-stemcell-builder
+(``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the CPIs (bosh-docker-cpi ``stemcell/metadata.go``).
 """
 
 # ruff: noqa: INP001, T201 - a program for the terminal
@@ -34,7 +33,7 @@ from isal import igzip
 ROOT: Final = Path(__file__).resolve().parents[1]
 TAG: Final = "localhost/agent-shim/stemcell"
 API_VERSION: Final = 3
-"""Stemcell API version; from 3 on the Director may send signed links instead of credentials of its blobstore."""
+"""From 3 on the Director may send signed URLs instead of the credentials of its blobstore."""
 HEAVY: Final = ["warden-tar", "general-tar"]
 LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
 CHUNK: Final = 1 << 20
@@ -56,7 +55,7 @@ cat /var/vcap/bosh/etc/dev_tools_file_list
 echo --
 dpkg --list
 """
-"""Queries inside an image: its system, its packages, those of the agent, files of compilers, ``dpkg -l``."""
+"""Script for an image that prints its system, its packages, those of the agent, files of compilers, and ``dpkg -l``."""
 
 
 def main() -> int:
@@ -64,10 +63,10 @@ def main() -> int:
     try:
         made = light(arguments) if arguments.light else heavy(arguments)
     except subprocess.CalledProcessError as exc:
-        print(f"stemcell: cannot make it: {exc}", file=sys.stderr)
+        print(f"stemcell: cannot make a stemcell: {exc}", file=sys.stderr)
         return 1
     except OSError as exc:
-        print(f"stemcell: cannot make it: {exc.strerror}: {exc.filename}", file=sys.stderr)
+        print(f"stemcell: cannot make a stemcell: {exc.strerror}: {exc.filename}", file=sys.stderr)
         return 1
     print(made)
     return 0
@@ -76,17 +75,17 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./dev stemcell", description="Make a stemcell for container CPIs.")
     parser.add_argument("--light", action="store_true", help="only name an image in a registry")
-    parser.add_argument("--image", help="an image that is there already; with --light NAME:TAG@sha256:DIGEST")
-    parser.add_argument("--base", help="what the image is built on (default: that of the Dockerfile)")
-    parser.add_argument("--os", help="what manifests ask for: the system of the image (default), or NAME-MORE after it")
-    parser.add_argument("--version", help="the version of the stemcell (default: that of the base and ours)")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the tarball goes (default: dist)")
-    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="for the build, after --")
+    parser.add_argument("--image", help="an existing image; with --light NAME:TAG@sha256:DIGEST")
+    parser.add_argument("--base", help="base of the image (default: that of the Dockerfile)")
+    parser.add_argument("--os", help="operating system in manifests: that of the image (default), or SYSTEM-SUFFIX")
+    parser.add_argument("--version", help="version of the stemcell (default: that of the base and of the agent)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
+    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="option of the build, after --")
     return parser
 
 
 def light(arguments: argparse.Namespace) -> Path:
-    """Build a light stemcell: a pointer to an image; nothing is pulled or run."""
+    """Make a stemcell that points to an image, without pulling or running it."""
     reference, at, digest = (arguments.image or "").partition("@")
     if not at or re.fullmatch(r"sha256:[0-9a-f]{64}", digest) is None:
         raise SystemExit("stemcell: cannot make a light stemcell without --image NAME:TAG@sha256:DIGEST")
@@ -106,10 +105,10 @@ def light(arguments: argparse.Namespace) -> Path:
 
 
 def heavy(arguments: argparse.Namespace) -> Path:
-    """Build a full stemcell from the root file system of an image that is built or exists."""
+    """Make a stemcell with the root file system of a built or existing image."""
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None:
-        raise SystemExit("stemcell: cannot make it: neither podman nor docker is installed")
+        raise SystemExit("stemcell: cannot make a stemcell: neither podman nor docker is installed")
     image = arguments.image or TAG
     if not arguments.image:
         wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version}
@@ -121,7 +120,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
     packages, modules = ([line.split() for line in part.splitlines()] for part in said[1:3])
     system = arguments.os or facts["os"]
     if system != facts["os"] and not system.startswith(f"{facts['os']}-"):
-        raise SystemExit(f"stemcell: cannot make it for {system}: the image is {facts['os']}")
+        raise SystemExit(f"stemcell: cannot make a stemcell for {system}: the image is {facts['os']}")
     version = arguments.version or own_version(facts["version"])
     with tempfile.TemporaryDirectory(dir=_made(arguments.out)) as scratch:
         root = Path(scratch, "image")
@@ -140,7 +139,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """Return the version of this project, appended to that of the base stemcell."""
+    """Return the version of this project, after that of the base stemcell."""
     text = (ROOT / "agent_shim/__init__.py").read_text()
     found = re.search(r'__version__ = "([^"]+)"', text)
     assert found is not None
@@ -148,12 +147,12 @@ def own_version(base: str = "0.0.0") -> str:
 
 
 def name_of(system: str) -> str:
-    """Return a distinct name: a Director takes a second stemcell of one name and version for the first."""
+    """Return a distinct name: a Director mistakes a second stemcell of one name and version for the first."""
     return f"bosh-warden-boshlite-{system}-agent-shim"
 
 
 def manifest(system: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]) -> str:
-    """Return ``stemcell.MF``; YAML and JSON write its kinds of values alike."""
+    """Return ``stemcell.MF``; YAML and JSON write its values alike."""
     name, distribution = name_of(system), system.partition("-")[0]
     properties = {
         "name": name,
@@ -184,7 +183,7 @@ def manifest(system: str, version: str, formats: list[str], sums: str, pointers:
 
 
 def digests(chunks: Iterator[bytes]) -> str:
-    """Return several digests in one text, as bosh-utils parses them (crypto/multiple_digest.go)."""
+    """Return several digests in one text, as bosh-utils reads them (crypto/multiple_digest.go)."""
     sha1, sha256 = hashlib.sha1(usedforsecurity=False), hashlib.sha256()
     for chunk in chunks:
         sha1.update(chunk)
@@ -193,7 +192,7 @@ def digests(chunks: Iterator[bytes]) -> str:
 
 
 def cyclonedx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
-    """Return the bill of materials in CycloneDX 1.5."""
+    """Return the components of the stemcell in CycloneDX 1.5."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -207,7 +206,7 @@ def cyclonedx(system: str, version: str, packages: list[list[str]], modules: lis
 
 
 def spdx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
-    """Return the bill of materials in SPDX 2.3."""
+    """Return the components of the stemcell in SPDX 2.3."""
     name = f"{name_of(system)}-{version}"
     return {
         "spdxVersion": "SPDX-2.3",
@@ -243,7 +242,7 @@ def _components(system: str, packages: list[list[str]], modules: list[list[str]]
 
 
 def _export(tool: str, image: str, target: Path) -> None:
-    """Export the root file system of an image as a packed tarball."""
+    """Write the root file system of an image as a packed tarball."""
     create = [tool, "create", image, "true"]
     container = subprocess.run(create, check=True, capture_output=True, text=True).stdout.strip()
     try:
@@ -268,9 +267,9 @@ def _target(out: Path, name: str, version: str) -> Path:
 
 @contextmanager
 def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
-    """Write a tarball that gets its name once it is complete."""
+    """Open a tarball that gets its name when it is complete."""
     beside = path.with_name(path.name + ".part")
-    # Stored, not compressed: its large entries are already, and a second compression makes them larger.
+    # Stored, not packed: the large member is packed, and packing it again makes it larger.
     with (
         beside.open("wb") as raw,
         gzip.GzipFile("", mode="wb", compresslevel=0, fileobj=raw, mtime=0) as stored,
@@ -281,7 +280,7 @@ def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _packed(raw: BinaryIO) -> Any:
-    """A file that compresses written data; equal content gives equal bytes."""
+    """Open a file that packs written data; equal content gives equal bytes."""
     return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
 
 

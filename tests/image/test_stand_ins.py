@@ -39,9 +39,9 @@ async def said(container: Container, command: str) -> str:
         ("systemctl is-system-running", "offline\n1\n"),
         (
             "systemctl restart systemd-resolved",
-            "systemd-resolved belongs to the machine around this container: nothing is done\n0\n",
+            "systemd-resolved belongs to the host of this container: nothing is done\n0\n",
         ),
-        ("systemctl restart ssh", "ssh is a part of the agent, which sees to it itself\n0\n"),
+        ("systemctl restart ssh", "ssh is a part of the agent, which manages it\n0\n"),
         ("service rsyslog restart && service rsyslog status", "rsyslog is running\n0\n"),
         ("service nothing start", "nothing: unrecognized service\n1\n"),
         ("service sudo status", "0\n"),

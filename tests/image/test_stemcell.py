@@ -75,7 +75,7 @@ def test_another_operating_system_than_that_of_the_image_is_refused(podman: Podm
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
 
     assert done.returncode == 1
-    assert "cannot make it for ubuntu-xenial: the image is " in done.stderr
+    assert "cannot make a stemcell for ubuntu-xenial: the image is " in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

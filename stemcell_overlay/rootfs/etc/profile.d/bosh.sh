@@ -1,4 +1,4 @@
-# Read by login shells, and by interactive ones at the end of their .bashrc, whose prompt is that of the distribution.
+# Read by login shells, and by interactive shells at the end of .bashrc, which has set the distribution's prompt.
 case ":$PATH:" in
     *:/var/vcap/bosh/bin:*) ;;
     *) export PATH="$PATH:/var/vcap/bosh/bin" ;;
