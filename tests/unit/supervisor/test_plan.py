@@ -102,7 +102,7 @@ def test_other_rules_are_kept_for_the_checks() -> None:
 
 
 def test_statements_that_are_not_acted_on_are_named_without_what_may_be_secret() -> None:
-    """Those outside of checks with the first service; rules of checks that nobody makes."""
+    """Statements outside of checks go to the first service; rules of unsupported checks are dropped."""
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
@@ -138,7 +138,7 @@ def test_what_is_restarted(statements: tuple[str, ...], is_restartable: bool) ->
 
 
 def test_bad_file_makes_one_failing_process() -> None:
-    """It has the name of the job and says what is wrong; other jobs are what they were."""
+    """It has the name of the job and the error; other jobs are unchanged."""
     files = [
         JobFile("good", "", check("good")),
         JobFile("bad", "", check("bad1") + check("bad2")),
@@ -169,7 +169,7 @@ def test_missing_dependency_fails_its_job() -> None:
 
 
 def test_dependency_on_a_bad_job_fails_nobody_else() -> None:
-    """What is missing may stand in the file that cannot be read."""
+    """The missing service may be in the unreadable file."""
     files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
 
     assert list(errors(*files)) == ["bad"]

@@ -1,4 +1,4 @@
-"""What a service decides by itself: how long it waits before a restart, whom it takes along."""
+"""Decisions of a service alone: the wait before a restart, the dependants that restart with it."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_what_is_reported(state: State, text: str) -> None:
 
 
 def test_failed_check_makes_a_running_process_failing() -> None:
-    """And changes nothing of what is said of the others."""
+    """Reports of other states do not change."""
     assert reported(State.RUNNING, fails_a_check=True) == "failing"
     assert reported(State.STARTING, fails_a_check=True) == "starting"
     assert reported(State.UNMONITORED, fails_a_check=True) == "unknown"

@@ -1,7 +1,7 @@
-"""Long walks: whatever is asked of a service and happens to it, its state is what a simple model says.
+"""Long random walks: after any requests and events, the state of a service is that of a simple model.
 
-The life of the service is the real one; its process and programs are played, and time jumps from timer to timer. The
-model knows no moves: it derives the state from what is wanted and what is there.
+The service is the real one; its process and programs are played, and time jumps from timer to timer. The model has no
+transitions: it derives the state from the last request and the living processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPEC: Final = ProcessSpec(
 )
 BROKEN: Final = ProcessSpec(name="web", job="web", error="line 1")
 EVENTS: Final = 100
-"""Of one walk."""
+"""Settings of one walk."""
 
 Step: TypeAlias = Literal[
     "start", "stop", "unmonitor", "restart", "die", "appear", "moment", "while", "age",
@@ -57,7 +57,7 @@ STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1}
 
 
 class Jumping(selectors.SelectSelector):
-    """Nothing is waited for: the time to wait is over at once. Who waits for nothing at all has hung."""
+    """Time jumps to the next timer. A wait without a timer has hung."""
 
     now = 0.0
 
@@ -106,7 +106,7 @@ class Played:
 
 @dataclass
 class Machine:
-    """What there is, however the agent sees it. Asserts what must never happen."""
+    """The true state of the machine, apart from the agent's view; asserts the invariants."""
 
     process: Played | None = None
     starter: Played | None = None
@@ -256,7 +256,7 @@ class PlayedPrograms:
 
 @dataclass
 class Model:
-    """What is wanted and whether it is trusted; the rest are facts of the machine."""
+    """The last request and whether the process is trusted; the rest are facts of the machine."""
 
     machine: Machine
     wanted: Literal["up", "down", "left alone", "stuck", "nothing usable"] = "down"
@@ -304,7 +304,7 @@ class Model:
             self.wanted, self.is_ending = "down", True
 
     def boot(self) -> None:
-        """Nothing has survived; what was wanted is started anew, and trusted."""
+        """No process survived; wanted services start again, and are trusted."""
         self.wanted = "left alone" if self.wanted == "stuck" else self.wanted
         self.watched, self.is_trusted = None, True
         if self.is_ending:
@@ -374,20 +374,20 @@ class Walk:
             await self.life
 
     async def next_agent(self, *, same_world: bool) -> None:
-        """The agent has died, perhaps with everything else; its successor knows what was saved."""
+        """The agent has died, perhaps with all processes; its successor reads the saved record."""
         saved = msgspec.json.encode(self.service.record)
         await self.end()
         self.service.release()
         if not same_world:
             self.machine.kill_all()
-        # What stops it is no longer known when a file has broken meanwhile; a stop that goes on is begun again.
+        # The stop program is unknown if the file broke meanwhile; an unfinished stop is repeated.
         self.machine.stopper = None
         self.service = Service(self.spec, self._shared)
         self.service.resume(msgspec.json.decode(saved, type=Record), same_world=same_world)
         self._begin()
 
     async def step(self, step: Step) -> None:
-        """What is asked of the service, or what happens in the world, and a look at what has become of both."""
+        """Play a request or an event, then compare service and model."""
         what, _, how = step.partition(" ")
         if step in PAUSES:
             await self.pass_by(PAUSES[step])
@@ -411,7 +411,7 @@ class Walk:
         elif step == "appear" and not (machine.is_there or machine.is_starting):
             machine.appear()
             model.look(self.service.state, asyncio.get_running_loop().time())
-            # Whoever waits for it looks once in a while.
+            # The wait for it polls.
             await asyncio.sleep(NOTICED)
         elif step == "agent dies":
             await self.next_agent(same_world=True)
@@ -440,7 +440,7 @@ class Walk:
             await self.check()
 
     async def check(self) -> None:
-        """The service is as the model says, once nobody has anything to do at this moment."""
+        """Service and model agree as soon as no work is due."""
         await asyncio.sleep(1e-6)
         assert not self.life.done(), "its life has ended"
         service = self.service
@@ -449,7 +449,7 @@ class Walk:
         assert service.reported != "running" or (self.machine.is_there and self.model.is_trusted)
 
     async def never_gives_up(self) -> None:
-        """What is wanted and cannot be there is tried again, however often that has failed."""
+        """A wanted service that cannot run is retried without end."""
         starts = self.machine.starts
         await self.pass_by(PAUSES["age"] + START_TAKES["late"])
         if self.model.wanted == "up":
