@@ -519,12 +519,12 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I1",
-        "ends by itself three seconds after a start",
+        "ends by itself two seconds after a start",
         "agent_shim/actions/jobs.py",
         "    # The Director's start also completes what a recovery",
-        "    import os\n    asyncio.get_running_loop().call_later(3, os._exit, 0)\n    # The Director's start also completes what a recovery",
+        "    import os\n    asyncio.get_running_loop().call_later(2, os._exit, 0)\n    # The Director's start also completes what a recovery",
         "I1",
-        case="S-03",
+        case="N-13",
     ),
     Saboteur(
         "I2",

@@ -258,15 +258,14 @@ class Stand:
 
     async def broken(self) -> list[str]:
         """Return the violated invariants, each with the observation."""
-        found = []
-        if len(self.ends) != self.expected_ends:
-            found.append(f"I1: the agent ended {len(self.ends)} times, not {self.expected_ends}: {self.ends}")
-        found += await self._deaf()
+        found = await self._deaf()
         found += await self._tasks()
         found += await self._grown()
         found += await self._zombies()
         found += await self._left() + self.documents() + self._talk() + self._secrets()
         found += await self._restarted()
+        if len(self.ends) != self.expected_ends:
+            found.append(f"I1: the agent ended {len(self.ends)} times, not {self.expected_ends}: {self.ends}")
         return [one for one in found if one.partition(":")[0] not in self.omitted]
 
     async def _deaf(self) -> list[str]:
