@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import itertools
 import socket
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,18 +98,32 @@ def _read(path: str) -> str:
 
 
 def is_listening(port: int) -> bool:
-    """Return True if a server accepts TCP connections from other machines on ``port``."""
-    return any(port in parse_listeners(_read(f"/proc/net/{name}")) for name in ("tcp", "tcp6"))
+    """Return True if a server accepts TCP connections from other machines on ``port``. Blocks."""
+    return bool(listeners(port))
 
 
-def parse_listeners(text: str) -> set[int]:
-    """Return the listening ports in a ``/proc/net/tcp`` or ``tcp6`` text, except those bound to loopback."""
-    found = set()
-    for line in text.splitlines()[1:]:
+def listeners(port: int) -> set[int]:
+    """Return the users whose servers accept TCP connections from other machines on ``port``. Blocks.
+
+    The kernel lists listeners first, and the sockets of jobs after them are not read: there may be a million.
+    """
+    found: set[int] = set()
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError), Path("/proc/net", name).open(encoding="ascii") as lines:
+            found |= parse_listeners(lines).get(port, set())
+    return found
+
+
+def parse_listeners(lines: Iterable[str]) -> dict[int, set[int]]:
+    """Map the listening ports of ``/proc/net/tcp`` or ``tcp6``, except those bound to loopback, to their users."""
+    found: dict[int, set[int]] = {}
+    for line in itertools.islice(lines, 1, None):
         columns = line.split()
+        if columns[3] != _LISTEN:
+            break
         address, _, port = columns[1].partition(":")
-        if columns[3] == _LISTEN and address not in _LOOPBACK:
-            found.add(int(port, 16))
+        if address not in _LOOPBACK:
+            found.setdefault(int(port, 16), set()).add(int(columns[7]))
     return found
 
 

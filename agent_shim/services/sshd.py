@@ -77,8 +77,16 @@ class Sshd:
             with errors_as("Seeing to sshd"):
                 if not self._is_needed():
                     await self._stop()
-                elif not network.is_listening(self._port):
+                elif not await self._is_served():
                     await self._start()
+
+    async def _is_served(self) -> bool:
+        """Return True if a server listens; raises ``HostError`` if it is a job's, which takes a port where it may."""
+        users = await asyncio.to_thread(network.listeners, self._port)
+        if strangers := users - {0, os.geteuid()}:
+            whose = f"a process of user {min(strangers)}"
+            raise HostError(f"port {self._port} is in use by {whose}, which is no sshd: end it")
+        return bool(users)
 
     async def _start(self) -> None:
         program = shutil.which("sshd", path=command.ENVIRONMENT["PATH"])
@@ -95,11 +103,14 @@ class Sshd:
         )
         try:
             async with asyncio.timeout(LISTEN_TIMEOUT_S):
-                while not network.is_listening(self._port):
+                while not await self._is_served():
                     if not server.is_alive:
                         status, said = await server.wait(), self._log.read_bytes()[begin:].decode(errors="replace")
                         raise HostError(f"it ended with code {status}: {' '.join(said.split())[-500:]}")
                     await asyncio.sleep(POLL_S)
+        except HostError:
+            await server.terminate(GRACE_S)
+            raise
         except TimeoutError:
             await server.terminate(GRACE_S)
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None

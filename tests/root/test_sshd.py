@@ -324,6 +324,25 @@ def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str]
     assert ":22 " in alone.run("ss", "-Htln").stdout
 
 
+def test_a_job_in_the_place_of_the_server_is_no_server(alone: Alone) -> None:
+    """Where users may bind port 22, as in Docker: the operator learns it from the error, not from a wrong host key."""
+    code = (
+        "import os, socket, time; os.setresuid(1234, 1234, 1234);"
+        "s = socket.create_server(('0.0.0.0', 2022)); print('up', flush=True); time.sleep(99)"
+    )
+    job = alone.box.popen([*DIES, *alone.prefix, "python3", "-c", code], stdout=-1)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"up\n"
+        error = alone.setup("bosh_any", port=2022)
+    finally:
+        job.kill()
+        job.communicate()
+
+    assert error == "Seeing to sshd: port 2022 is in use by a process of user 1234, which is no sshd: end it"
+    assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
+
+
 def test_a_server_that_cannot_start_is_told_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
     """In the server's words."""
     stranger("127.0.0.1")  # serves no client from outside

@@ -185,7 +185,7 @@ RAW: Mapping[str, Raw] = {
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
-    "host.network": Raw(KERNEL, frozenset({"_read", "is_of_machine"})),
+    "host.network": Raw(KERNEL, frozenset({"_read", "listeners", "is_of_machine"})),
     "host.packing": Raw(
         "roots that the agent names; below them the door, and what it holds",
         frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_Root.open_entry", "_listed", "pack"}),

@@ -36,18 +36,34 @@ TCP = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrns
 @pytest.mark.parametrize(
     ("line", "ports"),
     [
-        ("   0: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1\n", {22}),
-        ("   0: 0500000A:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1\n", {2024}),
-        ("   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n", set()),
-        ("   0: 0100007F:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1\n", set()),
-        (f"   0: {'0' * 32}:0016 {'0' * 32}:0000 0A 00000000:00000000 00:00000000 00000000 0 0 1 1\n", {22}),
-        (f"   0: {'0' * 24}01000000:0016 {'0' * 32}:0000 0A 00000000:00000000 00:00000000 00000000 0 0 1 1\n", set()),
-        ("", set()),
+        ("   0: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1\n", {22: {0}}),
+        (
+            "   0: 0500000A:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1\n",
+            {2024: {0}},
+        ),
+        ("   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n", {}),
+        ("   0: 0100007F:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1\n", {}),
+        (f"   0: {'0' * 32}:0016 {'0' * 32}:0000 0A 00000000:00000000 00:00000000 00000000 0 0 1 1\n", {22: {0}}),
+        (f"   0: {'0' * 24}01000000:0016 {'0' * 32}:0000 0A 00000000:00000000 00:00000000 00000000 0 0 1 1\n", {}),
+        ("", {}),
+        (
+            "   0: 00000000:0016 0:0 0A 0:0 00:0 0 1000 0 1 1\n   1: 0500000A:0016 0:0 0A 0:0 00:0 0 0 0 1 1\n",
+            {22: {0, 1000}},
+        ),
     ],
 )
-def test_listeners(line: str, ports: set[int]) -> None:
+def test_listeners(line: str, ports: dict[int, set[int]]) -> None:
     """Those that others can reach; a connection is none."""
-    assert network.parse_listeners(TCP + line) == ports
+    assert network.parse_listeners((TCP + line).splitlines()) == ports
+
+
+def test_connections_are_not_read() -> None:
+    """The kernel lists listeners first; a job can have a million connections."""
+    connection = "   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n"
+    lines = iter([TCP, *[connection] * 3])
+
+    assert network.parse_listeners(lines) == {}
+    assert len(list(lines)) == 2
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")])
