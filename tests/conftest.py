@@ -56,16 +56,19 @@ EXIT_WAIT_S = 10
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail if a test leaves a process: it would take its processor from all later tests of this machine."""
+    """Kill what tests leave, and fail if that cannot be killed.
+
+    A program that forks and exits without end would take a processor from all later tests of this machine.
+    """
     yield
     base = os.fsencode(tmp_path_factory.getbasetemp())
     give_up_at = time.monotonic() + EXIT_WAIT_S
     while (left := _processes_of(base)) and time.monotonic() < give_up_at:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"tests left processes behind, now killed: {left}"
+    assert not left, f"tests left processes that cannot be killed: {left}"
 
 
 def _processes_of(base: bytes) -> dict[int, str]:

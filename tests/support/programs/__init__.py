@@ -69,6 +69,7 @@ def marked(name: str, value: str) -> list[proc.Stat]:
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill what a test has left behind."""
-    for stat in marked(name, value):
-        process.send(stat.identity, signal.SIGKILL)
+    """Kill the processes that a test has left, and those that they fork meanwhile."""
+    while left := marked(name, value):
+        for stat in left:
+            process.send(stat.identity, signal.SIGKILL)
