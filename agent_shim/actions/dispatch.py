@@ -1,8 +1,8 @@
 """Dispatches requests to actions and builds the replies.
 
 Texts, argument binding and the choice between an answer and a task id are those of the Go agent
-(agent/action_dispatcher.go, agent/action/runner.go). The only broad exception handler of the program is here: no
-request can end the process.
+(agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no
+request ends the process.
 """
 
 from __future__ import annotations

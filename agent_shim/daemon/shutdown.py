@@ -3,6 +3,8 @@
 All steps fit into the grace: pre-stop and drain scripts of all jobs (every process stays up until the last drain has
 ended), stop, post-stop. The last seconds are reserved for KILL. The Director's wanted state is unchanged: no marker is
 written, and the jobs return with the container.
+
+``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from agent_shim.core.errors import ArchiveError
 from agent_shim.host import files
 
 CHUNK_BYTES: Final = files.CHUNK_BYTES
-BLOCK: Final = tarfile.BLOCKSIZE
+BLOCK_BYTES: Final = tarfile.BLOCKSIZE
 
 GZIP: Final = b"\x1f\x8b"
 
@@ -236,10 +236,10 @@ class _Reader:
         self._members -= 1
         if self._members < 0:
             raise ArchiveError("it has too many members")
-        block = self._stream.read(BLOCK)
-        while 0 < len(block) < BLOCK and (more := self._stream.read(BLOCK - len(block))):
+        block = self._stream.read(BLOCK_BYTES)
+        while 0 < len(block) < BLOCK_BYTES and (more := self._stream.read(BLOCK_BYTES - len(block))):
             block += more
-        if block in (b"", bytes(BLOCK)):  # one empty block is enough for GNU tar, too
+        if block in (b"", bytes(BLOCK_BYTES)):  # one empty block is enough for GNU tar, too
             return None
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
@@ -260,7 +260,7 @@ class _Reader:
         if self._room < 0:
             raise ArchiveError("it is too large when unpacked")
         self._left = size
-        self._padding = -size % BLOCK
+        self._padding = -size % BLOCK_BYTES
 
     def _exactly(self, size: int) -> None:
         while size:

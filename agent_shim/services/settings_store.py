@@ -1,8 +1,8 @@
 """Settings on disk: found, awaited, reloaded, cached.
 
-Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document; either is
-overlaid by ``update_settings.json`` (settings/service.go of the Go agent). A file that is missing, empty, incomplete or
-invalid is awaited: CPIs write it after the container has started. Each state of it is logged once.
+Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document.
+``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). The store waits if
+no source is usable: CPIs write files after the container has started. Each error of a file is logged once.
 
 The store also keeps the bus credentials from before the last rotation, for a boot at which the present ones fail.
 """
@@ -122,7 +122,7 @@ class SettingsStore:
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # Not in a thread: this takes about 10 µs, and a thread, twice a second, took a quarter of all idle time.
+        # Not in a thread: this takes about 10 µs; a thread for each poll took a quarter of all idle time.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
@@ -158,7 +158,7 @@ class SettingsStore:
             return self._current.update if self._current else settings.UpdateSettings()
 
     async def _keep(self, raw: bytes) -> None:
-        """Cache the document for a time without its source; the settings are used even if this fails."""
+        """Cache the document, for use when its source is unavailable; the settings are used even if this fails."""
         if self._current is not None and await asyncio.to_thread(_same, self._paths.settings_cache, raw):
             return
         try:

@@ -1,6 +1,6 @@
 """All services of this instance: requests of the Director and operators, and reports to them.
 
-Each change is saved, so the next agent resumes from it, however this one ends.
+Each change is saved, so the next agent resumes from it, however this one ends. Restarts are in ``service``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCHEMA: Final = 1
 """Version of the saved state; other versions are ignored."""
 SAVE_DELAY_S: Final = 0.02
 """Seconds during which changes are gathered into one write."""
-STOP_BUDGET: Final = 300.0
+STOP_TIMEOUT_S: Final = 300.0
 """Seconds the Go agent allows for a stop (jobsupervisor/monit_job_supervisor.go); the Director waits no longer."""
 KILL_SHARE: Final = 0.9
 """Fraction of the budget after which remaining processes are killed."""
@@ -314,7 +314,7 @@ class Supervisor:
         """Stop saving: another agent continues from the saved state."""
         self._is_sealed = True
 
-    async def stop(self, *, wait: bool, timeout: float = STOP_BUDGET) -> None:
+    async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
         """Stop all jobs and, unless sealed, write the marker; with ``wait``, return once no process of them is left.
 
         Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go); the Director

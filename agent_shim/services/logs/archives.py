@@ -26,7 +26,7 @@ from agent_shim.host import files, worker_client
 
 REMARKS: Final = "agent_shim.remarks.txt"
 """Entry of an archive that lists its deviations from the files on disk; absent without any."""
-KEPT: Final = 24 * 3600.0
+MAX_AGE_S: Final = 24 * 3600.0
 """Age at which an archive on disk is removed."""
 NICE: Final = 5
 """Niceness of packing relative to the agent: jobs have priority."""
@@ -159,5 +159,5 @@ def _tidy(directory: Path) -> None:
     os.utime(directory)
     now = directory.stat().st_mtime
     for path in directory.iterdir():
-        if files.is_leftover(path.name) or now - path.lstat().st_mtime > KEPT:
+        if files.is_leftover(path.name) or now - path.lstat().st_mtime > MAX_AGE_S:
             files.remove_tree(path)

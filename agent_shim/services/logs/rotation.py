@@ -37,7 +37,7 @@ MAX_REMOVED: Final = 500
 """Logs rotated and archives removed in one round; others wait for the next."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
-BLOCK: Final = 512
+BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
 OUT_OF_FORCE: Final = ".disabled"
@@ -221,7 +221,7 @@ def look_at(root: Path, job: str, limit: int) -> Findings:
     archives: list[Found] = []
     with guarded.held(root) as top:
         for path, status in guarded.walk(top, job, depth=MAX_DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
-            size = min(status.st_size, status.st_blocks * BLOCK)
+            size = min(status.st_size, status.st_blocks * BLOCK_BYTES)
             if path.endswith(".log"):
                 if size > limit:
                     logs.append(Found(path, size, status.st_mtime))
