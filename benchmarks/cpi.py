@@ -118,11 +118,20 @@ class Bare:
         self.until_ready(pod["metadata"]["name"])
         return time.monotonic() - began
 
-    def remove(self, pod: str) -> None:
+    def until_gone(self, pod: str) -> None:
+        """Wait until the object of a pod is gone."""
         link = self.connection()
-        self.ask(link, "DELETE", f"pods/{pod}", {"gracePeriodSeconds": 0})
+        give_up_at = time.monotonic() + POD_TIMEOUT_S
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < give_up_at:
+                self.ask(link, "GET", f"pods/{pod}")
+                time.sleep(0.1)
+
+    def remove(self, pod: str) -> None:
+        """Remove the objects made with a pod; an attachment has none."""
+        link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
-            with contextlib.suppress(RuntimeError):  # an attachment has none
+            with contextlib.suppress(RuntimeError):
                 self.ask(link, "DELETE", other)
 
 
@@ -241,7 +250,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         made = settings_by_hand(secret, instance.vm, other, arguments), copied(pod, instance.vm, other)
         claims = [claim_by_hand(data, instance.vm, other)]
         by_hand.append(await asyncio.to_thread(bare.make, *made, claims))
-        await asyncio.to_thread(bare.remove, other)
+        await _remove(site, bare, other)
         fresh = Instance("one")
         began = time.monotonic()
         await _create_vm(site, fresh)
@@ -254,6 +263,8 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         # The claim is bound by its first user, which is the storage's time.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
+        # A pod of the same name waits for the end of the former one, which is the kubelet's time.
+        await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         began = time.monotonic()
         await site.cpi.call("attach_disk", instance.vm, disk)
         by_cpi.append(time.monotonic() - began)
@@ -261,8 +272,14 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         other = f"by-hand-{uuid.uuid4().hex[:16]}"
         made_by_hand = copied(json.loads(json.dumps(attachment).replace(instance.disk, disk)), name, other)
         by_hand.append(await asyncio.to_thread(bare.make, None, made_by_hand))
-        await asyncio.to_thread(bare.remove, other)
+        await _remove(site, bare, other)
     figures["cpi attach_disk, live"] = _seconds(by_cpi, by_hand, "the same attachment pod made by hand, until ready")
+
+
+async def _remove(site: Site, bare: Bare, pod: str) -> None:
+    """Remove a pod made by hand, as `delete_vm` does, and wait until the kubelet has ended it."""
+    await site.namespace.pod(pod).delete()
+    await asyncio.to_thread(bare.remove, pod)
 
 
 def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, count: int) -> None:

@@ -23,6 +23,10 @@ PASSING: Final = re.compile(
     r"time-?out|timed out|connection (refused|reset)|EOF|too ?many ?requests|429|50[0234]", re.IGNORECASE
 )
 """Words of a failed pull that another attempt may fix."""
+NEW_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims')
+"""Words of the scheduler for a claim that it has not seen yet or whose volume is being made."""
+NEW_CLAIM_TIMEOUT_S: Final = 60
+"""A scheduler behind 32 new pods needed more than ten seconds to see their claims."""
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
@@ -149,7 +153,11 @@ class _Judge:
 
     def __init__(self, name: str, timeouts: Timeouts) -> None:
         self._name = name
-        self._patience = {"unschedulable": timeouts.unschedulable, "crashing": timeouts.crashing}
+        self._patience = {
+            "claim": max(timeouts.unschedulable, NEW_CLAIM_TIMEOUT_S),
+            "unschedulable": timeouts.unschedulable,
+            "crashing": timeouts.crashing,
+        }
         self._since: dict[str, float] = {}
         self._logged = ""
 
@@ -161,12 +169,15 @@ class _Judge:
             self._logged = text
         if has_ended(pod):
             raise VMCreationFailedError(f"the pod {self._name} has ended: {text}", ok_to_retry=True)
-        reason, message = _waiting(pod)
+        reason, words = _waiting(pod)
         if reason in HOPELESS:
             raise VMCreationFailedError(
-                f"the pod {self._name} cannot start: {text}", ok_to_retry=bool(PASSING.search(message))
+                f"the pod {self._name} cannot start: {text}", ok_to_retry=bool(PASSING.search(words))
             )
-        self._wait("unschedulable", _unschedulable(pod) is not None, text)
+        message = _unschedulable(pod)
+        is_claim_new = message is not None and NEW_CLAIM.search(message) is not None
+        self._wait("claim", is_claim_new, text)
+        self._wait("unschedulable", message is not None and not is_claim_new, text)
         self._wait("crashing", _crash(pod) is not None or reason.endswith("Error"), text)
 
     def _wait(self, kind: str, is_so: bool, text: str) -> None:

@@ -81,6 +81,19 @@ def test_no_node_takes_the_pod(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
+@pytest.mark.parametrize(
+    "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
+)
+def test_a_claim_that_the_scheduler_has_not_seen_gets_time(cpi: Cpi, cluster: Cluster, message: str) -> None:
+    """The pod waits beyond `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
+    cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
+
+    with pytest.raises(CpiFailedError, match="is not ready after 3 s: no node takes it"):
+        cpi.create_vm()
+
+    assert cluster.snapshot() == {}
+
+
 def test_container_that_ends_again_and_again(cpi: Cpi, cluster: Cluster) -> None:
     ended = {"terminated": {"exitCode": 78, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
