@@ -63,14 +63,12 @@ class Process:
         self.pid: Final = stat.pid
         self.start_ticks: Final = stat.start_ticks
         self.seen_ticks = stat.start_ticks
-        """Last tick at which it was known to be alive; for a child, until it is reaped, as its pid is reserved until
-        then.
+        """Until this tick, its pid, group and session were known to be its own: a child's until it is reaped. One later
+        if its group outlived it, as a member may be as young as that tick.
         """
         self.cgroups: Sequence[str] = ()
         """Directories of the cgroups that ``spawn`` put it in."""
         self._leads = leads
-        self._group_outlived = False
-        """Its group had members left when it was reaped."""
         self._pidfd = pidfd
         self._status: int | None = None
         self._is_over = False
@@ -203,8 +201,7 @@ class Process:
         A member that started while the leader was known to be alive proves that the group is still the same.
         """
         found = [s for s in proc.table().values() if s.group == self.pid and s.start_ticks >= self.start_ticks]
-        seen = self.seen_ticks + self._group_outlived
-        has_lasted = any(s.start_ticks < seen or s.identity == self.identity for s in found)
+        has_lasted = any(s.start_ticks < self.seen_ticks or s.identity == self.identity for s in found)
         return [s for s in found if s.is_alive] if has_lasted else []
 
     def _poll(self) -> None:
@@ -236,11 +233,10 @@ class Process:
             self.release()
             self._finish(status)
 
-    def _finish(self, status: int | None, seen_ticks: int = 0, *, group_outlived: bool = False) -> None:
+    def _finish(self, status: int | None, seen_ticks: int = 0) -> None:
         self._forget()
         self._status = status
         self.seen_ticks = max(self.seen_ticks, seen_ticks)
-        self._group_outlived = group_outlived
         self._is_over = True
         for waiter in self._waiters:
             if not waiter.done():
@@ -418,7 +414,7 @@ def reap(pid: int) -> bool:
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
     group_outlived = _leaves_children(pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
-        process._finish(status, now, group_outlived=group_outlived)  # noqa: SLF001 - one class, two halves
+        process._finish(status, now + group_outlived)  # noqa: SLF001 - one class, two halves
     return True
 
 

@@ -17,7 +17,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import ProcessFinder
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import eventually, foreign, is_alive, number_in
-from tests.support.programs.jobs import World, info, program, until
+from tests.support.programs.jobs import LASTING, World, info, program, until
 
 # --- starting -------------------------------------------------------------------------------------------------------
 
@@ -448,6 +448,22 @@ async def test_what_a_killed_process_has_left_is_ended_before_its_successor_star
         assert world.lines() == []
         await supervisor.stop(wait=True)
         running.cancel()
+
+
+@pytest.mark.usefixtures("cgroups_or_not")
+async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_starts(world: World) -> None:
+    """Its only evidence is the session; it is as young as the clock tick in which the leader is reaped."""
+    child = world.base / "child"
+    forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
+    start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        found = await until(supervisor, "web", "running")
+        process.send((found.pid, _ticks(found.pid)), signal.SIGUSR1)
+        pid = await eventually(lambda: number_in(child))
+        await eventually(lambda: info(supervisor, "web").pid not in (0, found.pid))
+
+        assert not is_alive(pid)
+        await supervisor.stop(wait=True)
 
 
 async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
