@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
@@ -32,37 +35,77 @@ def kind_of(name: str) -> str:
     return "settings" if name.endswith(".json") else ""
 
 
-def main(files: Sequence[Path], kind: str | None) -> int:
-    """Check each file, as ``kind`` if its name is ambiguous; return the exit code of the worst."""
-    kinds = {path: kind_of(path.name) or kind or "" for path in files}
-    unknown = [path for path, found in kinds.items() if not found]
+def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False) -> int:
+    """Check each file, as ``kind`` if its name is ambiguous; return the exit code of the worst.
+
+    With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``.
+    """
+    reports = [_Report(path, kind_of(path.name) or kind or "") for path in files]
+    unknown = [report.file for report in reports if not report.kind]
     if unknown:
         print(f"agent-shim: cannot check {unknown[0]}: its name does not say what it is (use --as)", file=sys.stderr)
         return USAGE
-    wrong = False
     parsed: list[parser.MonitFile] = []
-    for path, found in kinds.items():
+    for report in reports:
         try:
-            text = path.read_bytes()
-            if found == "monit":
-                parsed.append(parser.parse(_decoded(text, path), origin=str(path)))
-            elif found == "bpm":
-                config.parse(_decoded(text, path), origin=str(path))
-            elif found == "agent":
-                settings.parse_config(text, origin=str(path))
-            else:
-                settings.parse(text, origin=str(path))
-        except (ConfigError, OSError) as exc:
-            reason = str(exc) if isinstance(exc, ConfigError) else f"cannot read {path}: {exc.strerror}"
-            print(reason, file=sys.stderr)
-            wrong = True
-        else:
-            print(f"{path}: good ({found})")
+            _check(report, parsed)
+        except ConfigError as exc:
+            report.mistakes.append(str(exc))
+        except OSError as exc:
+            report.mistakes.append(f"cannot read {report.file}: {exc.strerror}")
+    by_origin = {str(report.file): report for report in reports}
     for problem in parser.problems(parsed):
-        is_warning = problem.kind == "missing"
-        print(f"{'warning: ' if is_warning else ''}{problem}", file=sys.stderr)
-        wrong = wrong or not is_warning
-    return WRONG if wrong else GOOD
+        report = by_origin[problem.origin]
+        (report.warnings if problem.kind == "missing" else report.mistakes).append(str(problem))
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode([report.as_json() for report in reports])).decode())
+    else:
+        for report in reports:
+            report.show()
+    return WRONG if any(report.mistakes for report in reports) else GOOD
+
+
+def _check(report: _Report, parsed: list[parser.MonitFile]) -> None:
+    """Read a file as the daemon does; raises ``ConfigError`` with all its mistakes."""
+    text, origin = report.file.read_bytes(), str(report.file)
+    unknown: list[str] = []
+    if report.kind == "monit":
+        parsed.append(parser.parse(_decoded(text, report.file), origin=origin))
+    elif report.kind == "bpm":
+        config.parse(_decoded(text, report.file), origin=origin, unknown=unknown)
+    elif report.kind == "agent":
+        settings.parse_config(text, origin=origin, unknown=unknown)
+    else:
+        found = settings.parse(text, origin=origin, ignored=unknown)
+        settings.require_bus(settings.Effective(found, settings.UpdateSettings()), origin)
+    report.warnings += [f"{origin}: {key}" for key in unknown]
+
+
+@dataclass
+class _Report:
+    """Findings of one file."""
+
+    file: Path
+    kind: str
+    mistakes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def show(self) -> None:
+        for warning in self.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        for mistake in self.mistakes:
+            print(mistake, file=sys.stderr)
+        if not self.mistakes:
+            print(f"{self.file}: good ({self.kind})")
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "file": str(self.file),
+            "kind": self.kind,
+            "is_good": not self.mistakes,
+            "mistakes": self.mistakes,
+            "warnings": self.warnings,
+        }
 
 
 def _decoded(content: bytes, path: Path) -> str:

@@ -222,6 +222,9 @@ def _add_for_tools(command: Command) -> None:
 
     check = command("check", _check, "validate configuration files")
     check.add_argument("--as", dest="kind", choices=KINDS, help="kind of the files if their names are ambiguous")
+    check.add_argument(
+        "--json", action="store_true", dest="as_json", help="print mistakes and warnings of each file as JSON"
+    )
     check.add_argument("files", nargs="+", type=Path, metavar="FILE")
 
     probe = command("probe", _probe, "print the answer of /healthz or /readyz, for exec probes")
@@ -389,7 +392,7 @@ def _logs(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from agent_shim.cli import check
 
-    return check.main(args.files, args.kind)
+    return check.main(args.files, args.kind, as_json=args.as_json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from agent_shim.core import wire, x509
+from agent_shim.core import config_check, wire, x509
 from agent_shim.core.errors import ConfigError, SettingsError
 from agent_shim.core.wire import Internal, Lenient
 
@@ -27,7 +27,14 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
 """Settings files of container CPIs; all CPIs but those of Kubernetes write the first."""
-SIZE: Final = "^[0-9]{1,15}[kKmMgG]?$"
+_PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+LISTENER: Final = rf"\A(?:off|(?P<host>.+):(?P<port>{_PORT}))\Z"
+Listener = Annotated[str, msgspec.Meta(pattern=LISTENER, description="ADDR:PORT or off")]
+OptionalListener = Annotated[str, msgspec.Meta(pattern=rf"\A\Z|{LISTENER}", description="ADDR:PORT or off")]
+Size = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,15}[kKmMgG]?\Z", description="a size like 50M")]
+Level = Annotated[
+    str, msgspec.Meta(pattern=r"\A(?i:debug|info|warning|error)\Z", description="debug, info, warning or error")
+]
 
 
 # --- agent.json -----------------------------------------------------------------------------------------------------
@@ -69,8 +76,8 @@ class MonitOptions(msgspec.Struct, frozen=True):
     Empty means the port of monit on the real tree, and off below another base directory.
     """
 
-    http: str = ""
-    mail: str = ""
+    http: OptionalListener = ""
+    mail: OptionalListener = ""
     password: str = ""
     """Replaces the random password, for releases that rely on that of the Go agent (``random-password``)."""
 
@@ -79,10 +86,10 @@ class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Rotation of the logs of jobs; sizes as in logrotate (``50M``). ``rotate`` false disables it."""
 
     rotate: bool = True
-    size: Annotated[str, msgspec.Meta(pattern=SIZE)] = "50M"
+    size: Size = "50M"
     """Maximum size of a file; ``properties.logging.max_log_file_size`` from the Director takes precedence."""
     keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 7
-    total: Annotated[str, msgspec.Meta(pattern=SIZE)] = "1G"
+    total: Size = "1G"
     """Maximum size of all archives together."""
     period: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Seconds between two checks."""
@@ -91,11 +98,11 @@ class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
 class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Options of this agent, under the key ``AgentShim``, which the Go agent ignores."""
 
-    http: str = "0.0.0.0:9190"
+    http: Listener = "0.0.0.0:9190"
     """``ADDR:PORT`` of metrics and probes, or ``off``."""
-    log_format: str = ""
-    log_level: str = "info"
-    grace: float = 30.0
+    log_format: Annotated[str, msgspec.Meta(pattern=r"\A(?:json|text)?\Z", description="json or text")] = ""
+    log_level: Level = "info"
+    grace: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     """Seconds for the orderly stop of all jobs; less than the pod's terminationGracePeriodSeconds."""
     spec: str = ""
     """Directory of rendered jobs and packages to deploy without a Director."""
@@ -132,12 +139,24 @@ class AgentConfig(msgspec.Struct, frozen=True):
         return list(dict.fromkeys([*named, *CPI_SETTINGS]))
 
 
-def parse_config(raw: bytes, *, origin: str) -> AgentConfig:
-    """Read agent.json; ``origin`` names it in errors."""
+def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
+    """Read agent.json; ``origin`` names it in errors, which list all mistakes.
+
+    ``unknown`` gets a line for each unknown key of ``AgentShim``; the other parts belong to the Go agent.
+    """
     try:
-        return wire.convert(wire.decode_json(raw), AgentConfig)
+        document = wire.decode_json(raw)
+        if unknown is not None:
+            unknown += config_check.unknown_keys(_member(document, "agentshim"), ShimOptions, "$.AgentShim")
+        return _converted(document, AgentConfig)
     except ValueError as exc:
         raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
+
+
+def _member(document: Any, name: str) -> Any:
+    """Return a member by its name in lower case; None if absent."""
+    members = document.items() if isinstance(document, dict) else ()
+    return next((value for key, value in members if key.lower() == name), None)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -322,9 +341,33 @@ def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None
     if not raw.strip():
         raise SettingsError(f"cannot read settings from {origin}: the file is empty")
     try:
-        return wire.convert(wire.decode_json(raw), wanted, ignored)
+        return _converted(wire.decode_json(raw), wanted, ignored)
     except ValueError as exc:
         raise SettingsError(f"cannot read settings from {origin}: {exc}") from exc
+
+
+def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:
+    """Convert a document; raises ``ValueError`` with all mistakes."""
+    try:
+        return wire.convert(document, wanted, ignored)
+    except msgspec.ValidationError as exc:
+        found = config_check.mistakes(wire.normalized(document, wanted, []), wanted)
+        raise ValueError("; ".join(found) or str(exc)) from exc
+
+
+def require_bus(found: Effective, origin: str) -> None:
+    """Raise ``SettingsError`` if ``found`` has no bus, or one whose addresses in ``origin`` cannot be used."""
+    urls = found.mbus.urls
+    if not urls:
+        raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
+    if not found.update.mbus.urls and not all(map(_is_bus, urls)):
+        place = "$.env.bosh.mbus.urls" if found.source.env.bosh.mbus.urls else "$.mbus"
+        raise SettingsError(f"cannot use the settings in {origin}: {place} is no address like nats://HOST:PORT")
+
+
+def _is_bus(url: str) -> bool:
+    parts = bus_address(url)
+    return parts.scheme in ("nats", "https") and bool(parts.hostname)
 
 
 # --- what follows from both -------------------------------------------------------------------------------------------

@@ -168,11 +168,12 @@ def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None)
     ``ignored`` gets a line for each ``Lenient`` member of a wrong type. Raises ``msgspec.ValidationError`` with the
     JSON path.
     """
-    converted: T = msgspec.convert(_lenient(value, wanted, [] if ignored is None else ignored), wanted)
+    converted: T = msgspec.convert(normalized(value, wanted, [] if ignored is None else ignored), wanted)
     return converted
 
 
-def _lenient(value: Any, wanted: Any, ignored: list[str]) -> Any:
+def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
+    """Return ``value`` with the names of ``wanted`` and its zero values, without unknown members; as in ``convert``."""
     if _is_marked(wanted, "digest"):
         return _digest_text(value)
     if value is None:
@@ -182,22 +183,22 @@ def _lenient(value: Any, wanted: Any, ignored: list[str]) -> Any:
     origin = typing.get_origin(wanted)
     if origin in (types.UnionType, typing.Union):
         inner = [arm for arm in typing.get_args(wanted) if arm is not type(None)]
-        return _lenient(value, inner[0], ignored) if len(inner) == 1 else value
+        return normalized(value, inner[0], ignored) if len(inner) == 1 else value
     if isinstance(value, dict):
         if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
             return _members(value, wanted, ignored)
         if origin is dict:
             arm = typing.get_args(wanted)[1]
-            return {name: _lenient(member, arm, ignored) for name, member in value.items()}
+            return {name: normalized(member, arm, ignored) for name, member in value.items()}
     if isinstance(value, list):
         if origin in (list, frozenset, set):
             arm = typing.get_args(wanted)[0]
-            return [_lenient(member, arm, ignored) for member in value]
+            return [normalized(member, arm, ignored) for member in value]
         if origin is tuple:
             arms = typing.get_args(wanted)
             if len(arms) == 2 and arms[1] is ...:
-                return [_lenient(member, arms[0], ignored) for member in value]
-            return [_lenient(member, arm, ignored) for member, arm in zip(value, arms, strict=False)] + value[
+                return [normalized(member, arms[0], ignored) for member in value]
+            return [normalized(member, arm, ignored) for member, arm in zip(value, arms, strict=False)] + value[
                 len(arms) :
             ]
     return value
@@ -211,7 +212,7 @@ def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[
         encoded, arm = fields.get(name.lower(), (None, None))
         if encoded is None or (member is None and not _is_marked(arm, "digest")):
             continue
-        taken = _lenient(member, arm, ignored)
+        taken = normalized(member, arm, ignored)
         if _is_marked(arm, "lenient"):
             try:
                 msgspec.convert(taken, arm)

@@ -67,13 +67,16 @@ class Options:
 
 def main(options: Options) -> int:
     """Run until told to stop; returns the exit code."""
-    config = _read_config(options.config)
+    unknown: list[str] = []
+    config = _read_config(options.config, unknown)
     form = options.log_format or config.shim.log_format
     log.setup(
         level=options.log_level or config.shim.log_level,
         form=form,
         file=options.paths.agent_log / "current",
     )
+    for key in unknown:
+        logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     return asyncio.run(Daemon(options, config).serve(guard=os.environ.pop(DEBUG, "")))
@@ -85,11 +88,11 @@ def _guard_loop(reports: str) -> None:
         loop_guard.install(Path(reports) if Path(reports).is_dir() else None)
 
 
-def _read_config(path: Path | None) -> settings.AgentConfig:
+def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
     if path is None:
         return settings.AgentConfig()
     try:
-        return settings.parse_config(path.read_bytes(), origin=str(path))
+        return settings.parse_config(path.read_bytes(), origin=str(path), unknown=unknown)
     except OSError as exc:
         raise ConfigError(f"cannot read the agent's configuration from {path}: {exc.strerror}") from exc
 

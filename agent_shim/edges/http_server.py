@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Final, TypeAlias
 
 import httptools
 
+from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -225,10 +227,10 @@ def parse_address(text: str) -> tuple[str, int] | None:
     """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port; None for ``off``."""
     if text == "off":
         return None
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+    match = re.search(settings.LISTENER, text)
+    if match is None:
         raise ConfigError(f"cannot listen on {text!r}: the address must be ADDR:PORT or off")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return match["host"].removeprefix("[").removesuffix("]"), int(match["port"])
 
 
 @asynccontextmanager

@@ -65,8 +65,8 @@ class SettingsStore:
         update = await asyncio.to_thread(self._read_update)
         self._former = await asyncio.to_thread(_read_mbus, self._paths.former_mbus)
         found = settings.Effective(source, update)
-        if self._needs_bus and not found.mbus.urls:
-            raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
+        if self._needs_bus:
+            settings.require_bus(found, str(origin))
         if origin != self._paths.settings_cache:
             await self._keep(raw)
         self._current = found

@@ -19,9 +19,12 @@ from typing import Final, Literal, cast
 
 import yaml
 
+from agent_shim.core import config_check
 from agent_shim.core.errors import ConfigError
 
 ROOT: Final = PurePosixPath("/var/vcap")
+MAX_MISTAKES: Final = 20
+"""Mistakes of a file that its error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +97,28 @@ class BpmFile:
         return next((process for process in self.processes if process.name == name), None)
 
 
-def parse(text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT) -> BpmFile:
-    """Parse a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y``.
+def parse(
+    text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT, unknown: list[str] | None = None
+) -> BpmFile:
+    """Parse a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y; …``.
 
-    Additional volumes must be below ``root`` and cannot be the disks of ``job``.
+    Additional volumes must be below ``root`` and cannot be the disks of ``job``. ``unknown`` gets a line for each key
+    that bpm ignores.
     """
     node = _composed(text, origin)
     if node is None:
         return BpmFile()
-    top = _Map(origin, "", node)
+    notes = _Notes()
+    top = _Map(notes, "", node)
     disks = frozenset(str(root / disk / job) for disk in ("data", "store")) if job else frozenset[str]()
-    return BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
+    file = BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
+    if notes.mistakes:
+        more = len(notes.mistakes) - MAX_MISTAKES
+        shown = [*notes.mistakes[:MAX_MISTAKES], *([f"and {more} more"] if more > 0 else [])]
+        raise ConfigError(f"cannot read {origin}: {'; '.join(shown)}")
+    if unknown is not None:
+        unknown += notes.unknown_keys()
+    return file
 
 
 # --- the schema -----------------------------------------------------------------------------------------------------
@@ -113,7 +127,7 @@ def parse(text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT) 
 def _process(entry: _Map, root: str, disks: frozenset[str]) -> Process:
     signal = entry.text("shutdown_signal") or "TERM"
     if signal not in ("TERM", "INT"):
-        raise entry.error("shutdown_signal", "TERM or INT")
+        entry.wrong("shutdown_signal", "TERM or INT")
     volumes = [_additional(volume, root, disks) for volume in entry.maps("additional_volumes")]
     return Process(
         name=entry.required("name"),
@@ -150,7 +164,8 @@ def _bytes(entry: _Map, key: str) -> int | None:
     match = _QUANTITY.fullmatch(text.strip().upper())
     quantity = float(match[1]) * 1024 ** "BKMGTPE".index(match[2][0]) if match else math.inf
     if quantity > _UNSIGNED:
-        raise entry.error(key, "a number and a unit, like 256M or 1G")
+        entry.wrong(key, "a number and a unit, like 256M or 1G")
+        return None
     return int(quantity)
 
 
@@ -175,11 +190,11 @@ def _volume(entry: _Map) -> Volume:
 def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
     volume = _volume(entry)
     if volume.path != _clean(volume.path):
-        raise entry.error("path", f"the shortest form, '{_clean(volume.path)}'")
-    if volume.path in disks:
-        raise entry.error("path", "another directory (ephemeral_disk and persistent_disk give these)")
-    if not volume.path.startswith(f"{root}/"):
-        raise entry.error("path", f"a path inside {root} (others are unrestricted_volumes)")
+        entry.wrong("path", f"the shortest form, '{_clean(volume.path)}'")
+    elif volume.path in disks:
+        entry.wrong("path", "another directory (ephemeral_disk and persistent_disk give these)")
+    elif not volume.path.startswith(f"{root}/"):
+        entry.wrong("path", f"a path inside {root} (others are unrestricted_volumes)")
     return volume
 
 
@@ -227,33 +242,52 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml if PyYAML was built with it."""
 
 
+class _Notes:
+    """Mistakes and mappings of a file."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[str] = []
+        self.maps: list[_Map] = []
+
+    def unknown_keys(self) -> Iterator[str]:
+        """Yield a text for each key without a meaning, with the nearest one that has."""
+        for each in self.maps:
+            for key in each.entries.keys() - each.known:
+                place = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
+                yield place + config_check.did_you_mean(key, each.known)
+
+
 class _Map:
     """A mapping at ``path`` in the file. Any key may be absent or null, which both mean no value."""
 
-    def __init__(self, origin: str, path: str, node: yaml.Node) -> None:
-        self.origin = origin
+    def __init__(self, notes: _Notes, path: str, node: yaml.Node) -> None:
+        self.notes = notes
         self.path = path
         self.node = node
+        self.known: set[str] = set()
+        """Keys of the schema."""
+        notes.maps.append(self)
         self.entries = {} if _is_null(node) else self._merged(node, {})
 
     @property
     def line(self) -> int:
         return _line_of(self.node)
 
-    def error(self, key: str, expected: str) -> ConfigError:
-        """Build an error with the found and the expected value of ``key``."""
-        return self._error(self._at(key), self.entries.get(key), expected)
+    def wrong(self, key: str, expected: str) -> None:
+        """Note a mistake, with the found and the expected value of ``key``."""
+        self._wrong(self.at(key), self.entries.get(key), expected)
 
     def has(self, key: str) -> bool:
+        self.known.add(key)
         return key in self.entries and not _is_null(self.entries[key])
 
     def text(self, key: str) -> str:
-        return self._text(self._at(key), self.entries[key]) if self.has(key) else ""
+        return self._text(self.at(key), self.entries[key]) if self.has(key) else ""
 
     def required(self, key: str) -> str:
         found = self.text(key)
-        if not found:
-            raise self.error(key, "a text")
+        if not found and isinstance(self.node, yaml.MappingNode):
+            self.wrong(key, "a text")
         return found
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -267,17 +301,17 @@ class _Map:
 
     def map(self, key: str) -> _Map:
         """Return the mapping at ``key``, an empty one if absent."""
-        node = self.entries.get(key, _NOTHING)
-        return _Map(self.origin, self._at(key), node)
+        node = self.entries[key] if self.has(key) else _NOTHING
+        return _Map(self.notes, self.at(key), node)
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
         """Return a list of mappings; skips null items if ``has_holes`` allows them."""
         found = []
         for path, node in self._items(key):
             if not _is_null(node):
-                found.append(_Map(self.origin, path, node))
+                found.append(_Map(self.notes, path, node))
             elif not has_holes:
-                raise self._error(path, node, "a mapping")
+                self._wrong(path, node, "a mapping")
         return found
 
     def flag(self, key: str) -> bool:
@@ -289,8 +323,8 @@ class _Map:
             return _FLAGS[node.value]
         number = _number(node) if isinstance(node, yaml.ScalarNode) and node.style else None
         if number is None:
-            raise self.error(key, "true or false")
-        return number != 0
+            self.wrong(key, "true or false")
+        return bool(number)
 
     def number(self, key: str, least: int, most: int) -> int | None:
         """Return an integer, or None if absent."""
@@ -298,35 +332,37 @@ class _Map:
             return None
         number = _number(self.entries[key])
         if number is None or not least <= number <= most:
-            raise self.error(key, f"a whole number from {max(least, 0)} to {most}")
+            self.wrong(key, f"a whole number from {max(least, 0)} to {most}")
         return number
 
-    def _at(self, key: str) -> str:
+    def at(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 
-    def _error(self, path: str, node: yaml.Node | None, expected: str, found: str = "") -> ConfigError:
+    def _wrong(self, path: str, node: yaml.Node | None, expected: str, found: str = "") -> None:
         place = f"line {_line_of(node or self.node)}: " + (f"{path}: " if path else "")
-        return ConfigError(f"cannot read {self.origin}: {place}found {found or _found(node)}, expected {expected}")
+        self.notes.mistakes.append(f"{place}found {found or _found(node)}, expected {expected}")
 
     def _text(self, path: str, node: yaml.Node) -> str:
         """Return the literal text of any scalar type."""
         if not isinstance(node, yaml.ScalarNode):
-            raise self._error(path, node, "a text")
+            self._wrong(path, node, "a text")
+            return ""
         text = _decoded(node)
         if text is None:
-            raise self._error(path, node, "base64", found="something else")
-        if "\0" in text:
-            raise self._error(path, node, "a text", found="a NUL")
-        return text
+            self._wrong(path, node, "base64", found="something else")
+        elif "\0" in text:
+            self._wrong(path, node, "a text", found="a NUL")
+        return text or ""
 
     def _items(self, key: str) -> Iterator[tuple[str, yaml.Node]]:
         if not self.has(key):
             return
         node = self.entries[key]
         if not isinstance(node, yaml.SequenceNode):
-            raise self.error(key, "a list")
+            self.wrong(key, "a list")
+            return
         for number, item in enumerate(node.value):
-            yield f"{self._at(key)}[{number}]", item
+            yield f"{self.at(key)}[{number}]", item
 
     def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
         """Return the entries of a mapping with those merged by ``<<``: own keys first, then the first merged mapping.
@@ -336,19 +372,24 @@ class _Map:
         if id(node) in known:
             return known[id(node)]
         if not isinstance(node, yaml.MappingNode) or len(known) > MAX_DEPTH:
-            raise self._error(self.path, node, "a mapping")
+            self._wrong(self.path, node, "a mapping")
+            return {}
         known[id(node)] = found = dict[str, yaml.Node]()
         own: dict[str, yaml.Node] = {}
+        named: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise self._error(self.path, key, "a key")
+                self._wrong(self.path, key, "a key")
+                continue
             if key.value in own:
-                raise self._error(self._at(key.value), key, "each key once")
+                self._wrong(self.at(key.value), key, "each key once")
             own[key.value] = value
             if key.tag == f"{_TAG}merge":
                 for other in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
                     found.update(self._merged(other, known))
-        found.update({key.value: value for key, value in node.value if key.tag not in _NO_NAMES})
+            elif key.tag not in _NO_NAMES:
+                named[key.value] = value
+        found.update(named)
         return found
 
 

@@ -142,6 +142,8 @@ class Bpm:
         self._ooms: dict[str, int] = {}
         self._hogs: list[MemoryKill] = []
         """Kills found at an exit or a cgroup removal, not reported yet."""
+        self._unknown_keys: dict[Path, list[str]] = {}
+        """Those logged for each file."""
         self._victims: set[str] = set()
         """Labels of processes killed for their memory whose exit is not explained yet."""
 
@@ -525,7 +527,13 @@ class Bpm:
             text = path.read_text(encoding="utf-8", errors="surrogateescape")
         except OSError as exc:
             raise files.failed(f"read {path}", exc) from exc
-        return bpm.parse(text, origin=str(path), job=job, root=PurePosixPath(self._paths.base))
+        unknown: list[str] = []
+        found = bpm.parse(text, origin=str(path), job=job, root=PurePosixPath(self._paths.base), unknown=unknown)
+        if unknown != self._unknown_keys.get(path, []):
+            self._unknown_keys[path] = unknown
+            for key in unknown:
+                logger.warning("%s: ignoring, as bpm does, %s", path, key)
+        return found
 
     def _pidfile(self, job: str, name: str) -> Path:
         return self._paths.sys / "run/bpm" / job / f"{name}.pid"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "monit").write_text(GOOD)
     (tmp_path / "agent.json").write_text("{}")
     (tmp_path / "bpm.yml").write_text("")
-    (tmp_path / "settings.json").write_text('{"agent_id": "a"}')
+    (tmp_path / "settings.json").write_text('{"agent_id": "a", "mbus": "nats://127.0.0.1:4222"}')
 
     assert main(["check", *(str(path) for path in sorted(tmp_path.iterdir()))]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
@@ -45,6 +46,9 @@ def test_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("monit", "check process web\n  with nonsense", "line 2"),
         ("agent.json", "{", "agent's configuration"),
         ("settings.json", '{"agent_id": 3}', "$.agent_id"),
+        ("settings.json", '{"agent_id": "a"}', "$.mbus"),
+        ("settings.json", '{"agent_id": "a", "mbus": "nats//foo"}', "$.mbus is no address"),
+        ("settings.json", '{"agent_id": "a", "mbus": "nats://h:70000"}', "$.mbus is no address"),
         ("bpm.yml", "processes:\n- name: x\n", "executable"),
     ],
 )
@@ -80,3 +84,92 @@ def test_a_target_in_another_job_is_a_warning_and_a_duplicate_is_wrong(
 
     (tmp_path / "b.monit").write_text(GOOD)
     assert main(["check", str(tmp_path / "a.monit"), str(tmp_path / "b.monit")]) == 78
+
+
+AGENT = {
+    "AgentShim": {
+        "http": "nine",
+        "logLevel": "loud",
+        "logFormat": "xml",
+        "monit": {"http": "127.0.0.1:65536", "mail": "off"},
+        "ssh": {"port": 70000},
+        "logs": {"keep": "all"},
+    }
+}
+
+
+def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agent.json").write_text(json.dumps(AGENT))
+    (tmp_path / "bpm.yml").write_text("processes:\n- name: a\n- executable: b\n  limits: {memory: lots}\n")
+    (tmp_path / "settings.json").write_text('{"agent_id": 3, "mbus": "nats//x", "ntp": 5}')
+
+    assert main(["check", *(str(path) for path in sorted(tmp_path.iterdir()))]) == 78
+    agent, bpm, settings = capsys.readouterr().err.splitlines()
+    for key in ("http", "logLevel", "logFormat", "monit.http", "ssh.port", "logs.keep"):
+        assert f"`$.AgentShim.{key}`" in agent
+    assert "mail" not in agent
+    for key in ("processes[0].executable", "processes[1].name", "processes[1].limits.memory"):
+        assert key in bpm
+    assert "`$.agent_id`" in settings
+    assert "`$.ntp`" in settings
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("agent.json", '{"AgentShim": {"logLevle": "info"}}', "$.AgentShim.logLevle`: did you mean logLevel?"),
+        ("agent.json", '{"AgentShim": {"monit.http": "off"}}', 'did you mean {"monit": {"http": …}}?'),
+        ("agent.json", '{"AgentShim": {"logs": {"siez": "1M"}}}', "$.AgentShim.logs.siez`: did you mean size?"),
+        (
+            "bpm.yml",
+            "processes:\n- {name: a, executable: b, agrs: [c]}",
+            "line 2: unknown key processes[0].agrs: did you mean args?",
+        ),
+        ("bpm.yml", "processes:\n- name: a\n  executable: b\n  limits: {memroy: 1G}", "did you mean memory?"),
+        ("bpm.yml", "processes:\n- name: a\n  executable: b\n  unsafe: {priviliged: true}", "did you mean privileged?"),
+    ],
+)
+def test_an_unknown_key_is_a_warning_with_the_nearest_known_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
+) -> None:
+    """The Go agent and bpm ignore it."""
+    (tmp_path / name).write_text(text)
+
+    assert main(["check", str(tmp_path / name)]) == 0
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ")
+    assert said in warning
+
+
+def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agent.json").write_text(
+        '{"Platform": {"Linux": {"UseDefaultTmpDir": true}}, "Infrastructure": {"x": 1}}'
+    )
+
+    assert main(["check", str(tmp_path / "agent.json")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agent.json").write_text('{"AgentShim": {"agrs": 1, "http": "nine"}}')
+    (tmp_path / "bpm.yml").write_text("processes:\n- {name: a, executable: b, agrs: [c]}")
+
+    assert main(["check", "--json", str(tmp_path / "agent.json"), str(tmp_path / "bpm.yml")]) == 78
+    agent, bpm = json.loads(capsys.readouterr().out)
+    assert (agent["kind"], agent["is_good"], len(agent["mistakes"])) == ("agent", False, 1)
+    assert (bpm["kind"], bpm["is_good"], bpm["mistakes"], len(bpm["warnings"])) == ("bpm", True, [], 1)
+
+
+@pytest.mark.parametrize("member", sorted(AGENT["AgentShim"]))
+def test_the_daemon_refuses_what_the_check_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str
+) -> None:
+    """With the same words."""
+    config = tmp_path / "agent.json"
+    config.write_text(json.dumps({"AgentShim": {member: AGENT["AgentShim"][member]}}))
+
+    assert main(["check", str(config)]) == 78
+    checked = capsys.readouterr().err
+    assert main(["run", "-C", str(config), "-b", str(tmp_path / "vcap")]) == 78
+    assert checked.strip() in capsys.readouterr().err
+    assert not (tmp_path / "vcap").exists()

@@ -83,7 +83,7 @@ def test_broken_agent_json_is_named() -> None:
         (b'{"agent_id": "a\\u001b[2J"}', r"\$\.agent_id is no single word"),
         (b'{"agent_id": "a\\u0085b"}', r"\$\.agent_id is no single word"),
         (b'{"agent_id": "a\\u202eb"}', r"\$\.agent_id is no single word"),
-        (b'{"agent_id": "a", "networks": {"n": {"ip": 1}}}', r"\$\.networks\[\.\.\.\]\.ip"),
+        (b'{"agent_id": "a", "networks": {"n": {"ip": 1}}}', r"\$\.networks\.n\.ip"),
         (b'{"agent_id": "a", "env": {"bosh": {"mbus": {"cert": {"ca": 5}}}}}', r"\$\.env\.bosh\.mbus\.cert\.ca"),
         (b"\xff", ""),
     ],

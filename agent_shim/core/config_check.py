@@ -1,0 +1,90 @@
+"""Mistakes of a configuration file: all members of a wrong type, and unknown keys with the nearest known one. Pure."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+
+def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
+    """Yield a text for each member of ``value`` that does not fit ``wanted``, with its JSON path.
+
+    ``value`` has the names of ``wanted``. A type with a description is named by it.
+    """
+    arms = [arm for arm in _arms(wanted) if arm is not type(None)]
+    origin = typing.get_origin(wanted)
+    if len(arms) == 1 and value is not None:
+        yield from mistakes(value, arms[0], path)
+    elif isinstance(value, dict) and _is_struct(wanted):
+        types_by_name = {field.encode_name: field.type for field in msgspec.structs.fields(wanted)}
+        for name, member in value.items():
+            yield from mistakes(member, types_by_name[name], f"{path}.{name}")
+    elif isinstance(value, dict) and origin is dict:
+        for name, member in value.items():
+            yield from mistakes(member, typing.get_args(wanted)[1], f"{path}.{name}")
+    elif isinstance(value, list) and origin is list:
+        for number, member in enumerate(value):
+            yield from mistakes(member, typing.get_args(wanted)[0], f"{path}[{number}]")
+    else:
+        try:
+            msgspec.convert(value, wanted)
+        except msgspec.ValidationError as exc:
+            expected = _description(wanted)
+            yield f"{f'found {value!r}, expected {expected}' if expected else exc} - at `{path}`"
+
+
+def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
+    """Yield a text for each key of ``value`` that ``wanted`` lacks, with the nearest known key below ``path``."""
+    known = dict(_keys(wanted))
+    for name, member in value.items() if isinstance(value, dict) else ():
+        inner = known.get(name.lower())
+        if inner is None:
+            yield f"unknown key `{path}.{name}`{did_you_mean(name, all_keys(wanted))}"
+        elif _is_struct(inner[1]):
+            yield from unknown_keys(member, inner[1], f"{path}.{inner[0]}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``: did you mean WORD?`` with the nearest of the known words, or an empty string.
+
+    A known word with points is the path of an inner key; it is shown as JSON.
+    """
+    import difflib  # late: only for an unknown word
+
+    by_case = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), by_case, n=1)
+    if not near:
+        return ""
+    *outer, name = by_case[near[0]].split(".")
+    shown = "".join(f'{{"{each}": ' for each in outer) + (f'{{"{name}": …}}' + "}" * len(outer) if outer else name)
+    return f": did you mean {shown}?"
+
+
+def _keys(wanted: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+    for field in msgspec.structs.fields(wanted):
+        yield field.encode_name.lower(), (field.encode_name, field.type)
+
+
+def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of all keys, those of inner objects too: ``monit.http`` for a key that was written flat."""
+    for _, (name, inner) in _keys(wanted):
+        yield f"{path}{name}"
+        if _is_struct(inner):
+            yield from all_keys(inner, f"{path}{name}.")
+
+
+def _arms(wanted: Any) -> tuple[Any, ...]:
+    return typing.get_args(wanted) if typing.get_origin(wanted) in (types.UnionType, typing.Union) else ()
+
+
+def _is_struct(wanted: Any) -> bool:
+    return isinstance(wanted, type) and issubclass(wanted, msgspec.Struct)
+
+
+def _description(wanted: Any) -> str:
+    """Return the description of an annotated type, or an empty string."""
+    return next((meta.description for meta in getattr(wanted, "__metadata__", ()) if meta.description), "")

@@ -1,0 +1,73 @@
+"""Mistakes of configuration documents, and the example of every option in docs/operations.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from agent_shim.core import config_check, settings
+
+PAGE = Path(__file__).parents[3] / "docs/operations.md"
+
+
+class Inner(msgspec.Struct):
+    level: Annotated[int, msgspec.Meta(le=9, description="a level up to 9")] = 0
+
+
+class Outer(msgspec.Struct, rename="camel"):
+    some_names: list[str] = []
+    by_name: dict[str, Inner] = {}
+    maybe: Inner | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"someNames": ["a", 1, 2]}, ["`$.someNames[1]`", "`$.someNames[2]`"]),
+        (
+            {"byName": {"a": {"level": 10}, "b": 3}},
+            ["found 10, expected a level up to 9 - at `$.byName.a.level`", "b`"],
+        ),
+        ({"maybe": {"level": "x"}}, ["`$.maybe.level`"]),
+        ({"maybe": None}, []),
+        (3, ["`$`"]),
+    ],
+)
+def test_each_wrong_member_is_named_with_its_path(value: object, said: list[str]) -> None:
+    found = list(config_check.mistakes(value, Outer))
+
+    assert len(found) == len(said)
+    for text, part in zip(found, said, strict=True):
+        assert part in text
+
+
+@pytest.mark.parametrize("value", [3, None, [], {"bynmae": 3}])
+def test_any_document_can_be_searched_for_unknown_keys(value: object) -> None:
+    assert len(list(config_check.unknown_keys(value, Outer))) == isinstance(value, dict)
+
+
+def test_a_word_without_a_near_one_gets_no_proposal() -> None:
+    assert config_check.did_you_mean("zzz", ["level"]) == ""
+
+
+def test_the_example_in_the_docs_sets_every_option() -> None:
+    example = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].encode()
+    unknown: list[str] = []
+    config = settings.parse_config(example, origin="the page", unknown=unknown)
+
+    assert unknown == []
+    assert config.infrastructure.settings.sources
+    written = msgspec.json.decode(example)["AgentShim"]
+    assert _paths(written) == set(config_check.all_keys(settings.ShimOptions))
+
+
+def _paths(document: dict[str, object], path: str = "") -> set[str]:
+    found = {f"{path}{name}" for name in document}
+    for name, inner in document.items():
+        if isinstance(inner, dict):
+            found |= _paths(inner, f"{path}{name}.")
+    return found
