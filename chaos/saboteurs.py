@@ -33,7 +33,7 @@ CRASHES: Final = (
     Saboteur(
         "C-05",
         "reports a clean end though a job had to be killed",
-        "agent_shim/daemon/shutdown.py",
+        "agent_shim/daemon/orderly_stop.py",
         "if killed := agent.supervisor.killed:",
         "if killed := ():",
         "though one had to be killed",

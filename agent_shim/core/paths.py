@@ -116,7 +116,7 @@ class Paths:
         return self.bosh / "agent_shim.json"
 
     @property
-    def given_up(self) -> Path:
+    def shut_down(self) -> Path:
         """Holds the id of an agent that the Director has shut down."""
         return self.bosh / "shut_down"
 

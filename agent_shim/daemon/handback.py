@@ -33,7 +33,7 @@ def hand_back(paths: Paths) -> list[str]:
         saved = read_saved(paths.supervisor_state)
         said = [*_jobs(paths, saved), *_disks(paths), *_firewall(paths)]
         rotation.put_into_force(paths.logrotate_rule)
-        files.remove_tree(paths.given_up)
+        files.remove_tree(paths.shut_down)
         files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)
         watchdog.forget(paths.mirror)

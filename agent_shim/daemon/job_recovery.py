@@ -148,7 +148,7 @@ class JobRecovery:
         return self._agent.supervisor.is_held and GO_FIRST.isdisjoint(self._agent.tasks.waiting_methods())
 
 
-def twin(fence: VolumeLeases, paths: Paths, source: Settings) -> str:
+def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
     """Name a disk of this agent_id in use by another agent, such as the predecessor, and that agent; "" without one.
 
     Blocks on the disks. An unreadable disk counts as unused.
@@ -159,6 +159,6 @@ def twin(fence: VolumeLeases, paths: Paths, source: Settings) -> str:
         if disk.place is None or marker is None or not marker.role:
             continue
         with suppress(OSError):
-            if found := fence.twin(disk.place / markers.DIRECTORY):
+            if found := leases.twin(disk.place / markers.DIRECTORY):
                 return f"disk {cid} is in use by {found}"
     return ""

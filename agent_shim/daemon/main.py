@@ -25,7 +25,7 @@ from agent_shim.core import log, settings, wire
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
-from agent_shim.daemon.runtime import GIVEN_UP, Runtime, until_stopped
+from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, until_stopped
 from agent_shim.edges import control_server, metrics
 from agent_shim.host import (
     daemon_thread,
@@ -111,7 +111,7 @@ class Daemon:
         self._stage = "starting"
         self._live: Runtime | None = None
         self._state_backup = StateBackup(self._paths)
-        self._fence = VolumeLeases()
+        self._leases = VolumeLeases()
         self._metrics = metrics.Metrics(self._readings, ACTIONS)
 
     @property
@@ -142,7 +142,7 @@ class Daemon:
         self._watchdog.stop()
         if loop_guard.violations:
             return BUG
-        stop = self._live.orderly if self._live is not None else None
+        stop = self._live.orderly_stop if self._live is not None else None
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
@@ -154,7 +154,7 @@ class Daemon:
                 self._systemd.ready()
                 await self._until_stopped()
         if self._live is None or not any(service.pid for service in self._live.agent.supervisor.services()):
-            await asyncio.to_thread(self._fence.release_all)
+            await asyncio.to_thread(self._leases.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:
         """Wait until no other agent uses the volumes; until then write nothing and answer no request."""
@@ -167,7 +167,7 @@ class Daemon:
             await asyncio.sleep(RIVAL_POLL_S)
 
     def _rival_on_data(self) -> str:
-        rival = self._fence.hold(self._paths.mirror)
+        rival = self._leases.hold(self._paths.mirror)
         return rival and f"{self._paths.data} is in use by {rival}"
 
     def _signalled(self) -> None:
@@ -175,8 +175,8 @@ class Daemon:
         if os.getpid() != 1 or live is None or live.dispatcher is None:
             self._systemd.stopping()
             self._stop.set()
-        elif live.orderly is not None:
-            live.orderly.hurry.set()
+        elif live.orderly_stop is not None:
+            live.orderly_stop.hurry.set()
         else:
             # The container is killed at the end of the grace: one second is reserved for the agent's own end.
             live.begin_orderly_stop(max(1.0, self._config.shim.grace - 1)).add_done_callback(lambda _: self._stop.set())
@@ -192,15 +192,15 @@ class Daemon:
         self._stage = "waiting for settings"
         if not await until_stopped(store.wait(), self._stop):
             return
-        await asyncio.to_thread(self._fence.introduce, store.current.agent_id)
+        await asyncio.to_thread(self._leases.introduce, store.current.agent_id)
         await self._state_backup.recover(store.current.agent_id)
-        find_twin = partial(job_recovery.twin, self._fence, self._paths, store.current.source)
+        find_twin = partial(job_recovery.twin, self._leases, self._paths, store.current.source)
         if not await until_stopped(self._without_rival(find_twin), self._stop):
             return
         if not await until_stopped(store.wait(), self._stop):
             return
-        if await asyncio.to_thread(_was_given_up, self._paths, store.current.agent_id):
-            self._stage = GIVEN_UP
+        if await asyncio.to_thread(_was_shut_down, self._paths, store.current.agent_id):
+            self._stage = SHUT_DOWN
             logger.warning("the Director has shut this agent down: it stays idle until it gets another agent_id")
             await self._stop.wait()
             return
@@ -209,7 +209,7 @@ class Daemon:
             self._config.shim,
             store,
             state_backup=self._state_backup,
-            fence=self._fence,
+            leases=self._leases,
             metrics=self._metrics,
             disown=self._watchdog.disown,
             stop=self._stop,
@@ -245,8 +245,10 @@ class Daemon:
                 return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})
             case {"command": "drain", "timeout": grace} if live is not None and live.dispatcher is not None:
                 await live.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
-                assert live.orderly is not None
-                return msgspec.json.encode({"clean": not live.orderly.reasons, "summary": live.orderly.summary})
+                assert live.orderly_stop is not None
+                return msgspec.json.encode(
+                    {"clean": not live.orderly_stop.reasons, "summary": live.orderly_stop.summary}
+                )
             case {"command": "bpm"} if live is not None:
                 return msgspec.json.encode(await bpm_api.answer(live.agent.supervisor.bpm, request))
             case {"command": "services"} if live is not None:
@@ -256,9 +258,9 @@ class Daemon:
         return wire.encode_exception(f"cannot answer: the agent is {self._phase}")
 
 
-def _was_given_up(paths: Paths, agent_id: str) -> bool:
+def _was_shut_down(paths: Paths, agent_id: str) -> bool:
     """True if the Director has sent ``shutdown`` to this agent_id."""
     try:
-        return paths.given_up.read_text() == agent_id
+        return paths.shut_down.read_text() == agent_id
     except OSError:
         return False

@@ -36,7 +36,8 @@ from agent_shim.core import settings, wire
 from agent_shim.core.errors import ActionError, BusError, HostError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
-from agent_shim.daemon import boot, job_recovery, shutdown
+from agent_shim.daemon import boot, job_recovery
+from agent_shim.daemon.orderly_stop import OrderlyStop
 from agent_shim.edges import alerts, heartbeat, monit_http
 from agent_shim.edges.bus import Bus
 from agent_shim.edges.bus.nats import NatsBus
@@ -63,18 +64,18 @@ from agent_shim.services.users import Users
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import VolumeLeases
 from agent_shim.supervisor.monit import monit_api
-from agent_shim.supervisor.supervisor import Event, Supervisor
+from agent_shim.supervisor.supervisor import STOP_TIMEOUT_S, Event, Supervisor
 
 if TYPE_CHECKING:
     from agent_shim.daemon.standalone import Standalone
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP: Final = "shut down by the Director"
-STOPPING: Final = "the container ends and all jobs are being stopped"
+SHUT_DOWN: Final = "shut down by the Director"
+STOPPING_IN_ORDER: Final = "the container ends and all jobs are being stopped"
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 """The file whose content Kubernetes shows for an ended container (kubectl describe pod)."""
-FENCED_GRACE_S: Final = 10.0
+TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 """Stop timeout in seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
@@ -97,7 +98,7 @@ class Runtime:
         store: SettingsStore,
         *,
         state_backup: StateBackup,
-        fence: VolumeLeases,
+        leases: VolumeLeases,
         metrics: Metrics,
         disown: Callable[[], None],
         stop: asyncio.Event,
@@ -110,17 +111,17 @@ class Runtime:
         self._begun_at = time.monotonic()
         self.vitals: dict[str, Any] = {}
         self.dispatcher: Dispatcher | None = None
-        self.orderly: shutdown.Shutdown | None = None
+        self.orderly_stop: OrderlyStop | None = None
         self.standalone: Standalone | None = None
         self.address_watch = AddressWatch(self._expected_addresses, self._address_missing)
         self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
         self._shim = shim
-        self._fence = fence
+        self._leases = leases
         self._metrics = metrics
         self._disown = disown
         self._stop = stop
         self._ending: asyncio.Task[None] | None = None
-        self._given_up = asyncio.Event()
+        self._leaves_bus = asyncio.Event()
         self.bus = self._make_bus(paths, store)
         self.agent = assemble(
             paths,
@@ -131,9 +132,9 @@ class Runtime:
                 is_strict=shim.bpm.strict,
                 settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
             ),
-            EdgeCallbacks(self._announce_shutdown, self._reconnect, self._shut_down),
+            EdgeCallbacks(self._announce_shutdown, self._reconnect, self._begin_shutdown),
             state_backup=state_backup,
-            fence=fence,
+            leases=leases,
             ssh_port=shim.ssh.port,
         )
         self.job_recovery = job_recovery.JobRecovery(self.agent, self._process_event)
@@ -226,7 +227,7 @@ class Runtime:
             "settings": lambda: agent.settings.watch(self._settings_changed),
             "coming back": come_back,
             "copy of the state": agent.state_backup.watch,
-            "leases": lambda: self._fence.keep(self._fenced_off),
+            "leases": lambda: self._leases.keep(self._begin_takeover_stop),
             "addresses": self.address_watch.watch,
             "firewall": self.firewall.watch,
             "certificates": self.certificate_watch.watch,
@@ -246,7 +247,7 @@ class Runtime:
                     group.create_task(run_forever(name, run, is_vital=name in VITAL), name=name)
                     for name, run in roots.items()
                 ]
-                await until_stopped(self._given_up.wait(), self._stop)
+                await until_stopped(self._leaves_bus.wait(), self._stop)
                 agent.tasks.release_polls()
                 await self.bus.drain(LAST_REPLIES_TIMEOUT_S)
                 for task in running:
@@ -255,59 +256,58 @@ class Runtime:
         except BaseExceptionGroup as broken:
             raise broken.exceptions[0] from None
 
-    # --- shutdown ----------------------------------------------------------------------------------------------------
+    # --- endings ----------------------------------------------------------------------------------------------------
+    #
+    # orderly stop: the container ends; jobs stop in order, and the Director is still answered
+    # shutdown: the Director deletes the instance; jobs stop, then the agent leaves the bus, also after a restart
+    # takeover stop: another agent has taken a volume; the agent leaves the bus at once, and jobs stop
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
         """Stop all jobs in order, once; refuse all later changes of the machine."""
-        if self.orderly is None or self._ending is None:
+        if self.orderly_stop is None or self._ending is None:
             assert self.dispatcher is not None
-            self.phase = STOPPING
-            self.dispatcher.refusing = STOPPING
-            self.orderly = shutdown.Shutdown(grace)
-            self._ending = asyncio.create_task(self._stop_in_order(self.orderly), name="orderly stop")
+            self.phase = self.dispatcher.refusing = STOPPING_IN_ORDER
+            self.orderly_stop = OrderlyStop(grace)
+            self._ending = asyncio.create_task(self._stop_in_order(self.orderly_stop), name="orderly stop")
         return self._ending
 
-    async def _stop_in_order(self, stop: shutdown.Shutdown) -> None:
+    async def _stop_in_order(self, stop: OrderlyStop) -> None:
         await stop.run(self.agent)
         if self.agent.paths.is_system:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 
-    def _shut_down(self) -> None:
+    def _begin_shutdown(self) -> None:
         # Not awaited: the Director deletes the container without waiting for the reply.
-        self._ending = asyncio.create_task(self._give_up(), name="shutdown")
+        self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
 
-    async def _give_up(self) -> None:
-        """Stop all jobs, disconnect from the bus, and stay idle, also after a restart."""
+    async def _shut_down(self) -> None:
         agent = self.agent
-        self.phase = GIVEN_UP
+        self.phase = SHUT_DOWN
         try:
-            await files.save(agent.paths.given_up, agent.settings.current.agent_id.encode(), mode=0o600)
+            await files.save(agent.paths.shut_down, agent.settings.current.agent_id.encode(), mode=0o600)
             await agent.state_backup.update()
         except HostError as exc:
             logger.error("the agent would come back after a restart: %s", exc)
         try:
-            await agent.supervisor.stop(wait=True)
-        except (HostError, ActionError) as exc:
-            logger.error("cannot stop all jobs: %s", exc)
+            await self._stop_jobs()
         finally:
-            self._given_up.set()
+            self._leaves_bus.set()
 
-    def _fenced_off(self, why: str) -> None:
-        """End the jobs and the bus: another agent has taken a volume, and further writes would do harm."""
+    def _begin_takeover_stop(self, why: str) -> None:
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = f"fenced off: {why}"
             # At once: the Director would get two replies, and all root tasks write to the volume.
             if self.dispatcher is not None:
                 self.dispatcher.refusing = self.phase
-            self._given_up.set()
+            self._leaves_bus.set()
             self._disown()
             self.agent.supervisor.disown()
-            self._ending = asyncio.create_task(self._step_aside(), name="step aside")
+            self._ending = asyncio.create_task(self._stop_jobs(TAKEOVER_STOP_TIMEOUT_S), name="takeover stop")
 
-    async def _step_aside(self) -> None:
+    async def _stop_jobs(self, timeout: float = STOP_TIMEOUT_S) -> None:
         try:
-            await self.agent.supervisor.stop(wait=True, timeout=FENCED_GRACE_S)
+            await self.agent.supervisor.stop(wait=True, timeout=timeout)
         except (HostError, ActionError) as exc:
             logger.error("cannot stop all jobs: %s", exc)
 
@@ -398,7 +398,7 @@ def assemble(
     edges: EdgeCallbacks,
     *,
     state_backup: StateBackup,
-    fence: VolumeLeases,
+    leases: VolumeLeases,
     ssh_port: int = 22,
 ) -> Agent:
     """Create and wire the services of an agent."""
@@ -407,7 +407,7 @@ def assemble(
     environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
     persistent = Disks(
-        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=fence.hold, release=fence.release
+        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=leases.hold, release=leases.release
     )
     return Agent(
         paths=paths,

@@ -75,7 +75,7 @@ def backup_files(paths: Paths) -> dict[str, BackedUpFile]:
         "tasks.json": BackedUpFile(paths.tasks),
         "persistent_disk_hints.json": BackedUpFile(paths.disk_hints),
         "managed_disk_settings.json": BackedUpFile(paths.managed_disk),
-        "shut_down": BackedUpFile(paths.given_up),
+        "shut_down": BackedUpFile(paths.shut_down),
         "stopped": BackedUpFile(paths.stopped_marker, 0o644),
         "records.json": BackedUpFile(paths.dns_records, 0o640, paths.shared_owner),
     }

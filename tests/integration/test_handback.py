@@ -164,12 +164,12 @@ def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
     paths = Paths(tmp_path / "vcap")
     (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
     (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")
-    paths.given_up.parent.mkdir()
-    paths.given_up.write_text("a-1")
+    paths.shut_down.parent.mkdir()
+    paths.shut_down.write_text("a-1")
     paths.former_mbus.write_text("{}")
 
     hand_back(paths)
 
     assert list(paths.mirror.iterdir()) == []
-    assert not paths.given_up.exists()
+    assert not paths.shut_down.exists()
     assert not paths.former_mbus.exists()

@@ -86,7 +86,7 @@ RAW: Mapping[str, Raw] = {
     "cli.commands": Raw("whether a job has a directory of logs, and /dev/null", frozenset({"_logs", "main"})),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
-    "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_read_config", "_was_given_up"})),
+    "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_read_config", "_was_shut_down"})),
     "services.disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
     "services.disks.hints": Raw(OWN, frozenset({"load"})),
     "services.disks.mounting": Raw(

@@ -118,7 +118,7 @@ async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> 
         settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
     )
     edges = EdgeCallbacks(announce, reconnect, lambda: asked.append("shut_down"))
-    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=StateBackup(paths), fence=VolumeLeases())
+    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=StateBackup(paths), leases=VolumeLeases())
     recovery = JobRecovery(agent, events.append)
     with reaper.reaping():
         async with supervisor:

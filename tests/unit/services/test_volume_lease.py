@@ -17,7 +17,7 @@ from agent_shim.services.volume_lease import Lease, Pace, VolumeLeases
 SHORT = Pace(period=0.02, patience=0.15, restart=0.08)
 
 
-def fence(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -> VolumeLeases:
+def leases(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -> VolumeLeases:
     made = VolumeLeases(pace=SHORT, host=host, boot=boot)
     made.introduce(agent_id)
     return made
@@ -69,7 +69,7 @@ async def until_held(one: VolumeLeases, directory: Path) -> float:
 def test_second_agent_is_told_who_the_first_is(tmp_path: Path) -> None:
     """The first agent continues, however many requests follow."""
     volume = tmp_path / "private"
-    first, second = fence(), fence("pod-0b", agent_id="a-1")
+    first, second = leases(), leases("pod-0b", agent_id="a-1")
     assert first.hold(volume) == first.hold(volume) == ""
     before = (volume / volume_lease.NAME).read_bytes()
 
@@ -81,7 +81,7 @@ def test_second_agent_is_told_who_the_first_is(tmp_path: Path) -> None:
 
 def test_private_and_made_if_need_be(tmp_path: Path) -> None:
     """Other users neither read nor lock it."""
-    assert fence().hold(tmp_path / "private") == ""
+    assert leases().hold(tmp_path / "private") == ""
 
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "private" / volume_lease.NAME).stat().st_mode & 0o777 == 0o600
@@ -89,7 +89,7 @@ def test_private_and_made_if_need_be(tmp_path: Path) -> None:
 
 def test_agent_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
     """By an agent of the same container or of the next one in its place: the kernel knows that it has ended."""
-    first, second = fence(), fence()
+    first, second = leases(), leases()
     first.hold(tmp_path)
     end(first)
 
@@ -98,7 +98,7 @@ def test_agent_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
 
 def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: None, clock: Clock) -> None:
     """Only its lease shows if it lives."""
-    first, second = fence("pod-0"), fence("pod-0", "kernel 2")
+    first, second = leases("pod-0"), leases("pod-0", "kernel 2")
     first.hold(tmp_path)
     for _ in range(20):
         assert second.hold(tmp_path) == "agent a-1 on pod-0"
@@ -113,7 +113,7 @@ def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: N
 
 async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, without_locks: None) -> None:
     """Any agent may use it."""
-    first, second = fence("pod-0"), fence("pod-1", "kernel 2")
+    first, second = leases("pod-0"), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path)
 
@@ -124,12 +124,12 @@ async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, witho
 
 def test_who_was_refused_once_does_not_slip_in_while_the_agent_is_restarted(tmp_path: Path, clock: Clock) -> None:
     """The jobs of that container run on without their agent; the lock is free for a moment."""
-    first, waiting = fence(), fence("pod-1")
+    first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
     assert waiting.hold(tmp_path)
     end(first)
     assert waiting.hold(tmp_path)
-    successor = fence()
+    successor = leases()
 
     assert successor.hold(tmp_path) == ""
     assert waiting.hold(tmp_path)
@@ -142,7 +142,7 @@ def test_who_was_refused_once_does_not_slip_in_while_the_agent_is_restarted(tmp_
 
 async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: Path, without_locks: None) -> None:
     """It writes nothing any more."""
-    first, second = fence(), fence("pod-1", "kernel 2")
+    first, second = leases(), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     await until_held(second, tmp_path)
     lost: list[str] = []
@@ -158,7 +158,7 @@ async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: P
 
 def test_agent_that_was_replaced_leaves_the_lease_of_its_successor(tmp_path: Path, without_locks: None) -> None:
     """Its own end would end the successor as well: that one would find its lease taken."""
-    first, second = fence("pod-0"), fence("pod-1")
+    first, second = leases("pod-0"), leases("pod-1")
     first.hold(tmp_path)
     second.hold(tmp_path)
     raw = (tmp_path / volume_lease.NAME).read_bytes()
@@ -175,7 +175,7 @@ def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monke
     def killed(*_: object) -> None:
         raise SystemExit
 
-    before = fence(agent_id="an agent with a name of some length")
+    before = leases(agent_id="an agent with a name of some length")
     assert before.hold(tmp_path) == ""
     end(before)
     first = VolumeLeases(pace=SHORT, host="pod-0", boot="kernel 1")
@@ -187,14 +187,14 @@ def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monke
     end(first)
 
     assert lease(tmp_path).agent_id == ""
-    assert fence().hold(tmp_path) == ""
+    assert leases().hold(tmp_path) == ""
 
 
 @pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
 async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) -> None:
     """Another agent may be writing it."""
     (tmp_path / volume_lease.NAME).write_bytes(raw)
-    one = fence()
+    one = leases()
     assert one.hold(tmp_path) == "an agent that does not identify itself"
 
     await until_held(one, tmp_path)
@@ -206,16 +206,16 @@ def test_empty_file_is_nobodys(tmp_path: Path) -> None:
     """Its creator has not written to it yet."""
     (tmp_path / volume_lease.NAME).touch()
 
-    assert fence().hold(tmp_path) == ""
+    assert leases().hold(tmp_path) == ""
 
 
 def test_lease_that_became_shorter_is_whole(tmp_path: Path) -> None:
     """Nothing of the longer one is left behind it."""
-    first = fence("a-long-name-of-a-pod" * 10)
+    first = leases("a-long-name-of-a-pod" * 10)
     first.hold(tmp_path)
     first.release_all()
 
-    assert fence().hold(tmp_path) == ""
+    assert leases().hold(tmp_path) == ""
     assert lease(tmp_path).host == "pod-0"
 
 
@@ -235,7 +235,7 @@ def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
             os.mkfifo(volume / volume_lease.NAME)
 
         with pytest.raises(HostError):
-            fence().hold(volume)
+            leases().hold(volume)
 
     assert victim.read_text() == "precious"
 
@@ -248,14 +248,14 @@ def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(volume_lease, "_open", refuse)
 
-    assert fence().hold(tmp_path) == ""
+    assert leases().hold(tmp_path) == ""
 
 
 async def test_volume_that_hangs_does_not_cost_the_others_their_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No second renewal happens meanwhile."""
-    one = fence()
+    one = leases()
     good, bad = tmp_path / "good", tmp_path / "bad"
     one.hold(bad)
     one.hold(good)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agent_shim.daemon.orderly_stop import OrderlyStop
 from agent_shim.daemon.runtime import write_termination_log
-from agent_shim.daemon.shutdown import Shutdown
 from tests.contract.test_actions import deployed, running
 from tests.support import jobs
 from tests.support.world import World
@@ -52,7 +52,7 @@ async def test_scripts_run_in_order_and_processes_stay_up_until_the_last_drain_h
     )
     await started(world, fast=fast, slow=slow)
 
-    stop = Shutdown(20)
+    stop = OrderlyStop(20)
     await stop.run(world.agent)
 
     assert stop.reasons == []
@@ -67,7 +67,7 @@ async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_t
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
-    stop = Shutdown(2)
+    stop = OrderlyStop(2)
     async with asyncio.timeout(60):  # the script asks for 1000
         await stop.run(world.agent)
         while Path(f"/proc/{pid}").exists():
@@ -83,7 +83,7 @@ async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: Wo
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
     pid = int((world.paths.run / "web/web.pid").read_text())
-    stopping = asyncio.create_task(Shutdown(30).run(world.agent))
+    stopping = asyncio.create_task(OrderlyStop(30).run(world.agent))
     async with asyncio.timeout(20):
         while Path(f"/proc/{pid}").exists():
             await asyncio.sleep(0.01)
@@ -110,7 +110,7 @@ async def test_what_had_to_be_killed_is_named_and_the_end_is_not_clean(
     ctl = DEAF.format(pidfile=world.paths.run / "web/web.pid")
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/ctl": ctl})
 
-    stop = Shutdown(30)
+    stop = OrderlyStop(30)
     await stop.run(world.agent)
 
     assert stop.reasons == ["killed, as the time was up: web"]
@@ -119,7 +119,7 @@ async def test_what_had_to_be_killed_is_named_and_the_end_is_not_clean(
 async def test_a_second_signal_hurries(world: World) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
-    stop = Shutdown(1000)
+    stop = OrderlyStop(1000)
     stopping = asyncio.create_task(stop.run(world.agent))
     async with asyncio.timeout(20):
         while not any("drain" in line for line in (trace(world) if (world.paths.base / "trace").exists() else [])):

@@ -33,7 +33,7 @@ NEXT_STATES: Final = dict.fromkeys(
 
 
 @dataclass
-class Shutdown:
+class OrderlyStop:
     """One stop; ``hurry`` cuts the scripts short, ``reasons`` list deviations from a clean stop."""
 
     grace: float
