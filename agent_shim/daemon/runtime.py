@@ -146,7 +146,7 @@ class Runtime:
             lambda: self.bus.mbus,
             lambda: self.bus.is_connected,
             self._is_bus_heard,
-            _no_firewall(paths, is_wanted=shim.firewall),
+            _firewall_obstacle(paths, is_wanted=shim.firewall),
         )
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
         self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
@@ -442,7 +442,7 @@ def is_https(mbus: settings.Mbus) -> bool:
     return mbus.scheme == "https"
 
 
-def _no_firewall(paths: Paths, *, is_wanted: bool) -> str:
+def _firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
     """The reason the agent manages no packet filter rules here; "" if it does."""
     if not is_wanted:
         return "it is switched off in agent.json"

@@ -23,13 +23,13 @@ _TIME_ERROR: Final = 5
 _BROKEN: Final = 255
 
 
-def outcome(attempt: Callable[[], object]) -> int:
-    """Run ``attempt`` in a child; return its ``errno``, or 0 on success. Not for a process with threads."""
+def error_of(probe: Callable[..., object], *args: object) -> int:
+    """Run ``probe`` in a child; return its ``errno``, 0 on success. Not for a process with threads."""
     child = os.fork()
     if child == 0:
         code = _BROKEN
         try:
-            attempt()
+            probe(*args)
             code = 0
         except OSError as exc:
             code = exc.errno or _BROKEN
@@ -67,15 +67,15 @@ def process_namespace(_: Path) -> None:
     _checked(_libc().unshare(CLONE_NEWPID))
 
 
-def become(uid: int, gid: int) -> None:
-    """Become another user."""
+def change_user(uid: int, gid: int) -> None:
+    """Change to another user."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 
 
-def give_away(directory: Path, uid: int) -> None:
-    """Give a file to another user."""
+def change_owner(directory: Path, uid: int) -> None:
+    """Change the owner of a file."""
     path = directory / f"trial-{os.getpid()}"
     path.touch(mode=0o600)
     try:
@@ -91,7 +91,7 @@ def write(directory: Path) -> None:
     path.unlink()
 
 
-def rewrite(path: Path) -> None:
+def open_for_writing(path: Path) -> None:
     """Open an existing file for writing, as for a change in place."""
     os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
 
@@ -118,17 +118,17 @@ def listen_low() -> None:
             return
 
 
-def watch_files() -> None:
+def open_inotify() -> None:
     """Open an inotify instance."""
     os.close(_checked(_libc().inotify_init1(os.O_CLOEXEC)))
 
 
-def know_processes() -> None:
+def open_pidfd() -> None:
     """Open a pidfd."""
     os.close(os.pidfd_open(os.getpid()))
 
 
-def is_clock_kept() -> bool | None:
+def is_clock_synchronized() -> bool | None:
     """Return True if a time server disciplines the kernel's clock; None if that is unknown (adjtimex(2))."""
     import ctypes
 

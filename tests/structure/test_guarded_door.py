@@ -216,7 +216,7 @@ RAW: Mapping[str, Raw] = {
         "within a directory that the door has opened, by descriptor, O_EXCL or no link followed",
         frozenset({"_is_there", "_move"}),
     ),
-    "host.privilege_probes": Raw(SCRATCH, frozenset({"give_away", "rewrite", "user_namespace", "write"})),
+    "host.privilege_probes": Raw(SCRATCH, frozenset({"change_owner", "open_for_writing", "user_namespace", "write"})),
     "host.volumes": Raw(
         "places that root mounts and links, and what the kernel says of who uses them",
         frozenset({"_loop_devices", "holders", "is_directory", "set_options", "show", "shows", "take_away"}),

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult
@@ -54,6 +53,7 @@ from agent_shim.host import (
     sandbox,
     sandbox_exec,
 )
+from agent_shim.host.privilege_probes import error_of
 from agent_shim.services import address_watch
 
 ANSWER_TIMEOUT_S: Final = 3.0
@@ -93,9 +93,9 @@ def examine(paths: Paths, config: Path | None) -> Report:
                 findings += check(view)
             except (OSError, ValueError, LookupError) as exc:
                 findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
-        binds = not privilege_probes.outcome(partial(privilege_probes.bind_mount, view.scratch))
+        bind_error = error_of(privilege_probes.bind_mount, view.scratch)
         adapted = [finding.for_runtime(runtime(view.settings)) for finding in findings]
-        return Report(verdicts.tier(is_root=view.is_root, mounts=binds), adapted)
+        return Report(verdicts.tier(is_root=view.is_root, mounts=not bind_error), adapted)
 
 
 def runtime(settings: Effective | None) -> Runtime:
@@ -154,8 +154,8 @@ def _user(view: ContainerView) -> Iterator[Finding]:
     yield verdicts.user(
         os.geteuid(),
         is_mapped=capabilities.is_user_namespace(),
-        becomes=privilege_probes.outcome(partial(privilege_probes.become, uid, gid)) if view.is_root else 0,
-        gives=privilege_probes.outcome(partial(privilege_probes.give_away, view.scratch, uid)) if view.is_root else 0,
+        change_user_error=error_of(privilege_probes.change_user, uid, gid) if view.is_root else 0,
+        change_owner_error=error_of(privilege_probes.change_owner, view.scratch, uid) if view.is_root else 0,
     )
 
 
@@ -167,17 +167,17 @@ def _privileges(view: ContainerView) -> Iterator[Finding]:
 
 def _mounts(view: ContainerView) -> Iterator[Finding]:
     yield verdicts.mounts(
-        privilege_probes.outcome(partial(privilege_probes.bind_mount, view.scratch)),
-        privilege_probes.outcome(partial(privilege_probes.tmpfs, view.scratch)),
+        error_of(privilege_probes.bind_mount, view.scratch),
+        error_of(privilege_probes.tmpfs, view.scratch),
     )
 
 
 def _isolation(view: ContainerView) -> Iterator[Finding]:
     version = sandbox_exec.landlock_version()
     namespaces = {
-        "mounts": privilege_probes.outcome(partial(privilege_probes.bind_mount, view.scratch)),
-        "processes": privilege_probes.outcome(partial(privilege_probes.process_namespace, view.scratch)),
-        "users": privilege_probes.outcome(partial(privilege_probes.user_namespace, view.scratch)),
+        "mounts": error_of(privilege_probes.bind_mount, view.scratch),
+        "processes": error_of(privilege_probes.process_namespace, view.scratch),
+        "users": error_of(privilege_probes.user_namespace, view.scratch),
     }
     # A running agent knows its level; without one the probe asks the kernel.
     level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
@@ -216,11 +216,9 @@ def _cgroups(_: ContainerView) -> Iterator[Finding]:
 
 
 def _job_limits(_: ContainerView) -> Iterator[Finding]:
-    hard = {name: resource.getrlimit(which)[1] for name, which in _LIMITS.items()}
-    yield verdicts.open_files(hard["files"], hard["tasks"])
-
-
-_LIMITS: Final = {"files": resource.RLIMIT_NOFILE, "tasks": resource.RLIMIT_NPROC}
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    yield verdicts.open_files(files, tasks)
 
 
 def _directories(view: ContainerView) -> Iterator[Finding]:
@@ -234,7 +232,7 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
         mount = mounts.mount_of(path, table)
         yield verdicts.directory(
             str(path),
-            privilege_probes.outcome(partial(privilege_probes.write, path)),
+            error_of(privilege_probes.write, path),
             mount.options if mount else (),
             is_own_volume=mount is not None and mount.point != Path("/"),
             needs=needs,
@@ -246,9 +244,7 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
         (Path("/run"), "daemons that put their pid files there fail"),
     ):
         if path.is_dir():
-            yield verdicts.plain_directory(
-                str(path), privilege_probes.outcome(partial(privilege_probes.write, path)), follows
-            )
+            yield verdicts.plain_directory(str(path), error_of(privilege_probes.write, path), follows)
 
 
 def _space(view: ContainerView) -> Iterator[Finding]:
@@ -267,7 +263,7 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 def _kernel(_: ContainerView) -> Iterator[Finding]:
     lacking = {}
-    if privilege_probes.outcome(privilege_probes.know_processes):
+    if error_of(privilege_probes.open_pidfd):
         lacking["pidfd"] = "ends of processes that were adopted are noticed by looking, up to a second late"
     if not sandbox_exec.landlock_version():
         lacking["Landlock"] = "processes of bpm.yml are not confined to their files"
@@ -275,7 +271,7 @@ def _kernel(_: ContainerView) -> Iterator[Finding]:
         lacking["pressure stall information"] = "memory pressure is invisible until memory runs out"
     yield verdicts.kernel(os.uname().release, lacking)
     yield verdicts.watches(
-        privilege_probes.outcome(privilege_probes.watch_files),
+        error_of(privilege_probes.open_inotify),
         _sysctl("max_user_instances"),
         _sysctl("max_user_watches"),
     )
@@ -293,7 +289,9 @@ def _sysctl(name: str) -> int:
 def _clock(view: ContainerView) -> Iterator[Finding]:
     shown = float(Path("/proc/uptime").read_text().split()[0])
     drift_of_uptime = shown - clock.boot_time()
-    yield verdicts.clock(year=time.gmtime().tm_year, drift=drift_of_uptime, kept=privilege_probes.is_clock_kept())
+    yield verdicts.clock(
+        year=time.gmtime().tm_year, drift=drift_of_uptime, is_synchronized=privilege_probes.is_clock_synchronized()
+    )
     if view.settings is not None and "BEGIN CERTIFICATE" in view.settings.mbus.certificate:
         begins, ends = x509.validity(view.settings.mbus.certificate)
         now = clock.wall_time_of(clock.boot_ticks())
@@ -308,14 +306,14 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
         yield verdicts.port(
             "metrics and probes",
             int(port),
-            privilege_probes.outcome(partial(privilege_probes.listen, host.strip("[]"), int(port))),
-            is_ours=is_running and not _refuses(host.strip("[]"), int(port)),
+            error_of(privilege_probes.listen, host.strip("[]"), int(port)),
+            is_ours=is_running and not _connection_error(host.strip("[]"), int(port)),
         )
-    yield verdicts.low_ports(privilege_probes.outcome(privilege_probes.listen_low))
+    yield verdicts.low_ports(error_of(privilege_probes.listen_low))
 
 
-def _refuses(host: str, port: int) -> str:
-    """The reason a connection fails; "" if it succeeds."""
+def _connection_error(host: str, port: int) -> str:
+    """The error of a connection; "" if it succeeds."""
     place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
     try:
         socket.create_connection((place, port), ANSWER_TIMEOUT_S).close()
@@ -324,10 +322,10 @@ def _refuses(host: str, port: int) -> str:
     return ""
 
 
-def _without_bus(view: ContainerView, place: SplitResult) -> str:
-    """The reason the agent has no link, or would have none; "" if it has or would have one.
+def _bus_error(view: ContainerView, place: SplitResult) -> str:
+    """The error of the running agent's link, or of a handshake as it would make it; "" without one.
 
-    Completes the handshake, because the server logs an earlier disconnect as an error.
+    A handshake is completed: the server logs an earlier disconnect as an error.
     """
     if held := view.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "there is no link yet"
@@ -357,29 +355,29 @@ def _network(view: ContainerView) -> Iterator[Finding]:
     places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     places = [place for place in places if place.scheme == "nats" and place.hostname]
     names = [place.hostname for place in places if place.hostname and not _is_address(place.hostname)]
-    resolved = {name: _unresolved(name) for name in names}
+    name_errors = {name: _name_error(name) for name in names}
     yield verdicts.name_servers(
         servers,
-        privilege_probes.outcome(partial(privilege_probes.rewrite, RESOLV_CONF)) if view.is_root else 0,
-        resolved,
+        error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0,
+        name_errors,
     )
     expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
     found = network.default_address() or network.default_address(ipv6=True)
     yield verdicts.addresses(
         found.ip if found else "", {ip: where for ip, where in expected.items() if not network.has_address(ip)}
     )
-    reached = {f"{place.hostname}:{place.port or 4222}": _without_bus(view, place) for place in places}
-    if (finding := verdicts.bus(reached)) is not None:
+    bus_errors = {f"{place.hostname}:{place.port or 4222}": _bus_error(view, place) for place in places}
+    if (finding := verdicts.bus(bus_errors)) is not None:
         yield finding
-        yield verdicts.firewall(_no_firewall(view))
+        yield verdicts.firewall(_firewall_obstacle(view))
 
 
 def _names(_: ContainerView) -> Iterator[Finding]:
-    yield verdicts.own_names({name: _unresolved(name) for name in ("localhost", socket.gethostname())})
+    yield verdicts.own_names({name: _name_error(name) for name in ("localhost", socket.gethostname())})
 
 
-def _no_firewall(view: ContainerView) -> str:
-    """The answer of a running agent, else that of the kernel."""
+def _firewall_obstacle(view: ContainerView) -> str:
+    """The reason the rules do not, or could not, keep jobs from the bus; "" if they do or could."""
     if held := view.status.get("firewall"):
         return str(held["why"])
     if not view.is_root:
@@ -399,7 +397,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _unresolved(name: str) -> str:
+def _name_error(name: str) -> str:
     try:
         socket.getaddrinfo(name, None)
     except OSError as exc:

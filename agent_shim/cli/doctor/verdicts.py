@@ -70,8 +70,8 @@ def tier(*, is_root: bool, mounts: bool) -> str:
     return RESTRICTED if not is_root else PRIVILEGED if mounts else ROOT
 
 
-def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
-    """Judge the user: ``becomes`` and ``gives`` are the errnos of switching to vcap and of a chown to it."""
+def user(uid: int, *, is_mapped: bool, change_user_error: int, change_owner_error: int) -> Finding:
+    """Judge the user by the errnos of changing to vcap and of a chown to it."""
     name = "root" if uid == 0 else f"user {uid}"
     where = ", of a user namespace" if is_mapped else ""
     if uid != 0:
@@ -87,11 +87,11 @@ def user(uid: int, *, is_mapped: bool, becomes: int, gives: int) -> Finding:
                 engine="--user=0",
             ),
         )
-    if becomes or gives:
+    if error := change_user_error or change_owner_error:
         return Finding(
             "user",
             WRONG,
-            f"{name}{where}, who cannot be or serve another user ({os.strerror(becomes or gives)})",
+            f"{name}{where}, who cannot be or serve another user ({os.strerror(error)})",
             "no job that runs as vcap starts",
             _capabilities(["CHOWN", "SETGID", "SETUID"]),
         )
@@ -149,15 +149,15 @@ def privileges(found: Privileges) -> Finding:
     return Finding("confinement", GOOD, ", ".join(marks) or "none")
 
 
-def mounts(bind: int, tmpfs: int) -> Finding:
+def mounts(bind_error: int, tmpfs_error: int) -> Finding:
     """Judge the errnos of a bind mount and a tmpfs."""
-    if not bind and not tmpfs:
+    if not bind_error and not tmpfs_error:
         return Finding("mounts", GOOD, "bind mounts and tmpfs work")
-    refused = [f"{what}: {os.strerror(code)}" for what, code in (("bind mount", bind), ("tmpfs", tmpfs)) if code]
+    tried = (("bind mount", bind_error), ("tmpfs", tmpfs_error))
     return Finding(
         "mounts",
         LIMITED,
-        "; ".join(refused),
+        "; ".join(f"{what}: {os.strerror(error)}" for what, error in tried if error),
         "a persistent disk is shown by a link (scripts that ask `mountpoint /var/vcap/store` see none); jobs that "
         "mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk",
         Change(
@@ -236,10 +236,10 @@ def open_files(hard: int, processes: int) -> Finding:
     return Finding("job limits", GOOD, ", ".join(shown))
 
 
-def directory(path: str, refused: int, options: Collection[str], *, is_own_volume: bool, needs: str) -> Finding:
-    """Judge a directory: ``refused`` is the errno of a write, ``needs`` names its content."""
-    if refused:
-        why = "read-only" if refused == errno.EROFS else os.strerror(refused)
+def directory(path: str, error: int, options: Collection[str], *, is_own_volume: bool, needs: str) -> Finding:
+    """Judge a directory: ``error`` is the errno of a write, ``needs`` names its content."""
+    if error:
+        why = "read-only" if error == errno.EROFS else os.strerror(error)
         return Finding(
             path,
             WRONG,
@@ -278,9 +278,9 @@ def directory(path: str, refused: int, options: Collection[str], *, is_own_volum
     return Finding(path, GOOD, "a volume of its own, writable")
 
 
-def plain_directory(path: str, refused: int, follows: str) -> Finding:
+def plain_directory(path: str, error: int, follows: str) -> Finding:
     """Judge a directory that only needs to be writable."""
-    if not refused:
+    if not error:
         return Finding(path, GOOD, "writable")
     is_own = path.count("/") == 1 and path != "/etc"
     change = Change(
@@ -288,7 +288,7 @@ def plain_directory(path: str, refused: int, follows: str) -> Finding:
         cpi=f"{_CPI}: ReadonlyRootfs: false",
         engine=f"--tmpfs={path}" if is_own else "no --read-only",
     )
-    return Finding(path, LIMITED, f"cannot be written: {os.strerror(refused)}", follows, change)
+    return Finding(path, LIMITED, f"cannot be written: {os.strerror(error)}", follows, change)
 
 
 def space(path: str, free: int, total: int, inodes_free: int, inodes: int) -> Finding:
@@ -349,12 +349,12 @@ def users(*, vcap: int | None, programs: Sequence[str], is_root: bool) -> Findin
     return Finding("users", GOOD, "vcap, and what bosh ssh makes users with" if is_root else "not needed")
 
 
-def port(what: str, number: int, refused: int, *, is_ours: bool) -> Finding:
+def port(what: str, number: int, error: int, *, is_ours: bool) -> Finding:
     """Judge a port of the agent by the result of listening on it."""
     topic = f"port {number}"
     if is_ours:
         return Finding(topic, GOOD, f"{what}: the agent listens")
-    if refused == errno.EADDRINUSE:
+    if error == errno.EADDRINUSE:
         return Finding(
             topic,
             WRONG,
@@ -362,25 +362,25 @@ def port(what: str, number: int, refused: int, *, is_ours: bool) -> Finding:
             "the agent runs without it",
             "another port in agent.json, or for the other program",
         )
-    if refused:
-        return Finding(topic, LIMITED, f"{what}: {os.strerror(refused)}", "the agent runs without it", "another port")
+    if error:
+        return Finding(topic, LIMITED, f"{what}: {os.strerror(error)}", "the agent runs without it", "another port")
     return Finding(topic, GOOD, f"{what}: free")
 
 
-def low_ports(refused: int) -> Finding:
+def low_ports(error: int) -> Finding:
     """Judge the result of listening on a port below 1024."""
-    if refused:
+    if error:
         return Finding(
             "ports below 1024",
             LIMITED,
-            os.strerror(refused).lower(),
+            os.strerror(error).lower(),
             "routers, DNS servers and sshd cannot listen on their usual ports",
             _capabilities(["NET_BIND_SERVICE"], " or sysctl net.ipv4.ip_unprivileged_port_start=0"),
         )
     return Finding("ports below 1024", GOOD, "can be listened on")
 
 
-def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
+def clock(*, year: int, drift: float, is_synchronized: bool | None) -> Finding:
     """Judge the clock: ``drift`` is the uptime of /proc/uptime minus that of the kernel's clock, in seconds."""
     if year < 2024:
         return Finding(
@@ -393,7 +393,7 @@ def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
             f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs",
             "nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised",
         )
-    if kept is False:
+    if is_synchronized is False:
         return Finding(
             "clock",
             LIMITED,
@@ -401,7 +401,7 @@ def clock(*, year: int, drift: float, kept: bool | None) -> Finding:
             "it may drift until certificates and logs do not fit; a container cannot set it",
             "a time server on the node",
         )
-    return Finding("clock", GOOD, "follows a time server" if kept else "no complaint")
+    return Finding("clock", GOOD, "follows a time server" if is_synchronized else "no complaint")
 
 
 def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> Finding:
@@ -422,9 +422,9 @@ def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> F
     return Finding(topic, GOOD, f"good for {days:.0f} days more")
 
 
-def own_names(resolved: Mapping[str, str]) -> Finding:
-    """Judge own names: ``resolved`` maps ``localhost`` and the host name to an error, "" for success."""
-    failed = {name: why for name, why in resolved.items() if why}
+def own_names(name_errors: Mapping[str, str]) -> Finding:
+    """Judge own names: ``name_errors`` maps ``localhost`` and the host name to an error, "" for success."""
+    failed = {name: why for name, why in name_errors.items() if why}
     if failed:
         return Finding(
             "names",
@@ -433,12 +433,12 @@ def own_names(resolved: Mapping[str, str]) -> Finding:
             "jobs do not find themselves; sudo and bosh ssh wait for name servers",
             "/etc/hosts writable for the agent, which completes it at the boot",
         )
-    return Finding("names", GOOD, f"{' and '.join(resolved)} found")
+    return Finding("names", GOOD, f"{' and '.join(name_errors)} found")
 
 
-def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, str]) -> Finding:
-    """Judge DNS: ``resolved`` maps required names to an error, "" for success."""
-    failed = {name: why for name, why in resolved.items() if why}
+def name_servers(servers: Sequence[str], write_error: int, name_errors: Mapping[str, str]) -> Finding:
+    """Judge DNS: ``name_errors`` maps required names to an error, "" for success."""
+    failed = {name: why for name, why in name_errors.items() if why}
     if not servers:
         return Finding(
             "DNS",
@@ -459,8 +459,8 @@ def name_servers(servers: Sequence[str], rewrite: int, resolved: Mapping[str, st
                 engine="--dns=ADDRESS, or an address in the settings",
             ),
         )
-    text = f"{', '.join(servers)}" + (f"; {', '.join(resolved)} found" if resolved else "")
-    if rewrite:
+    text = f"{', '.join(servers)}" + (f"; {', '.join(name_errors)} found" if name_errors else "")
+    if write_error:
         follows = "bosh-dns cannot put itself before them: /etc/resolv.conf cannot be written"
         return Finding("DNS", LIMITED, text, follows, "/etc/resolv.conf writable, where bosh-dns is deployed")
     return Finding("DNS", GOOD, text)
@@ -495,12 +495,12 @@ def addresses(own: str, missing: Mapping[str, str]) -> Finding:
     return Finding("addresses", GOOD, own)
 
 
-def bus(reached: Mapping[str, str]) -> Finding | None:
+def bus(bus_errors: Mapping[str, str]) -> Finding | None:
     """Judge the addresses of the bus, each with an error or ""."""
-    if not reached:
+    if not bus_errors:
         return None
-    failed = {place: why for place, why in reached.items() if why}
-    if len(failed) == len(reached):
+    failed = {place: why for place, why in bus_errors.items() if why}
+    if len(failed) == len(bus_errors):
         return Finding(
             "bus",
             WRONG,
@@ -512,7 +512,7 @@ def bus(reached: Mapping[str, str]) -> Finding | None:
                 engine="a firewall that lets port 4222 out; is the Director's NATS up?",
             ),
         )
-    return Finding("bus", GOOD, f"{', '.join(place for place in reached if place not in failed)} can be reached")
+    return Finding("bus", GOOD, f"{', '.join(place for place in bus_errors if place not in failed)} can be reached")
 
 
 def firewall(obstacle: str) -> Finding:
@@ -528,14 +528,14 @@ def firewall(obstacle: str) -> Finding:
     )
 
 
-def watches(refused: int, instances: int, each: int) -> Finding:
+def watches(error: int, instances: int, each: int) -> Finding:
     """Judge inotify by the result of opening it and the node's limits for a user."""
     limits = f"{instances} instances and {each} watches a user"
-    if refused:
+    if error:
         return Finding(
             "inotify",
             LIMITED,
-            f"{os.strerror(refused)} ({limits})",
+            f"{os.strerror(error)} ({limits})",
             "the agent does not use it; jobs that watch files fail or poll",
             "sysctl fs.inotify.max_user_instances=1024 on the node",
         )

@@ -110,8 +110,8 @@ def test_every_limit_says_what_follows_and_what_to_change() -> None:
     """Facts of a container that allows nothing at all."""
     refused = errno.EPERM
     findings = [
-        verdicts.user(1000, is_mapped=True, becomes=0, gives=0),
-        verdicts.user(0, is_mapped=False, becomes=refused, gives=refused),
+        verdicts.user(1000, is_mapped=True, change_user_error=0, change_owner_error=0),
+        verdicts.user(0, is_mapped=False, change_user_error=refused, change_owner_error=refused),
         verdicts.capabilities(Privileges(), is_root=False),
         verdicts.capabilities(Privileges(), is_root=True),
         verdicts.privileges(Privileges(no_new_privs=True, seccomp=True)),
@@ -128,8 +128,8 @@ def test_every_limit_says_what_follows_and_what_to_change() -> None:
         verdicts.users(vcap=1000, programs=("sshd",), is_root=True),
         verdicts.port("metrics", 9190, errno.EADDRINUSE, is_ours=False),
         verdicts.low_ports(refused),
-        verdicts.clock(year=1970, drift=0, kept=None),
-        verdicts.clock(year=2026, drift=0, kept=False),
+        verdicts.clock(year=1970, drift=0, is_synchronized=None),
+        verdicts.clock(year=2026, drift=0, is_synchronized=False),
         verdicts.own_names({"localhost": "", "web-0": "Name or service not known"}),
         verdicts.name_servers((), 0, {}),
         verdicts.name_servers(("10.0.0.2",), 0, {"bus.example": "Name or service not known"}),
