@@ -7,255 +7,95 @@ those of the Go agent (settings/directories/directories_provider.go).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 VCAP = Path("/var/vcap")
 
 
-@dataclass(frozen=True, slots=True)
 class Paths:
-    """Every path of the agent; properties only, no disk access."""
+    """Every path of the agent, without disk access."""
 
-    base: Path = VCAP
-
-    @property
-    def is_system(self) -> bool:
+    def __init__(self, base: Path = VCAP) -> None:
+        self.base = base
+        self.is_system = base == VCAP
         """True for the real tree: only then may the agent change files outside ``base`` (``/etc``)."""
-        return self.base == VCAP
-
-    @property
-    def etc(self) -> Path:
-        return Path("/etc") if self.is_system else self.base / "etc"
-
-    @property
-    def logrotate_rule(self) -> Path:
+        self.etc = Path("/etc") if self.is_system else base / "etc"
+        self.logrotate_rule = self.etc / "logrotate.d" / "vcap"
         """The file by which cron and logrotate rotate the logs of jobs under the Go agent."""
-        return self.etc / "logrotate.d" / "vcap"
-
-    @property
-    def system_log(self) -> Path:
+        self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
-        return Path("/var/log") if self.is_system else self.base / "var/log"
-
-    @property
-    def shared_owner(self) -> str | None:
+        self.shared_owner = "root:vcap" if self.is_system else None
         """Owner of the directories that jobs may read: ``root:vcap``.
 
         Below another base None, which leaves them to their creator.
         """
-        return "root:vcap" if self.is_system else None
 
-    # --- bosh: the agent's own state -------------------------------------------------------------------------------
-
-    @property
-    def bosh(self) -> Path:
-        return self.base / "bosh"
-
-    @property
-    def bosh_etc(self) -> Path:
-        return self.bosh / "etc"
-
-    @property
-    def dev_tools_list(self) -> Path:
+        # --- bosh: the agent's own state ---------------------------------------------------------------------------
+        self.bosh = base / "bosh"
+        self.bosh_etc = self.bosh / "etc"
+        self.dev_tools_list = self.bosh_etc / "dev_tools_file_list"
         """The list of files of compilers, one a line."""
-        return self.bosh_etc / "dev_tools_file_list"
-
-    @property
-    def static_libraries_list(self) -> Path:
+        self.static_libraries_list = self.bosh_etc / "static_libraries_list"
         """The list of libraries that only a compiler needs, one a line."""
-        return self.bosh_etc / "static_libraries_list"
-
-    @property
-    def bosh_bin(self) -> Path:
-        return self.bosh / "bin"
-
-    @property
-    def agent_log(self) -> Path:
+        self.bosh_bin = self.bosh / "bin"
+        self.agent_log = self.bosh / "log"
         """The directory that ``bosh logs --agent`` packs."""
-        return self.bosh / "log"
-
-    @property
-    def settings_tmpfs(self) -> Path:
+        self.settings_tmpfs = self.bosh / "settings"
         """The directory of files with credentials if ``env.bosh.agent.settings.tmpfs`` is set."""
-        return self.bosh / "settings"
-
-    @property
-    def with_credentials(self) -> tuple[Path, ...]:
-        """Files that are then links to files in ``settings_tmpfs``."""
-        return (self.settings_cache, self.update_settings, self.former_mbus, self.disk_hints)
-
-    @property
-    def settings_cache(self) -> Path:
-        return self.bosh / "settings.json"
-
-    @property
-    def update_settings(self) -> Path:
-        return self.bosh / "update_settings.json"
-
-    @property
-    def former_mbus(self) -> Path:
+        self.settings_cache = self.bosh / "settings.json"
+        self.update_settings = self.bosh / "update_settings.json"
+        self.former_mbus = self.bosh / "former_mbus.json"
         """The credentials of the bus before the last rotation."""
-        return self.bosh / "former_mbus.json"
-
-    @property
-    def spec(self) -> Path:
-        return self.bosh / "spec.json"
-
-    @property
-    def tasks(self) -> Path:
-        return self.bosh / "tasks.json"
-
-    @property
-    def disk_hints(self) -> Path:
-        return self.bosh / "persistent_disk_hints.json"
-
-    @property
-    def stamp(self) -> Path:
+        self.spec = self.bosh / "spec.json"
+        self.tasks = self.bosh / "tasks.json"
+        self.disk_hints = self.bosh / "persistent_disk_hints.json"
+        self.with_credentials = (self.settings_cache, self.update_settings, self.former_mbus, self.disk_hints)
+        """Files that are links to files in ``settings_tmpfs`` if it is in use."""
+        self.stamp = self.bosh / "agent_shim.json"
         """The id of the instance that owns this root file system, and of the state backup that belongs to it."""
-        return self.bosh / "agent_shim.json"
-
-    @property
-    def shut_down(self) -> Path:
+        self.shut_down = self.bosh / "shut_down"
         """Holds the id of an agent that the Director has shut down."""
-        return self.bosh / "shut_down"
+        self.managed_disk = self.bosh / "managed_disk_settings.json"
 
-    @property
-    def managed_disk(self) -> Path:
-        return self.bosh / "managed_disk_settings.json"
-
-    # --- data: the ephemeral disk -----------------------------------------------------------------------------------
-
-    @property
-    def data(self) -> Path:
-        return self.base / "data"
-
-    @property
-    def data_jobs(self) -> Path:
+        # --- data: the ephemeral disk -------------------------------------------------------------------------------
+        self.data = base / "data"
+        self.data_jobs = self.data / "jobs"
         """Installed job bundles: ``data/jobs/<job>/<sha1>``."""
-        return self.data / "jobs"
-
-    @property
-    def data_packages(self) -> Path:
+        self.data_packages = self.data / "packages"
         """Installed package bundles: ``data/packages/<package>/<sha1>``."""
-        return self.data / "packages"
-
-    @property
-    def blobs(self) -> Path:
-        return self.data / "blobs"
-
-    @property
-    def sensitive_blobs(self) -> Path:
+        self.blobs = self.data / "blobs"
+        self.sensitive_blobs = self.data / "sensitive_blobs"
         """Blobs that came over the bus by ``upload_blob``."""
-        return self.data / "sensitive_blobs"
-
-    @property
-    def tmp(self) -> Path:
-        return self.data / "tmp"
-
-    @property
-    def outcomes(self) -> Path:
+        self.tmp = self.data / "tmp"
+        self.outcomes = self.tmp / "outcomes"
         """Results of tasks that are too large to be kept in memory."""
-        return self.tmp / "outcomes"
-
-    @property
-    def bundled_logs(self) -> Path:
+        self.bundled_logs = self.tmp / "logs"
         """Archives of logs, to be fetched by ssh."""
-        return self.tmp / "logs"
-
-    @property
-    def compile(self) -> Path:
-        return self.data / "compile"
-
-    @property
-    def dynamic_disks(self) -> Path:
-        return self.data / "dynamic_disks"
-
-    @property
-    def mirror(self) -> Path:
+        self.compile = self.data / "compile"
+        self.dynamic_disks = self.data / "dynamic_disks"
+        self.mirror = self.data / "bosh"
         """Files that survive a reset of the root file system: the copy of ``bosh``, and the supervisor's state."""
-        return self.data / "bosh"
-
-    @property
-    def supervisor_state(self) -> Path:
-        return self.mirror / "supervisor.json"
-
-    @property
-    def data_sys(self) -> Path:
-        return self.data / "sys"
-
-    @property
-    def log(self) -> Path:
-        return self.data_sys / "log"
-
-    @property
-    def run(self) -> Path:
-        return self.data_sys / "run"
-
-    @property
-    def shim_run(self) -> Path:
+        self.supervisor_state = self.mirror / "supervisor.json"
+        self.data_sys = self.data / "sys"
+        self.log = self.data_sys / "log"
+        self.run = self.data_sys / "run"
+        self.shim_run = self.run / "agent_shim"
         """Run-time files of this agent: control socket, supervisor state, captured output."""
-        return self.run / "agent_shim"
+        self.control_socket = self.shim_run / "control.sock"
 
-    @property
-    def control_socket(self) -> Path:
-        return self.shim_run / "control.sock"
-
-    # --- what jobs see ----------------------------------------------------------------------------------------------
-
-    @property
-    def sys(self) -> Path:
+        # --- what jobs see ------------------------------------------------------------------------------------------
+        self.sys = base / "sys"
         """A link to ``data/sys``."""
-        return self.base / "sys"
-
-    @property
-    def jobs(self) -> Path:
-        return self.base / "jobs"
-
-    @property
-    def packages(self) -> Path:
-        return self.base / "packages"
-
-    @property
-    def store(self) -> Path:
-        return self.base / "store"
-
-    @property
-    def store_migration_target(self) -> Path:
-        return self.base / "store_migration_target"
-
-    @property
-    def monit(self) -> Path:
-        return self.base / "monit"
-
-    @property
-    def monit_job(self) -> Path:
-        return self.monit / "job"
-
-    @property
-    def stopped_marker(self) -> Path:
-        return self.monit / "stopped"
-
-    @property
-    def monit_user(self) -> Path:
-        return self.monit / "monit.user"
-
-    @property
-    def instance(self) -> Path:
-        return self.base / "instance"
-
-    @property
-    def health(self) -> Path:
-        return self.instance / "health.json"
-
-    @property
-    def dns_records(self) -> Path:
-        return self.instance / "dns" / "records.json"
-
-    @property
-    def instance_disks(self) -> Path:
-        return self.instance / "disks"
-
-    @property
-    def ssh_home(self) -> Path:
-        return self.base / "bosh_ssh"
+        self.jobs = base / "jobs"
+        self.packages = base / "packages"
+        self.store = base / "store"
+        self.store_migration_target = base / "store_migration_target"
+        self.monit = base / "monit"
+        self.monit_job = self.monit / "job"
+        self.stopped_marker = self.monit / "stopped"
+        self.monit_user = self.monit / "monit.user"
+        self.instance = base / "instance"
+        self.health = self.instance / "health.json"
+        self.dns_records = self.instance / "dns" / "records.json"
+        self.instance_disks = self.instance / "disks"
+        self.ssh_home = base / "bosh_ssh"
