@@ -5,7 +5,6 @@ Fields are those of Kubernetes 1.20; newer ones appear only where a tier or a pr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -289,7 +288,7 @@ def pod(vm: Vm) -> Object:
 
 def with_disks(pod: Object, disks: Sequence[str]) -> Object:
     """Return the pod with these disks mounted from its creation on."""
-    made = copy.deepcopy(pod)
+    made = _copied(pod)
     for disk in disks:
         name = f"disk-{names.tail(disk)}"
         made["spec"]["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": disk}})
@@ -300,7 +299,7 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
 
 def pinned(pod: Object, node: str) -> Object:
     """Return the pod bound to one node by the scheduler: a `nodeName` would prevent binding of claims on first use."""
-    made = copy.deepcopy(pod)
+    made = _copied(pod)
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
     _require_node(made["spec"].setdefault("affinity", {}), term)
     return made
@@ -421,7 +420,7 @@ def _resources(properties: VmProperties) -> Object:
 
 def _scheduling(vm: Vm) -> Object:
     properties = vm.properties
-    affinity: Object = copy.deepcopy(properties.affinity)
+    affinity: Object = _copied(properties.affinity)
     if properties.zone:
         zone = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": [properties.zone]}
         _require_node(affinity, {"matchExpressions": [zone]})
@@ -457,6 +456,12 @@ def _dns(networks: Plan) -> Object:
     if not networks.nameservers:
         return {}
     return {"dnsPolicy": "None", "dnsConfig": {"nameservers": networks.nameservers}}
+
+
+def _copied(document: Object) -> Object:
+    import copy
+
+    return copy.deepcopy(document)
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:

@@ -6,7 +6,6 @@ and not from chance: the repetition of an interrupted call finds the objects of 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Final
@@ -60,6 +59,8 @@ _CID: Final = re.compile(r"(?:vm|disk|snapshot)-(?P<namespace>.+)-[0-9a-f]{16}")
 
 def digest(*parts: str) -> str:
     """Return a digest of ``parts`` with 16 hexadecimal digits."""
+    import hashlib
+
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -19,11 +19,9 @@ HOPELESS: Final = frozenset(
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
 """Reasons of a waiting container that waiting does not fix."""
-PASSING: Final = re.compile(
-    r"time-?out|timed out|connection (refused|reset)|EOF|too ?many ?requests|429|50[0234]", re.IGNORECASE
-)
+PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
 """Words of a failed pull that another attempt may fix."""
-NEW_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims')
+NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
 """Words of the scheduler for a claim that it has not seen yet or whose volume is being made."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
 """A scheduler behind 32 new pods needed more than ten seconds to see their claims."""
@@ -172,10 +170,10 @@ class _Judge:
         reason, words = _waiting(pod)
         if reason in HOPELESS:
             raise VMCreationFailedError(
-                f"the pod {self._name} cannot start: {text}", ok_to_retry=bool(PASSING.search(words))
+                f"the pod {self._name} cannot start: {text}", ok_to_retry=bool(re.search(PASSING, words, re.IGNORECASE))
             )
         message = _unschedulable(pod)
-        is_claim_new = message is not None and NEW_CLAIM.search(message) is not None
+        is_claim_new = message is not None and re.search(NEW_CLAIM, message) is not None
         self._wait("claim", is_claim_new, text)
         self._wait("unschedulable", message is not None and not is_claim_new, text)
         self._wait("crashing", _crash(pod) is not None or reason.endswith("Error"), text)

@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -18,7 +18,7 @@ from kubernetes_cpi.errors import InputError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNKNOWN = re.compile(r"unknown field `(?P<key>.*?)`(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN: Final = r"(?s)unknown field `(?P<key>.*?)`(?: - at `(?P<path>[^`]*)`)?$"
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -39,7 +39,7 @@ def read(document: object, wanted: type[T], *, origin: str) -> T:
 
 
 def _explained(text: str, wanted: type[msgspec.Struct]) -> str:
-    found = _UNKNOWN.search(text)
+    found = re.search(_UNKNOWN, text)
     if not found:
         return text
     path, key = found["path"] or "$", found["key"]

@@ -9,8 +9,8 @@ from typing import Any, Final
 from kubernetes_cpi.config import Stemcells
 from kubernetes_cpi.errors import CpiError
 
-DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
-REFERENCE: Final = re.compile(r"[a-zA-Z0-9][-a-zA-Z0-9._:/]*")
+DIGEST: Final = r"sha256:[0-9a-f]{64}"
+REFERENCE: Final = r"[a-zA-Z0-9][-a-zA-Z0-9._:/]*"
 
 
 def create(properties: Mapping[str, Any], config: Stemcells) -> str:
@@ -26,7 +26,7 @@ def create(properties: Mapping[str, Any], config: Stemcells) -> str:
         )
     reference, _, digest = str(given).partition("@")
     digest = str(properties.get("digest") or digest)
-    if not REFERENCE.fullmatch(reference) or (digest and not DIGEST.fullmatch(digest)):
+    if not re.fullmatch(REFERENCE, reference) or (digest and not re.fullmatch(DIGEST, digest)):
         raise CpiError(f"cannot create the stemcell: {given!r} with digest {digest!r} is no reference to an image")
     if digest:
         return f"{reference}@{digest}"

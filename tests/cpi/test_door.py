@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kubernetes_cpi import door, methods
+from kubernetes_cpi import door, methods, names
 from tests.cpi.calls import Cpi, checked, start
+from tests.cpi.fake_api import Server
 from tests.structure.source import ROOT
 
 JSON = st.recursive(
@@ -117,28 +118,45 @@ def test_result_that_is_no_json_becomes_an_error(cpi: Cpi, monkeypatch: pytest.M
     assert "cannot write the result" in cpi.answer(cpi.request("has_vm", ["vm-bosh-0"]))["error"]["message"]
 
 
-def test_info_needs_no_configuration_and_imports_no_client() -> None:
-    program = (
-        "import sys; from kubernetes_cpi import door; "
-        'raw = door.answer(b\'{"method":"info","arguments":[],"context":{}}\', ["--config", "/missing"]); '
-        "print(raw.decode()); print(*sorted(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"],
-                          capture_output=True, text=True)  # fmt: skip
+HEAVY = {"ssl", "http.client", "socket", "yaml", "kubernetes_cpi.client", "kubernetes_cpi.methods", "asyncio"}
+RARE = {"asyncio", "copy", "difflib", "hashlib", "subprocess", "traceback", "yaml"}
+"""Needed by other methods, errors and kubeconfigs."""
 
+
+def loaded_by(request: bytes, file: Path) -> tuple[Any, set[str]]:
+    """The result of a request, and the modules of the interpreter that answered it."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from kubernetes_cpi import door; "
+        f"raw = door.answer({request!r}, ['--config', {str(file)!r}]); print(raw.decode()); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, check=True)
     response, loaded = done.stdout.splitlines()
-    assert json.loads(response)["result"]["api_version"] == 3
-    heavy = {
-        "ssl",
-        "http.client",
-        "socket",
-        "yaml",
-        "kubernetes_cpi.client",
-        "kubernetes_cpi.methods",
-        "asyncio",
-        "typing",
-    }
-    assert not (heavy - {"typing"}) & set(loaded.split())
+    return checked(response)["result"], set(loaded.decode().split())
+
+
+def test_info_needs_no_configuration_and_imports_no_client() -> None:
+    result, loaded = loaded_by(b'{"method":"info","arguments":[],"context":{}}', Path("/missing"))
+
+    assert result["api_version"] == 3
+    assert not HEAVY & loaded
+
+
+def test_calls_without_changes_import_little(cpi: Cpi, server: Server) -> None:
+    cpi.write(server.config(disks={"attach": "live"}))
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    hint = cpi("attach_disk", vm, disk)
+    before = len(server.requests)
+
+    exists, by_has_vm = loaded_by(cpi.request("has_vm", [vm]), cpi.file)
+    again, by_attach_disk = loaded_by(cpi.request("attach_disk", [vm, disk]), cpi.file)
+
+    assert (exists, again) == (True, hint)
+    assert not RARE & (by_has_vm | by_attach_disk)
+    assert server.requests[before:] == [f"GET pods/{vm}"] * 2 + [
+        f"GET pods/{names.attachment(vm, disk)}",
+        f"GET persistentvolumeclaims/{disk}",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--config"], ["--help"], ["--config", "a", "b"], ["x"]])
