@@ -380,7 +380,7 @@ TARGETS: Final[dict[str, Target]] = {
                 {"verb": "run", "job": "a", "process": "b", "volumes": ["/a:writable,shared"], "env": ["A=b"]},
                 *(
                     {"verb": verb, "job": "a", "process": "b"}
-                    for verb in ("start", "stop", "pid", "order", "end run", "list")
+                    for verb in ("start", "stop", "pid", "shell", "tree", "end run", "list")
                 ),
                 *(
                     {"action": action, "names": ["all"], "group": "g", "wait": True}

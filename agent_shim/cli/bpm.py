@@ -1,8 +1,8 @@
 """The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
 Verbs, flags, texts and exit codes are those of bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
-reads its command line with cobra. Drain scripts call it in loops: a call takes at most two starts of an
-interpreter, ``logs`` and ``run`` three, so this module imports little, and each verb imports its own modules.
+reads its command line with cobra. Drain scripts call it in loops: a call takes less than two starts
+of an interpreter, so this module imports little, and each verb imports its own modules.
 """
 
 from __future__ import annotations
@@ -294,62 +294,55 @@ def _logs(call: Call) -> int:
 
 
 def _log(call: Call, stream: str) -> Log:
-    from pathlib import Path
-
     from agent_shim.cli.bpm_logs import Log
 
     if any("/" in word or word.startswith(".") for word in (call.job, call.process)):
         raise BpmError("logs not found")
-    root = Path(call.base, "sys/log")
-    return Log(root / call.job / f"{call.process}.{stream}.log", root)
+    root = f"{call.base}/sys/log"
+    return Log(f"{root}/{call.job}/{call.process}.{stream}.log", root)
 
 
 def _trace(call: Call) -> int:
     """Trace the process and its children (bpm traces the init). Ctrl-C ends the trace with exit code 0."""
-    import signal
+    tree = _ask(call, "tree")
+    if not tree:
+        raise BpmError(NOT_RUNNING)
+    from agent_shim.host import pseudo_terminal
 
-    _load_libraries()
-    from agent_shim.host import command, proc
-
-    pid = _running(call)
-    tree = [pid, *(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
-    argv = ["strace", "-s", "100", "-f", "-y", "-yy", *(word for each in tree for word in ("-p", str(each)))]
+    argv = ["strace", "-s", "100", "-f", "-y", "-yy", *(word for pid in tree for word in ("-p", str(pid)))]
     try:
-        code = command.in_terminal(argv)
+        code = pseudo_terminal.in_terminal(argv)
     except OSError as exc:
         raise BpmError(f"cannot run strace: {exc.strerror}") from exc
-    return 0 if code == -signal.SIGINT else FAILED if code else 0
+    return 0 if code in (0, pseudo_terminal.INTERRUPTED) else FAILED
 
 
 def _shell(call: Call) -> int:
-    _load_libraries()
-    from agent_shim.host import pseudo_terminal, sandbox
-
     pid = _running(call)
-    order = _ask(call, "order")
+    reply = _ask(call)
+    from agent_shim.edges import control_client
+    from agent_shim.host import pseudo_terminal
+
+    order = reply["order"]
     order["argv"] = ["/bin/bash"]
     order["env"]["TERM"] = os.environ.get("TERM", "")
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
-        descriptor = sandbox.write_spec(order)
-        return sandbox.command(descriptor), descriptor
+        descriptor = os.memfd_create("order")  # in memory: the environment may hold secrets
+        os.write(descriptor, control_client.encoded(order).encode() + b"\n")
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return [*reply["launcher"], str(descriptor)], descriptor
 
     return pseudo_terminal.run(argv, pid)
 
 
-def _load_libraries() -> None:
-    """The launcher omits the site module, a third of an interpreter's start."""
-    import site
-
-    site.main()
-
-
 def _run(call: Call) -> int:
     """Print the logs of the process until it ends; a signal ends the process."""
+    # Without ``threading``, whose objects are not needed here.
+    import _thread
+    import contextlib
     import signal
-    import threading
-    import time
 
     from agent_shim.cli import bpm_logs
     from agent_shim.core.errors import NoAgentError
@@ -359,6 +352,7 @@ def _run(call: Call) -> int:
     for log, _ in logs:
         log.open()
     ended: list[int | Exception] = []
+    is_waiting = _thread.allocate_lock()
 
     def wait() -> None:
         try:
@@ -366,16 +360,21 @@ def _run(call: Call) -> int:
             ended.append(_ask(call, volumes=volumes, env=env))
         except (BpmError, NoAgentError) as exc:
             ended.append(exc)
+        finally:
+            is_waiting.release()
+
+    def ask_to_end() -> None:
+        with contextlib.suppress(BpmError, NoAgentError):  # the other request reports it
+            _ask(call, "end run")
 
     def end(*_: object) -> None:
-        threading.Thread(target=_ask, args=(call, "end run"), daemon=True).start()
+        _thread.start_new_thread(ask_to_end, ())
 
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
-    while waiting.is_alive():
-        time.sleep(POLL_S)
+    is_waiting.acquire()
+    _thread.start_new_thread(wait, ())
+    while not is_waiting.acquire(timeout=POLL_S):
         for log, stream in logs:
             bpm_logs.copy(log, stream)
     for log, stream in logs:

@@ -12,13 +12,15 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO, Final
 
 from agent_shim.core import safetext
 from agent_shim.host import guarded
-from agent_shim.services.logs import tail
+from agent_shim.services.logs import log_file
+
+TYPE_CHECKING = False  # without loading ``typing``
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import BinaryIO, Final
 
 POLL_S: Final = 0.1
 """Pause between two reads."""
@@ -27,7 +29,7 @@ POLL_S: Final = 0.1
 class Log:
     """One log file; ``root`` is the directory below which no link is followed."""
 
-    def __init__(self, path: Path, root: Path) -> None:
+    def __init__(self, path: str, root: str) -> None:
         self.path = path
         self._root = root
         self._place = 0
@@ -50,7 +52,7 @@ class Log:
         """The last ``count`` lines before the end that :meth:`open` found."""
         descriptor = guarded.open_file(self.path, self._root)
         try:
-            return list(tail.last_lines(descriptor, self._place, count))
+            return list(log_file.last_lines(descriptor, self._place, count))
         finally:
             os.close(descriptor)
 

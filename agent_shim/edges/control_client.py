@@ -39,7 +39,7 @@ def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float
         try:
             connection.settimeout(timeout)
             connection.connect(str(path))
-            connection.sendall(_encoded(request).encode() + b"\n")
+            connection.sendall(encoded(request).encode() + b"\n")
             return _scan(_line(connection).decode(), 0)[0]
         finally:
             connection.close()
@@ -48,7 +48,7 @@ def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float
         raise NoAgentError(f"cannot ask the agent at {path}: {why} (is it running, and are you root?)") from exc
 
 
-def _encoded(value: Any) -> str:
+def encoded(value: Any) -> str:
     """Encode as JSON."""
     match value:
         case None | bool():
@@ -58,9 +58,9 @@ def _encoded(value: Any) -> str:
         case int() | float():
             return repr(value)
         case dict():
-            return "{" + ",".join(f"{_encoded(key)}:{_encoded(each)}" for key, each in value.items()) + "}"
+            return "{" + ",".join(f"{encoded(key)}:{encoded(each)}" for key, each in value.items()) + "}"
         case list() | tuple():
-            return "[" + ",".join(map(_encoded, value)) + "]"
+            return "[" + ",".join(map(encoded, value)) + "]"
     raise ValueError(f"{type(value).__name__} is no part of a request")
 
 

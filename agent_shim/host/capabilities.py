@@ -17,8 +17,6 @@ _IN_ORDER: Final = (
 )
 NAMES: Final = _IN_ORDER.split()
 
-_WHOLE_RANGE: Final = ["0", "0", "4294967295"]
-
 
 class Privileges(NamedTuple):
     """Capabilities without their prefix (``SYS_ADMIN``); one without a known name is its number (``41``)."""
@@ -56,11 +54,6 @@ def names(mask: str) -> frozenset[str]:
 def is_first_process() -> bool:
     """Return True as PID 1, which reaps orphans and whose end is the end of the container."""
     return os.getpid() == 1
-
-
-def is_user_namespace(proc: Path = PROC) -> bool:
-    """Return True where root is not the machine's root: not every uid is mapped to itself."""
-    return (proc / "self/uid_map").read_text().split() != _WHOLE_RANGE
 
 
 def namespaces(pid: int | str = "self", proc: Path = PROC) -> dict[str, int]:

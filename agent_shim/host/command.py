@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -48,16 +47,6 @@ async def run(
     if status != 0:
         raise HostError(f"cannot run {program}: exit status {status}: {printed.strip()[-500:]}")
     return printed
-
-
-def in_terminal(argv: list[str]) -> int:
-    """Run a program in our terminal, which alone gets its interrupts; return its exit code, -N after signal N.
-
-    Blocks: for commands only. Raises ``OSError``.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @contextlib.contextmanager

@@ -15,23 +15,27 @@ loop: a thread for each call, a deadline, and no second call while one hangs. Al
 
 from __future__ import annotations
 
+# ``bpm logs`` and ``bpm run`` load this: without typing, pathlib, threading and regular expressions, which take longer
+# than the start of an interpreter.
+import _thread
 import errno
 import functools
 import os
-import re
 import stat
-import struct
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import deque, namedtuple
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import capabilities
+from agent_shim.host import user_namespace
 
-T = TypeVar("T")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from typing import Final, NamedTuple, TypeVar
+
+    T = TypeVar("T")
+    StrPath = str | os.PathLike[str]
 
 DEADLINE_S: Final = 2.0
 """Default timeout of :func:`aside`."""
@@ -106,6 +110,7 @@ def _walk_beneath(directory: int, names: list[str], flags: int, mode: int) -> in
 
 def _openat2(directory: int, path: str, flags: int, mode: int) -> int:
     import ctypes
+    import struct
 
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, _RESOLVE)
     found: int = _syscall()(
@@ -143,35 +148,54 @@ def _syscall() -> Callable[..., int]:
 
 
 @contextmanager
-def held(path: Path, root: Path | None = None) -> Iterator[int]:
+def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
     """Hold the file at ``path`` without opening it (``O_PATH``), for ``fstat`` and for paths below it.
 
     ``root`` is a directory above it, below which no link is followed; without it, links made by root are.
     """
-    if root is None or path == root:
+    below = "" if root is None else _below(path, root)
+    if root is None or not below:
         descriptor = _walk(path)
     else:
         with held(root) as top:
-            descriptor = open_beneath(top, str(path.relative_to(root)), os.O_PATH)
+            descriptor = open_beneath(top, below, os.O_PATH)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def start(path: Path) -> tuple[str, deque[str]]:
+def _below(path: StrPath, root: StrPath) -> str:
+    """Return the path below ``root``; "" for ``root`` itself."""
+    (begin, names), (top, above) = start(path), start(root)
+    if begin != top or list(names)[: len(above)] != list(above):
+        raise ValueError(f"{os.fspath(path)!r} is not below {os.fspath(root)!r}")
+    return "/".join(list(names)[len(above) :])
+
+
+def start(path: StrPath) -> tuple[str, deque[str]]:
     """Return the start of ``path`` and the names below it.
 
     ``/proc/self/fd/N`` is a start of its own: the directory that descriptor N holds. The text of that link may name
     another directory by now, for example one that was mounted over it.
     """
-    held = re.match(r"/proc/self/fd/\d+(?=/|$)", str(path))
-    if held is not None:
-        return held[0], deque(path.parts[5:])
-    return path.anchor or ".", deque(path.relative_to(path.anchor).parts)
+    text = os.fspath(path)
+    if text.startswith(_HELD):
+        number, _, rest = text.removeprefix(_HELD).partition("/")
+        if number.isdecimal():
+            return _HELD + number, _names(rest)
+    return "/" if text.startswith("/") else ".", _names(text)
 
 
-def _walk(path: Path) -> int:
+_HELD: Final = "/proc/self/fd/"
+
+
+def _names(path: str) -> deque[str]:
+    """Split a path; a ``..`` stays, and goes up from where the walk is."""
+    return deque(name for name in path.split("/") if name not in ("", "."))
+
+
+def _walk(path: StrPath) -> int:
     """Open a path with ``O_PATH``, step by step."""
     top, rest = start(path)
     links = 0
@@ -186,10 +210,10 @@ def _walk(path: Path) -> int:
                     if links > _MAX_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                     refuse_link(name, status, os.fstat(here))
-                    target = Path(os.readlink("", dir_fd=below))
-                    rest.extendleft(reversed(target.relative_to(target.anchor).parts))
+                    target = os.readlink("", dir_fd=below)
+                    rest.extendleft(reversed(_names(target)))
                     os.close(below)
-                    below = os.open(target.anchor or ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
+                    below = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
             except BaseException:
                 os.close(below)
                 raise
@@ -197,7 +221,7 @@ def _walk(path: Path) -> int:
             here = below
     except OSError as exc:
         os.close(here)
-        raise OSError(exc.errno, exc.strerror, str(path)) from exc
+        raise OSError(exc.errno, exc.strerror, os.fspath(path)) from exc
     except BaseException:
         os.close(here)
         raise
@@ -216,18 +240,18 @@ def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> N
 
 def trusted_users() -> set[int]:
     """Return the users whose links are followed: root, this user, and the overflow user of a user namespace."""
-    return {0, os.geteuid()} | ({_overflow_user()} if capabilities.is_user_namespace() else set())
+    return {0, os.geteuid()} | ({_overflow_user()} if user_namespace.is_inside() else set())
 
 
 @functools.cache
 def _overflow_user() -> int:
-    return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return user_namespace.overflow_user()
 
 
 # --- regular files --------------------------------------------------------------------------------------------------
 
 
-def open_file(path: Path, root: Path | None = None) -> int:
+def open_file(path: StrPath, root: StrPath | None = None) -> int:
     """Open a regular file for reading; ``root`` as for :func:`held`.
 
     Below ``root`` a file of root with a second hard link is refused: without the kernel's protection of hard links a
@@ -246,14 +270,14 @@ def refuse_second_name(found: os.stat_result) -> None:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: StrPath) -> Iterator[None]:
     """Add the path to an ``OSError`` of the block."""
     try:
         yield
     except OSError as exc:
         if isinstance(exc, HostError):
             raise
-        raise OSError(exc.errno, exc.strerror, str(path)) from exc
+        raise OSError(exc.errno, exc.strerror, os.fspath(path)) from exc
 
 
 def reopen(descriptor: int, flags: int) -> int:
@@ -264,7 +288,7 @@ def reopen(descriptor: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
-def status(path: Path, root: Path | None = None) -> os.stat_result:
+def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
     """Return the ``fstat`` result of a path; ``root`` as for :func:`held`."""
     with held(path, root) as found:
         return os.fstat(found)
@@ -359,11 +383,16 @@ def _append_to(name: str, directory: int) -> int:
 # --- directories ----------------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
-    """An entry below the top of a :func:`walk`; ``path`` is relative, with surrogates for invalid UTF-8."""
+if TYPE_CHECKING:
 
-    path: str
-    status: os.stat_result
+    class Entry(NamedTuple):
+        """An entry below the top of a :func:`walk`; ``path`` is relative, with surrogates for invalid UTF-8."""
+
+        path: str
+        status: os.stat_result
+
+else:
+    Entry = namedtuple("Entry", "path status")  # noqa: PYI024
 
 
 def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
@@ -422,7 +451,7 @@ def open_directory(top: int, below: str) -> int:
 _hanging: Final[set[str]] = set()
 """Keys of calls whose threads have not ended."""
 _POLL_S: Final = 0.01
-_guard: Final = threading.Lock()
+_guard: Final = _thread.allocate_lock()
 
 
 async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S) -> T:

@@ -15,12 +15,16 @@ import os
 import select
 import signal
 import stat
-import struct
-import subprocess
 import termios
+import time
 import tty
-from collections.abc import Callable, Iterator
-from typing import Final
+
+TYPE_CHECKING = False  # ``bpm shell`` starts without typing, subprocess and what they load
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Final
+
+    Argv = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
@@ -32,41 +36,87 @@ HANG_UP_TIMEOUT_S: Final = 5.0
 _LOCK_SLAVE: Final = 0x40045431
 _OPEN_SLAVE: Final = 0x5441
 
-Argv = Callable[[int | None], tuple[list[str], int]]
-"""Returns the argument list of a program whose terminal is the given descriptor (0, 1, 2 or None), and a descriptor
-that it inherits.
-"""
-
 
 def run(argv: Argv, pid: int) -> int:
     """Run a program to its end and return its exit code, 128+N after signal N.
 
-    ``pid`` is a process in whose mount namespace the pseudo-terminal is created, so that its name exists there. Raises
-    ``OSError``.
+    ``argv`` returns the argument list of a program whose terminal is the given descriptor (0, 1, 2 or None), and a
+    descriptor that it inherits. ``pid`` is a process in whose mount namespace the pseudo-terminal is created, so that
+    its name exists there. Raises ``OSError``.
     """
     terminals = [number for number in (0, 1, 2) if os.isatty(number)]
     if not terminals:
         command, inherited = argv(None)
-        return _code(subprocess.Popen(command, pass_fds=[inherited], start_new_session=True))
+        return _Program(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
     try:
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
-        streams = {number: slave if number in terminals else None for number in (0, 1, 2)}
         # The program creates the session itself, then takes the terminal.
-        running = subprocess.Popen(
-            command, stdin=streams[0], stdout=streams[1], stderr=streams[2], pass_fds=[inherited]
-        )
+        running = _Program(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
     finally:
         os.close(slave)
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
     os.close(master)  # hangs up
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        running.wait(HANG_UP_TIMEOUT_S)
-    if running.returncode is None:
-        running.kill()
-    return _code(running)
+    given_up_at = time.monotonic() + HANG_UP_TIMEOUT_S
+    while not running.has_ended():
+        if time.monotonic() > given_up_at:
+            running.send(signal.SIGKILL)
+            break
+        select.poll().poll(POLL_MS / 10)  # of nothing: a pause
+    return running.wait()
+
+
+class _Program:
+    """A child; ``streams`` maps its standard streams to descriptors, others are inherited."""
+
+    def __init__(self, argv: list[str], streams: Mapping[int, int], inherited: int, *, new_session: bool) -> None:
+        self._status: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                if new_session:
+                    os.setsid()
+                for number, descriptor in streams.items():
+                    os.dup2(descriptor, number)
+                os.set_inheritable(inherited, True)
+                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by the interpreter
+                    signal.signal(number, signal.SIG_DFL)
+                os.execv(argv[0], argv)
+            except OSError as exc:
+                os.write(2, f"Error: cannot run {argv[0]}: {exc.strerror}\n".encode())
+            finally:
+                os._exit(127)
+
+    def has_ended(self) -> bool:
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._status = status if pid else None
+        return self._status is not None
+
+    def wait(self) -> int:
+        """Return the exit code, 128+N after signal N."""
+        if self._status is None:
+            self._status = os.waitpid(self._pid, 0)[1]
+        return _code(self._status)
+
+    def send(self, number: int) -> None:
+        if not self.has_ended():
+            os.kill(self._pid, number)
+
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def in_terminal(argv: list[str]) -> int:
+    """Run a program in our terminal, which alone gets its interrupts; return its exit code, 128+N after signal N.
+
+    Raises ``OSError``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
+    return _code(os.waitpid(child, 0)[1])
 
 
 def open_pair(root: str) -> tuple[int, int]:
@@ -80,21 +130,26 @@ def open_pair(root: str) -> tuple[int, int]:
     finally:
         os.close(held)
     try:
-        fcntl.ioctl(master, _LOCK_SLAVE, struct.pack("i", 0))
+        fcntl.ioctl(master, _LOCK_SLAVE, bytes(4))
         return master, fcntl.ioctl(master, _OPEN_SLAVE, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except BaseException:
         os.close(master)
         raise
 
 
-def _relay(master: int, running: subprocess.Popen[bytes], *, keys: bool, out: int) -> None:
+def _code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
     """Copy until the program has ended, or the operator's terminal is gone."""
     poll = select.poll()
     poll.register(master, select.POLLIN)
     if keys:
         poll.register(0, select.POLLIN)
     while True:
-        has_ended = running.poll() is not None
+        has_ended = running.has_ended()
         ready = [descriptor for descriptor, _ in poll.poll(0 if has_ended else POLL_MS)]
         if has_ended and master not in ready:
             return
@@ -129,7 +184,7 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals(terminal: int, master: int, running: subprocess.Popen[bytes]) -> Iterator[None]:
+def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
     """Forward changes of the window size; signals that end us hang up the program and leave the block normally."""
 
     def resize(*_: object) -> None:
@@ -137,8 +192,8 @@ def _signals(terminal: int, master: int, running: subprocess.Popen[bytes]) -> It
             _copy_size(terminal, master)
 
     def end(*_: object) -> None:
-        running.send_signal(signal.SIGHUP)
-        running.send_signal(signal.SIGCONT)
+        running.send(signal.SIGHUP)
+        running.send(signal.SIGCONT)
 
     handlers = {signal.SIGWINCH: resize, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGINT: end}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -151,8 +206,3 @@ def _signals(terminal: int, master: int, running: subprocess.Popen[bytes]) -> It
 
 def _copy_size(terminal: int, master: int) -> None:
     fcntl.ioctl(master, termios.TIOCSWINSZ, fcntl.ioctl(terminal, termios.TIOCGWINSZ, bytes(8)))
-
-
-def _code(running: subprocess.Popen[bytes]) -> int:
-    code = running.wait()
-    return code if code >= 0 else 128 - code

@@ -71,9 +71,9 @@ def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
     return {**made, **members}  # type: ignore[typeddict-item]
 
 
-def command(descriptor: int) -> list[str]:
-    """Return the command that reads a spec from ``descriptor`` and executes its program."""
-    return [sys.executable, "-I", "-S", _program(), str(descriptor)]
+def launcher() -> list[str]:
+    """Return the command that reads a spec from the descriptor given as its last argument and executes its program."""
+    return [sys.executable, "-I", "-S", _program()]
 
 
 @functools.cache
@@ -84,14 +84,6 @@ def _program() -> str:
         if Path(compiled).stat().st_mtime >= Path(sandbox_exec.__file__).stat().st_mtime:
             return compiled
     return sandbox_exec.__file__
-
-
-def write_spec(spec: sandbox_exec.ExecSpec) -> int:
-    """Return a descriptor from which a spec is read; in memory, as its environment may hold secrets."""
-    descriptor = os.memfd_create("spec")
-    os.write(descriptor, _encoded(spec))
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
 
 
 def _encoded(spec: sandbox_exec.ExecSpec) -> bytes:
@@ -112,7 +104,7 @@ async def prepared(
         ours.setblocking(False)
         with theirs:
             started = process.spawn(
-                command(0), env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, session=True
+                [*launcher(), "0"], env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, session=True
             )
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):  # it has exited; its status is the report

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +57,24 @@ def deploy(base: Path, script: str, more: str = "") -> None:
     (job / "config/bpm.yml").write_text(f"processes: [{{name: web, executable: {job}/bin/web{more}}}]\n")
 
 
-async def bpm(found: World, line: str) -> tuple[int, str, str]:
+async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
     """Exit code and output of a call."""
-    running = _spawn(found, line)
+    running = _spawn(found, line, env=env)
     status = await running.wait()
     assert status is not None
     return status, (found.paths.base / "out").read_text(), (found.paths.base / "err").read_text()
 
 
-def _spawn(found: World, line: str, *, stdout: int | None = None, stderr: int | None = None) -> process.Process:
+def _spawn(
+    found: World, line: str, *, stdout: int | None = None, stderr: int | None = None, env: dict[str, str] | None = None
+) -> process.Process:
     """Begin a call whose output goes to files, or to the descriptors given."""
     for name in ("out", "err"):
         (found.paths.base / name).write_text("")
     tool = str(found.paths.jobs / "bpm/bin/bpm")
     return process.spawn(
         [tool, *line.split()],
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.environ["PATH"], **(env or {})},
         stdout=found.paths.base / "out" if stdout is None else stdout,
         stderr=found.paths.base / "err" if stderr is None else stderr,
     )
@@ -231,7 +235,12 @@ async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, term
         orders = r"printf '\033]0;owned\007\n'"
         deploy(tmp_path, f"{orders}; {orders} >&2")
         with Terminal() as terminal:
-            running = _spawn(found, "run web", **dict.fromkeys(terminals, terminal.theirs))
+            running = _spawn(
+                found,
+                "run web",
+                stdout=terminal.theirs if "stdout" in terminals else None,
+                stderr=terminal.theirs if "stderr" in terminals else None,
+            )
             async with asyncio.timeout(30):
                 assert await running.wait() == 0
             shown = terminal.read()
@@ -241,6 +250,26 @@ async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, term
         for stream, name in (("stdout", "out"), ("stderr", "err")):
             if stream not in terminals:
                 assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
+
+
+async def test_trace_is_of_the_process_and_all_below_it(tmp_path: Path) -> None:
+    """``strace`` gets each number; it fails where the program is missing or fails."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "sleep 600 & exec sleep 600")
+        assert (await bpm(found, "start web"))[0] == 0
+        top = int((await bpm(found, "pid web"))[1])
+        # An init, the script, and its child.
+        await eventually(lambda: len(proc.descent(proc.children(proc.table()), [top])) == 3)
+        below = sorted(proc.descent(proc.children(proc.table()), [top]) - {top})
+        strace = tmp_path / "strace"
+        strace.write_text('#!/bin/sh\necho "$@"\nexit ${CODE:-0}\n')
+        strace.chmod(0o755)
+        words = " ".join(f"-p {pid}" for pid in (top, *below))
+
+        assert await bpm(found, "trace web", PATH=f"{tmp_path}:/usr/bin:/bin") == (0, f"-s 100 -f -y -yy {words}\n", "")
+        assert (await bpm(found, "trace web", PATH=f"{tmp_path}:/usr/bin:/bin", CODE="1"))[0] == 1
+        missing = "Error: cannot run strace: No such file or directory\n"
+        assert await bpm(found, "trace web", PATH="/nowhere") == (1, "", missing)
 
 
 async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
@@ -319,42 +348,91 @@ def test_levels_of_the_table_are_those_that_are_used() -> None:
     assert runner.key_table() in (root / "docs/bpm.md").read_text()
 
 
-@pytest.mark.parametrize(("line", "asks"), [("version", False), ("pid web", True)])
-def test_a_call_loads_little(tmp_path: Path, line: str, asks: bool) -> None:
-    """Slow imports are avoided: a call takes at most two starts of a bare interpreter."""
+SLOW = frozenset(
+    "argparse asyncio dataclasses inspect json logging msgspec pathlib re runpy selectors site socket subprocess "
+    "threading typing yaml".split()
+)
+"""Modules whose imports take a good part of an interpreter's start, or more."""
+ASKING = frozenset({"agent_shim.edges", "agent_shim.edges.control_client"})
+SHOWING = frozenset(
+    "agent_shim.cli.bpm_logs agent_shim.host agent_shim.host.guarded agent_shim.host.user_namespace "
+    "agent_shim.services agent_shim.services.logs agent_shim.services.logs.log_file".split()
+)
+TERMINAL = frozenset({"agent_shim.host", "agent_shim.host.pseudo_terminal"})
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "code"),
+    [
+        ("version", frozenset[str](), 0),
+        ("help", frozenset[str](), 0),
+        ("logs --help", frozenset[str](), 0),
+        ("start", frozenset[str](), 1),
+        ("frobnicate", frozenset[str](), 1),
+        ("pid web", ASKING, 0),
+        ("list", ASKING, 0),
+        ("start web", ASKING, 0),
+        ("stop web", ASKING, 0),
+        ("logs web", SHOWING, 0),
+        ("logs -a web", SHOWING, 0),
+        ("run web", SHOWING | ASKING, 0),
+        ("trace web", ASKING | TERMINAL, 1),
+        ("shell web", ASKING | TERMINAL, 0),
+    ],
+)
+def test_a_call_loads_little(tmp_path: Path, line: str, wanted: frozenset[str], code: int) -> None:
+    """Slow imports are avoided: a call takes less than two starts of a bare interpreter."""
     path = str(Path(__file__).parents[2])
-    code = (
-        f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; main({line!r}.split());"
-        "print(*sys.modules, file=sys.stderr)"
+    logs = tmp_path / "vcap/data/sys/log/web"
+    logs.mkdir(parents=True)
+    (tmp_path / "vcap/sys").symlink_to("data/sys")
+    (logs / "web.stdout.log").write_text("a line\n")
+    (logs / "web.stderr.log").write_text("an error\n")
+    program = (
+        f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; code = main({line!r}.split());"
+        "print(*sys.modules, file=sys.stderr); sys.exit(code)"
     )
-    env = {"BPM_BOSH_ROOT": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+    values = {"pid": 1, "tree": [1], "list": [], "shell": {"launcher": ["/bin/true"], "order": {"env": {}}}, "run": 0}
+    with answering(tmp_path / "vcap", values):
+        env = {"BPM_BOSH_ROOT": str(tmp_path / "vcap"), "PATH": "/nowhere"}
+        argv = [sys.executable, "-I", "-S", "-c", program]
+        done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     loaded = set(done.stderr.splitlines()[-1].split())
 
-    heavy = "argparse asyncio dataclasses inspect json pathlib re runpy selectors site socket subprocess typing".split()
-    assert loaded & set(heavy) == set()
-    assert "agent_shim.cli.bpm" in loaded
-    assert not {name for name in loaded if name.startswith("agent_shim.")} - {
-        "agent_shim.cli",
-        "agent_shim.core",
-        "agent_shim.edges",
-        "agent_shim.cli.bpm",
-        "agent_shim.core.errors",
-        "agent_shim.core.safetext",
-        *(["agent_shim.edges.control_client"] if asks else []),
-    }
+    assert done.returncode == code, done.stderr
+    assert loaded & SLOW == set()
+    own = {name for name in loaded if name.startswith("agent_shim.")}
+    always = "agent_shim.cli agent_shim.core agent_shim.cli.bpm agent_shim.core.errors agent_shim.core.safetext".split()
+    assert own == {*always, *wanted}
 
 
-def test_logs_are_shown_without_an_event_loop(tmp_path: Path) -> None:
-    path = str(Path(__file__).parents[2])
-    (tmp_path / "sys/log/web").mkdir(parents=True)
-    (tmp_path / "sys/log/web/web.stdout.log").write_text("a line\n")
-    code = f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; main(['logs', 'web']);"
-    code += "print({'asyncio', 'inspect'} & sys.modules.keys())"
-    env = {"BPM_BOSH_ROOT": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+@contextlib.contextmanager
+def answering(base: Path, values: dict[str, Any]) -> Iterator[None]:
+    """A server on the control socket with an answer for each verb."""
+    place = base / bpm_cli.SOCKET
+    place.parent.mkdir(parents=True)
 
-    assert done.stdout == "a line\nset()\n"
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # shut down
+                return
+            with connection, connection.makefile("rb") as lines:
+                request = msgspec.json.decode(lines.readline())
+                reply: dict[str, Any] = {"value": values.get(request["verb"]), "complaints": []}
+                connection.sendall(msgspec.json.encode(reply) + b"\n")
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(place))
+        server.listen()
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            serving.join()
 
 
 def test_socket_is_where_the_agent_listens() -> None:

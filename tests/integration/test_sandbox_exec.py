@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from pathlib import Path
@@ -19,11 +20,19 @@ def order(**members: Any) -> sandbox_exec.ExecSpec:
     return sandbox.exec_spec(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
 
 
+def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
+    """A descriptor from which the spec is read."""
+    descriptor = os.memfd_create("spec")
+    os.write(descriptor, json.dumps(wanted).encode() + b"\n")
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
 async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None, dict[str, str]]:
     """Its exit code, and the lines it has printed by their names."""
-    descriptor = sandbox.write_spec(wanted)
+    descriptor = in_memory(wanted)
     out = tmp_path / "out"
-    status = await process.spawn(sandbox.command(0), env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    status = await process.spawn([*sandbox.launcher(), "0"], env={}, stdin=descriptor, stdout=out, stderr=out).wait()
     os.close(descriptor)
     lines = [
         line.partition(":") if ":" in line else (line[:25].strip(), "", line[25:])
@@ -154,10 +163,10 @@ async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any]
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
-    descriptor = sandbox.write_spec(order(uid=NOBODY, gid=NOBODY))
+    descriptor = in_memory(order(uid=NOBODY, gid=NOBODY))
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
     out = tmp_path / "out"
-    argv = [*without, *sandbox.command(0)]
+    argv = [*without, *sandbox.launcher(), "0"]
     status = await process.spawn(argv, env={}, stdin=descriptor, stdout=out, stderr=out).wait()
     os.close(descriptor)
 

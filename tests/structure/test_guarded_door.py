@@ -135,7 +135,8 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "host.capabilities": Raw(KERNEL, frozenset({"is_user_namespace", "namespaces", "privileges"})),
+    "host.capabilities": Raw(KERNEL, frozenset({"namespaces", "privileges"})),
+    "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "host.copytree": Raw(
         "within directories that the door has opened: names in them, by descriptor, no link followed",

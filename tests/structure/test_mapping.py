@@ -19,6 +19,7 @@ ELSEWHERE: Mapping[str, str] = {
     "cli.compile_release": "integration/test_compile_command.py",
     "daemon.main": "integration/test_daemon.py",
     "edges.bus": "integration/test_nats.py",
+    "services.logs.log_file": "unit/services/logs/test_tail.py",
     "services.logs.archives": "contract/test_logs.py",
     "actions.compilation": "contract/test_compile.py",
     "actions.dispatch": "contract/test_envelope.py",

@@ -52,6 +52,7 @@ from agent_shim.host import (
     proc,
     sandbox,
     sandbox_exec,
+    user_namespace,
 )
 from agent_shim.host.privilege_probes import error_of
 from agent_shim.services import address_watch
@@ -153,7 +154,7 @@ def _user(view: ContainerView) -> Iterator[Finding]:
     uid, gid = (vcap.pw_uid, vcap.pw_gid) if vcap else (verdicts.VCAP_UID, verdicts.VCAP_UID)
     yield verdicts.user(
         os.geteuid(),
-        is_mapped=capabilities.is_user_namespace(),
+        is_mapped=user_namespace.is_inside(),
         change_user_error=error_of(privilege_probes.change_user, uid, gid) if view.is_root else 0,
         change_owner_error=error_of(privilege_probes.change_owner, view.scratch, uid) if view.is_root else 0,
     )

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TextIO
 
 from agent_shim.core import safetext
 from agent_shim.host import guarded
+from agent_shim.services.logs import log_file
 
 RATE_BYTES_PER_S: Final = 256 * 1024
 """Bytes per second of one file that reach a stream; the excess is skipped, and its size reported."""
@@ -26,8 +27,6 @@ POLL_S: Final = 0.5
 """Poll interval of files."""
 SEARCH_PERIOD_S: Final = 2.0
 """Interval of searches for new files."""
-MAX_LINE_BYTES: Final = 16 * 1024
-"""Limit of a line; the rest follows as the next one."""
 MAX_FILES: Final = 500
 """Limit of followed files, divided among the jobs: one job cannot use up the share of another."""
 MIN_JOB_FILES: Final = 10
@@ -35,8 +34,6 @@ MAX_DEPTH: Final = 8
 """Levels of directories of a job that are searched."""
 MAX_JOB_ENTRIES: Final = 5_000
 """Entries read in the directories of one job."""
-MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
-"""Part at the end of a file in which the last lines are searched."""
 JOB_FILES: Final = (".log", ".out", ".err")
 """Suffixes of files that are being written; rotated ones have others."""
 AGENT_FILES: Final = ("current",)
@@ -64,21 +61,6 @@ class Line(NamedTuple):
         return safetext.line(json.dumps(members, ensure_ascii=False))
 
 
-class _File:
-    """A followed file; ``position`` is the offset of the next read."""
-
-    def __init__(self, descriptor: int, position: int) -> None:
-        self.descriptor = descriptor
-        self.position = position
-        self.rest = b""
-        """Last line, still without a line break."""
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        known = os.fstat(self.descriptor)
-        return known.st_dev, known.st_ino
-
-
 class Follower:
     """Follows the files of one job (or of all, "") below ``directory``. Blocks: for a thread or a command.
 
@@ -101,7 +83,7 @@ class Follower:
         self._names = names
         self._rate = rate
         self._clock = clock
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, log_file.LogFile] = {}
         self._crowded: set[str] = set()
         """Jobs reported to have more files than are followed."""
         self._searched_at = float("-inf")
@@ -112,7 +94,7 @@ class Follower:
         yield from self._search(at_end=True)
         for name in sorted(self._files):
             one = self._files[name]
-            yield from (self._line(name, text) for text in last_lines(one.descriptor, one.position, count))
+            yield from (self._line(name, text) for text in log_file.last_lines(one.descriptor, one.position, count))
 
     def poll(self) -> Iterator[Line]:
         """Yield the lines written since the last call. A new file is read from its start."""
@@ -178,13 +160,13 @@ class Follower:
                 descriptor = guarded.reopen(found, os.O_RDONLY)
             finally:
                 os.close(found)
-            self._files[name] = _File(descriptor, os.fstat(descriptor).st_size if at_end else 0)
+            self._files[name] = log_file.LogFile(descriptor, os.fstat(descriptor).st_size if at_end else 0)
 
     def _news(self, name: str, allowed: int | None) -> Iterator[bytes]:
         one = self._files[name]
-        yield from _read(one, allowed)
+        yield from log_file.read(one, allowed)
         if self._is_another(name, one):
-            yield from _read(one, allowed)
+            yield from log_file.read(one, allowed)
             if one.rest:
                 yield one.rest
             os.close(one.descriptor)
@@ -192,67 +174,15 @@ class Follower:
             with suppress(OSError), guarded.held(self._directory) as top:
                 self._open(top, name, at_end=False)
             if name in self._files:
-                yield from _read(self._files[name], allowed)
+                yield from log_file.read(self._files[name], allowed)
 
-    def _is_another(self, name: str, one: _File) -> bool:
+    def _is_another(self, name: str, one: log_file.LogFile) -> bool:
         """Return True if the name belongs to another file now, or to none."""
         try:
             found = guarded.status(self._directory / name, self._directory)
         except OSError:
             return True
         return (found.st_dev, found.st_ino) != one.identity
-
-
-def _read(one: _File, allowed: int | None) -> Iterator[bytes]:
-    """Yield whole lines from the last position; an excess over ``allowed`` bytes is skipped and reported, holes are
-    skipped.
-    """
-    size = os.fstat(one.descriptor).st_size
-    if size < one.position:
-        one.position, one.rest = 0, b""
-    if allowed is not None and size - one.position > allowed:
-        left_out = size - one.position - allowed
-        yield one.rest + f"({left_out} bytes left out here: over the limit per second)".encode()
-        one.position, one.rest = size - allowed, b""
-    yield from _lines(one, size)
-
-
-def _lines(one: _File, end: int) -> Iterator[bytes]:
-    """Yield whole lines up to ``end`` and keep the start of the next one; long lines are split, holes skipped."""
-    for place, chunk in guarded.chunks(one.descriptor, one.position, end):
-        one.position = place + len(chunk)
-        *lines, one.rest = (one.rest + chunk).split(b"\n")
-        yield from lines
-        while len(one.rest) > MAX_LINE_BYTES:
-            yield one.rest[:MAX_LINE_BYTES]
-            one.rest = one.rest[MAX_LINE_BYTES:]
-    one.position = max(one.position, end)
-
-
-def last_lines(descriptor: int, size: int, count: int) -> Iterator[bytes]:
-    """Yield the last ``count`` lines of the first ``size`` bytes of a file, searched in at most ``MAX_TAIL_BYTES``."""
-    one = _File(descriptor, _begin_of_last(descriptor, size, count))
-    yield from _lines(one, size)
-    if one.rest:
-        yield one.rest
-
-
-def _begin_of_last(descriptor: int, size: int, count: int) -> int:
-    lowest = max(0, size - MAX_TAIL_BYTES)
-    if not count or not size:
-        return size
-    wanted = count + (os.pread(descriptor, 1, size - 1) == b"\n")
-    at = size
-    while at > lowest:
-        begin = max(lowest, at - guarded.CHUNK_BYTES)
-        chunk = os.pread(descriptor, at - begin, begin)
-        place = len(chunk)
-        while (place := chunk.rfind(b"\n", 0, place)) >= 0:
-            wanted -= 1
-            if not wanted:
-                return begin + place + 1
-        at = begin
-    return lowest
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agent_shim.core.errors import ConfigError, HostError
+from agent_shim.host import proc
 from agent_shim.supervisor.bpm.runner import Bpm, UnknownProcessError
 from agent_shim.supervisor.plan import BpmCall
 
@@ -51,9 +52,20 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
         case "pid":
             found = runner.find(job, name)
             return found[0] if found else 0
-        case "order":
-            return await runner.shell_order(job, await _defined(runner, job, name))
+        case "tree":
+            found = runner.find(job, name)
+            return await asyncio.to_thread(_tree, found[0]) if found else []
+        case "shell":
+            from agent_shim.host import sandbox
+
+            order = await runner.shell_order(job, await _defined(runner, job, name))
+            return {"launcher": sandbox.launcher(), "order": order}
     raise HostError(f"unknown command {verb!r}")
+
+
+def _tree(pid: int) -> list[int]:
+    """Return a process, then all below it."""
+    return [pid, *sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
 
 
 async def _defined(runner: Bpm, job: str, name: str) -> config.Process:

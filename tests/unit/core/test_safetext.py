@@ -134,7 +134,7 @@ def test_the_table_of_status_is_safe(text: str) -> None:
 def test_a_character_that_is_written_in_two_parts_is_shown_whole(tmp_path: Path) -> None:
     log_file = tmp_path / "web.stdout.log"
     log_file.touch()
-    one = bpm_logs.Log(log_file, tmp_path)
+    one = bpm_logs.Log(str(log_file), str(tmp_path))
     one.open()
     first, second = "ü".encode()[:1], "ü".encode()[1:]
 

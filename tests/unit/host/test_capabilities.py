@@ -44,18 +44,6 @@ def test_a_mask_that_is_none_is_an_error() -> None:
         capabilities.names("all of them")
 
 
-@pytest.mark.parametrize(
-    ("uid_map", "expected"),
-    [("         0          0 4294967295\n", False), ("0 100000 65536\n", True), ("", True)],
-)
-def test_user_namespace(tmp_path: Path, uid_map: str, expected: bool) -> None:
-    """Only the whole range mapped to itself is the machine's own."""
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/uid_map").write_text(uid_map)
-
-    assert capabilities.is_user_namespace(tmp_path) is expected
-
-
 def test_the_real_kernel_can_be_read() -> None:
     """The effective set is within the bounding set; tests are not PID 1 and know their mount namespace."""
     found = capabilities.privileges()

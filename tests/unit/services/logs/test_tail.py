@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.services.logs import tail
+from agent_shim.services.logs import log_file, tail
 from agent_shim.services.logs.tail import Follower, Line
 
 
@@ -142,10 +142,10 @@ def test_a_flood_is_cut_and_told(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_an_endless_line_comes_in_pieces(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    written(tmp_path / "web/a.log", "z" * (tail.MAX_LINE_BYTES * 2 + 5))
+    written(tmp_path / "web/a.log", "z" * (log_file.MAX_LINE_BYTES * 2 + 5))
     found = [line.text for line in _after(follower, clock)]
 
-    assert [len(text) for text in found] == [tail.MAX_LINE_BYTES] * 2
+    assert [len(text) for text in found] == [log_file.MAX_LINE_BYTES] * 2
 
 
 def _after(follower: Follower, clock: Clock) -> list[Line]:

@@ -1,0 +1,17 @@
+"""User namespaces, in which root is not the machine's root. ``bpm logs`` loads this: it imports nothing."""
+
+from __future__ import annotations
+
+_WHOLE_RANGE = ["0", "0", "4294967295"]
+
+
+def is_inside(uid_map: str = "/proc/self/uid_map") -> bool:
+    """Return True unless every uid is mapped to itself."""
+    with open(uid_map) as found:
+        return found.read().split() != _WHOLE_RANGE
+
+
+def overflow_user() -> int:
+    """Return the uid as which users without a mapping appear."""
+    with open("/proc/sys/kernel/overflowuid") as found:
+        return int(found.read())

@@ -1,0 +1,23 @@
+"""Maps of user ids, as kernels write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import user_namespace
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "expected"),
+    [("         0          0 4294967295\n", False), ("0 100000 65536\n", True), ("", True)],
+)
+def test_only_the_whole_range_is_the_machine_itself(tmp_path: Path, uid_map: str, expected: bool) -> None:
+    (tmp_path / "uid_map").write_text(uid_map)
+
+    assert user_namespace.is_inside(str(tmp_path / "uid_map")) is expected
+
+
+def test_the_real_kernel_has_an_overflow_user() -> None:
+    assert user_namespace.overflow_user() > 0
