@@ -161,7 +161,7 @@ class Dispatcher:
             request = wire.decode_request(data)
         except wire.RequestError as exc:
             self.rejected += 1
-            _audit("", "dropped", time.monotonic(), error=exc)
+            write_audit("", "dropped", time.monotonic(), error=exc)
             return None
         return request.reply_to, await self.reply(request, data, limit=limit)
 
@@ -174,9 +174,9 @@ class Dispatcher:
         except asyncio.CancelledError:
             raise
         except Exception as exc:  # noqa: BLE001 - no request can end the process
-            _audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
+            write_audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
             return wire.encode_exception(self._failed(request.method, exc), limit=limit)
-        _audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
+        write_audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
 
     async def _answer(self, request: wire.Request, data: bytes) -> tuple[Any, str]:
@@ -224,9 +224,9 @@ class Dispatcher:
             try:
                 value = await self._run(found, request, cancelled)
             except Exception as exc:
-                _audit(found.method, "failed", begun_at, caller=request.reply_to, task=task_id, error=exc)
+                write_audit(found.method, "failed", begun_at, caller=request.reply_to, task=task_id, error=exc)
                 raise
-            _audit(found.method, "done", begun_at, caller=request.reply_to, task=task_id)
+            write_audit(found.method, "done", begun_at, caller=request.reply_to, task=task_id)
             return value
 
         return work
@@ -274,7 +274,7 @@ def _is_of_a_director(reply_to: str) -> bool:
     return reply_to.startswith("director.") and len(reply_to.rpartition(".")[2]) == len(str(uuid.UUID(int=0)))
 
 
-def _audit(
+def write_audit(
     method: str,
     result: str,
     begun_at: float,

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_shim.actions.dispatch import ACTIONS
+from agent_shim.actions import dispatch
 from agent_shim.core import log, settings, wire
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
@@ -112,7 +112,7 @@ class Daemon:
         self._live: Runtime | None = None
         self._state_backup = StateBackup(self._paths)
         self._leases = VolumeLeases()
-        self._metrics = metrics.Metrics(self._readings, ACTIONS)
+        self._metrics = metrics.Metrics(self._readings, dispatch.ACTIONS)
 
     @property
     def _phase(self) -> str:
@@ -232,7 +232,19 @@ class Daemon:
     def _ready(self, level: str) -> tuple[bool, str]:
         return (False, self._phase) if self._live is None else status_report.readiness(self._live, level)
 
-    async def _answer_operator(self, request: dict[str, Any], line: bytes) -> bytes:
+    async def _answer_operator(self, request: dict[str, Any], line: bytes, peer: control_server.Peer) -> bytes:
+        live, begun_at = self._live, time.monotonic()
+        caller = f"operator.uid-{peer.uid}.pid-{peer.pid}"
+        if "method" in request and live is not None and live.dispatcher is not None:
+            asked = msgspec.structs.replace(wire.decode_request(line), reply_to=caller)
+            return await live.dispatcher.reply(asked, line, limit=None)
+        answer = await self._obey(request)
+        if (order := _order(request)) is not None:
+            result = "failed" if answer.startswith((b'{"exception"', b'{"error"')) else "done"
+            dispatch.write_audit(order, result, begun_at, caller=caller)
+        return answer
+
+    async def _obey(self, request: dict[str, Any]) -> bytes:
         live = self._live
         match request:
             case {"command": "status"}:
@@ -253,8 +265,6 @@ class Daemon:
                 return msgspec.json.encode(await bpm_api.answer(live.agent.supervisor.bpm, request))
             case {"command": "services"} if live is not None:
                 return msgspec.json.encode(await live.answer_monit(request))
-            case {"method": _} if live is not None and live.dispatcher is not None:
-                return await live.dispatcher.reply(wire.decode_request(line), line, limit=None)
         return wire.encode_exception(f"cannot answer: the agent is {self._phase}")
 
 
@@ -264,3 +274,15 @@ def _was_shut_down(paths: Paths, agent_id: str) -> bool:
         return paths.shut_down.read_text() == agent_id
     except OSError:
         return False
+
+
+def _order(request: dict[str, Any]) -> str | None:
+    """Return an operator's order as text for the audit; None for a question."""
+    match request:
+        case {"command": "drain"}:
+            return "drain"
+        case {"command": "services", "action": str(action), "names": list(names)} if action != "show":
+            return " ".join([action, *map(str, names), *([f"-g {request['group']}"] if request.get("group") else [])])
+        case {"command": "bpm", "verb": "start" | "stop" | "run" as verb}:
+            return f"bpm {verb} {request.get('job')} {request.get('process')}"
+    return None

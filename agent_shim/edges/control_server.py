@@ -15,7 +15,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -27,7 +27,16 @@ MAX_REQUEST_BYTES: Final = 4 * 1024 * 1024
 REQUEST_TIMEOUT_S: Final = 10.0
 """Seconds for a peer to send its request."""
 
-Answer = Callable[[dict[str, Any], bytes], Awaitable[bytes]]
+
+class Peer(NamedTuple):
+    """Process at the other end of the socket, as the kernel saw it connect."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
 
 
 @contextlib.asynccontextmanager
@@ -68,14 +77,15 @@ def _remove(path: Path) -> None:
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
     try:
-        if not _is_trusted(writer.get_extra_info("socket")):
+        peer = _peer(writer.get_extra_info("socket"))
+        if peer.uid not in (0, os.geteuid()):
             logger.warning("refused a request on the control socket: its user is neither root nor the agent's")
             return
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             line = await reader.readline()
         request = msgspec.json.decode(line)
         if isinstance(request, dict):
-            writer.write(await answer(request, line))
+            writer.write(await answer(request, line, peer))
             writer.write(b"\n")
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await writer.drain()
@@ -85,7 +95,6 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ans
         writer.close()
 
 
-def _is_trusted(peer: socket.socket) -> bool:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return user in (0, os.geteuid())
+def _peer(connection: socket.socket) -> Peer:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return Peer(*struct.unpack("3i", credentials))

@@ -238,13 +238,26 @@ class Service:
         self.record.state = move.to
         self._take_effect(move.effect)
         if move.to is not before:
-            logger.info("%s: %s, now %s", self.name, trigger.value, move.to.value)
+            self._log(trigger)
             if self._moved is not None:
                 self._moved.set()
                 self._moved = None
         if self._step is not None and WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
             self._step.cancel()
         self._shared.changed()
+
+    def _log(self, trigger: Trigger) -> None:
+        members = {
+            "process": self.name,
+            "job": self.spec.job,
+            "trigger": trigger.value,
+            "state": self.state.value,
+            **({"exit": self.record.last_exit} if trigger is Trigger.DIED else {}),
+        }
+        is_failure = trigger in (Trigger.DIED, Trigger.FAILED, Trigger.STUCK)
+        why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
+        level = logging.WARNING if is_failure else logging.INFO
+        logger.log(level, "%s: %s, now %s", self.name, why, self.state.value, extra={"members": members})
 
     def _take_effect(self, effect: Effect) -> None:
         record = self.record

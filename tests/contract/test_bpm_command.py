@@ -36,7 +36,7 @@ async def machine(base: Path) -> AsyncIterator[World]:
     """A booted agent that answers on its socket."""
     async with world(base) as found:
 
-        async def answer(request: dict[str, Any], _: bytes) -> bytes:
+        async def answer(request: dict[str, Any], *_: object) -> bytes:
             return msgspec.json.encode(await bpm_api.answer(found.agent.supervisor.bpm, request))
 
         install_bpm_wrapper(found.paths)

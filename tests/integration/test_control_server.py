@@ -16,7 +16,7 @@ from agent_shim.core.errors import ConfigError, NoAgentError
 from agent_shim.edges import control_client, control_server
 
 
-async def echo(request: dict[str, Any], line: bytes) -> bytes:
+async def echo(request: dict[str, Any], line: bytes, _: control_server.Peer) -> bytes:
     return json.dumps({"request": request, "size": len(line)}).encode()
 
 

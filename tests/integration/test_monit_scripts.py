@@ -40,7 +40,7 @@ async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
     """A supervisor that looks at rules and answers the command."""
     async with world.supervising(*files) as supervisor:
 
-        async def answer(request: dict[str, Any], _: bytes) -> bytes:
+        async def answer(request: dict[str, Any], *_: object) -> bytes:
             found = await monit_api.answer(supervisor, request, obstacle="")
             return msgspec.json.encode(found | {"pid": 1, "uptime_secs": 61})
 

@@ -123,3 +123,19 @@ async def test_signals_turn_the_log_up_and_down(world: World) -> None:
     world.agent.send(signal.SIGUSR2)
     await until(lambda: "the level of the log is warning now" in agent_log(world))
     assert await told(world, "probe", "live") == (0, "alive\n")
+
+
+async def test_orders_of_operators_are_audited_with_their_process(world: World) -> None:
+    """As requests of the bus are; questions are not."""
+    orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
+    commands = [started(world, *words)[0] for words in orders]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(command.wait() for command in commands))
+
+    lines = [json.loads(line) for line in agent_log(world).splitlines() if '"agent_shim.audit"' in line]
+    found = {line["reply_to"]: (line["method"], line["result"]) for line in lines if "operator" in line["reply_to"]}
+    expected = [("restart all", "done"), ("info", "done"), ("stop nonexistent", "failed")]
+    assert found == {
+        f"operator.uid-{os.getuid()}.pid-{command.pid}": order
+        for command, order in zip(commands, expected, strict=False)
+    }

@@ -46,6 +46,28 @@ async def test_killed_process_is_back_at_once(world: World) -> None:
         ]
 
 
+async def test_the_log_line_of_a_death_has_its_reason_and_members(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="agent_shim.supervisor")
+    words = "echo no space >&2; exit 3"
+    job = world.job("web", f"echo $$ >$pidfile; until [ -e {world.base}/die ]; do sleep 0.02; done; {words}")
+    async with world.supervising(job) as supervisor:
+        await until(supervisor, "web", "running")
+        (world.base / "die").touch()
+        line = await eventually(lambda: next((r for r in caplog.records if ": died" in r.getMessage()), None))
+
+    assert line.levelname == "WARNING"
+    assert line.getMessage() == "web: died: the process ended by itself: exit 3 (no space), now down"
+    assert line.members == {  # type: ignore[attr-defined]
+        "process": "web",
+        "job": "web",
+        "trigger": "died",
+        "state": "down",
+        "exit": "exit 3",
+    }
+
+
 async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
     """The Director believes the first "running": a restart in milliseconds must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:

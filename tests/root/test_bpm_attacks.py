@@ -122,7 +122,7 @@ from agent_shim.supervisor.bpm import bpm_api
 install_bpm_wrapper(paths)
 paths.shim_run.mkdir(exist_ok=True)
 
-async def answer(request, _):
+async def answer(request, _line, _peer):
     return msgspec.json.encode(await bpm_api.answer(supervisor.bpm, request))
 
 (paths.jobs / "web/config/bpm.yml").write_text(f'''

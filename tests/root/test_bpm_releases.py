@@ -29,7 +29,7 @@ for name in ("web", "other"):
 tool = "/var/vcap/jobs/bpm/bin/bpm"
 outcome = {}
 
-async def answer(request, _):
+async def answer(request, _line, _peer):
     return msgspec.json.encode(await bpm_api.answer(supervisor.bpm, request))
 
 def deploy(job, files):
