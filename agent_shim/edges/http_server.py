@@ -20,6 +20,7 @@ import httptools
 
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
+from agent_shim.edges import accepting
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ MAX_REQUEST_BYTES: Final = 8192
 MAX_RECEIVED_BYTES: Final = 8 * MAX_REQUEST_BYTES
 """Maximum bytes received on a connection. Data after a request is dropped unread; more closes the connection."""
 MAX_CONNECTIONS: Final = 64
-"""One more closes the oldest: idle clients must not delay the kubelet's probe."""
+"""One more closes the oldest of the busiest address: idle clients must not delay the kubelet's probe."""
 REQUEST_TIMEOUT_S: Final = 5.0
 """Seconds for a complete request."""
 ANSWER_TIMEOUT_S: Final = 10.0
@@ -94,7 +95,7 @@ class _Head:
             self.target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.is_whole:
+        if not self.has_head:  # later ones are trailers, which are no headers
             key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
             self.headers[key] = ",".join(filter(None, [self.headers.get(key), text]))
 
@@ -116,7 +117,7 @@ class _Head:
 class _Connection(asyncio.Protocol):
     """One request and one answer; a task only for an awaitable answer, and a timer against stalls."""
 
-    def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, None]) -> None:
+    def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, str]) -> None:
         self._answer = answer
         self._methods = methods
         self._connections = connections
@@ -130,10 +131,11 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         if len(self._connections) >= MAX_CONNECTIONS:
-            oldest = next(iter(self._connections))
-            del self._connections[oldest]
-            oldest.transport.abort()
-        self._connections[self] = None
+            loser = accepting.least_deserving(self._connections.items())
+            assert loser is not None
+            del self._connections[loser]
+            loser.transport.abort()
+        self._connections[self] = accepting.address_of(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
@@ -238,7 +240,7 @@ async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Serve on ``address`` for the duration of the block; yields the bound address, or None if off or unavailable."""
-    connections: dict[_Connection, None] = {}
+    connections: dict[_Connection, str] = {}
     async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
         try:
             yield where
@@ -254,7 +256,7 @@ async def serving(
     """Listen with a protocol; an address in use is logged and not fatal, because jobs matter more."""
     where = parse_address(address)
     try:
-        server = where and await asyncio.get_running_loop().create_server(protocol, *where, backlog=128)
+        server = where and await accepting.listen(protocol, *where)
     except OSError as exc:
         why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
         logger.error("cannot listen on %s for %s: %s", address, purpose, why)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 
 import pytest
 
@@ -176,3 +177,31 @@ async def test_a_request_is_the_same_in_one_piece_and_byte_by_byte(
         "1,2",
         b"body",
     )
+
+
+async def test_a_caller_is_heard_though_more_than_there_is_room_for_come_behind_it(where: Where) -> None:
+    """All wait in the kernel when the loop turns."""
+    with socket.create_connection(where) as probe, ExitStack() as crowd:
+        probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        for _ in range(http_server.MAX_CONNECTIONS + 20):
+            crowd.enter_context(socket.create_connection(where))
+        assert (await asyncio.to_thread(probe.recv, 100)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_idle_connections_of_one_address_do_not_close_those_of_another(where: Where) -> None:
+    reader, writer = await asyncio.open_connection(*where)
+    async with AsyncExitStack() as crowd:
+        for _ in range(2 * http_server.MAX_CONNECTIONS):
+            _, idle = await asyncio.open_connection(*where, local_addr=("127.0.0.2", 0))
+            crowd.callback(idle.close)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+async def test_a_trailer_is_no_header(where: Where, heard: list[Request]) -> None:
+    """A proxy may have looked for a password in the head alone."""
+    head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    assert (await ask(where, head + b"0\r\nAuthorization: Basic eDp4\r\nHost: b\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    assert [request.headers for request in heard] == [{"host": "a", "transfer-encoding": "chunked"}]

@@ -222,6 +222,19 @@ async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_
         assert await Cli(bus.port).value("ping") == "ping"
 
 
+async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(agent: Agent, tmp_path: Path) -> None:
+    """Twenty connections during one handshake, over a long line."""
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
+        for _ in range(20):
+            _, stranger = await asyncio.open_connection("127.0.0.1", bus.port, local_addr=("127.0.0.2", 0))
+            stack.callback(stranger.close)
+        await writer.start_tls(Cli(bus.port).context)
+        writer.write(request("ping"))
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
 async def test_full_door_drops_the_oldest_stranger_after_tls(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         strangers = [await stack.enter_async_context(Cli(bus.port).connected()) for _ in range(9)]

@@ -33,6 +33,7 @@ ELSEWHERE: Mapping[str, str] = {
     "host.privilege_probes": "root/test_doctor.py",
     "host.copytruncate": "integration/test_rotation.py",
     "host.volumes": "root/test_disks_volumes.py",
+    "edges.accepting": "integration/test_http_server.py",
     "edges.monit_text": "unit/cli/test_monit.py",
     "daemon.runtime": "integration/test_daemon.py",
     "daemon.status_report": "integration/test_daemon.py",

@@ -23,12 +23,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, NoReturn
+from typing import BinaryIO, Final, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from agent_shim.core import lean_imports, wire
 from agent_shim.core.errors import ActionError, BlobError, BusError
 from agent_shim.core.settings import Mbus
+from agent_shim.edges import accepting
 from agent_shim.edges.bus import Handle, Stats, tls
 from agent_shim.host import files
 from agent_shim.host.worker_client import checked_blob_id, transfers
@@ -50,7 +51,8 @@ class Bounds:
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
-    """Maximum number of connections. One more closes the oldest unauthenticated one, or itself if there is none."""
+    """Maximum number of connections. One more closes the oldest unauthenticated one of the address with the most of
+    them, or itself if there is none."""
     handshake: float = 10.0
     idle: float = 30.0
     """Time before a connection without a complete request head is closed; the CLI polls every second."""
@@ -60,6 +62,13 @@ class Bounds:
     """Interval between attempts to bind the port."""
     goodbye: float = 1.0
     """Time for the last answers to be sent."""
+
+
+class _Caller(NamedTuple):
+    """A connection: its TLS handshake, and where it comes from."""
+
+    greeting: asyncio.Task[None]
+    address: str
 
 
 class HttpsBus:
@@ -94,8 +103,8 @@ class HttpsBus:
         )
         self._server: asyncio.Server | None = None
         self._changing = asyncio.Lock()
-        self._callers: dict[web.RequestHandler, asyncio.Task[None]] = {}
-        """Connections in order of arrival, each with its TLS handshake."""
+        self._callers: dict[web.RequestHandler, _Caller] = {}
+        """Connections in order of arrival."""
         self._known: set[web.RequestHandler] = set()
         """Authenticated connections."""
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
@@ -133,8 +142,8 @@ class HttpsBus:
                 await asyncio.sleep(self._bounds.retry)
         finally:
             self._stop_listening()
-            for greeting in self._callers.values():
-                greeting.cancel()
+            for each in self._callers.values():
+                each.greeting.cancel()
             self._web.pre_shutdown()
             await self._web.shutdown(self._bounds.goodbye)
             for task in self._answering:
@@ -173,9 +182,7 @@ class HttpsBus:
         host, port = _host_port(self._mbus)
         self._stop_listening()
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: _Arrival(partial(self._admit, context)), host, port
-            )
+            self._server = await accepting.listen(lambda: _Arrival(partial(self._admit, context)), host, port)
         except OSError as exc:
             raise BusError(f"cannot listen at {host or '*'}:{port}: {exc.strerror or exc}") from exc
         self.stats.connects += 1
@@ -194,27 +201,30 @@ class HttpsBus:
         self.stats.connected_at = None
 
     def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
-        """Start TLS with a caller; at the limit, closes the oldest unauthenticated connection."""
+        """Start TLS with a caller; at the limit, closes an unauthenticated connection."""
         connections = self._web.connections
         self._known.intersection_update(connections)
         self._callers = {
-            handler: greeting
-            for handler, greeting in self._callers.items()
-            if not greeting.done() or handler in connections
+            handler: each
+            for handler, each in self._callers.items()
+            if not each.greeting.done() or handler in connections
         }
         if len(self._callers) >= self._bounds.connections:
-            oldest = next((handler for handler in self._callers if handler not in self._known), None)
-            if oldest is None:
+            strangers = (
+                (handler, each.address) for handler, each in self._callers.items() if handler not in self._known
+            )
+            loser = accepting.least_deserving(strangers)
+            if loser is None:
                 caller.close()
                 return
-            self._callers.pop(oldest).cancel()
-            if oldest.transport is not None:
-                oldest.transport.abort()
+            self._callers.pop(loser).greeting.cancel()
+            if loser.transport is not None:
+                loser.transport.abort()
         handler = self._web()
         greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS handshake")
         # A task cancelled before its first step closes nothing itself.
         greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
-        self._callers[handler] = greeting
+        self._callers[handler] = _Caller(greeting, accepting.address_of(caller))
 
     async def _greet(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
         try:

@@ -1,0 +1,42 @@
+"""Listening sockets that a flood of connections cannot take from other callers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+PER_TURN: Final = 8
+"""Connections accepted in one iteration of the loop. With all of them, more than a server keeps, the first would make
+way for the last before a byte of theirs is read."""
+WAITING: Final = 128
+"""Connections that wait in the kernel."""
+
+
+async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> asyncio.Server:
+    """Serve an address (None: all) with a protocol; raises ``OSError``."""
+    server = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=PER_TURN)
+    for listener in server.sockets:
+        with socket.socket(fileno=os.dup(listener.fileno())) as same:
+            same.listen(WAITING)
+    return server
+
+
+def address_of(caller: socket.socket | None) -> str:
+    """Return the address of a connection's other end; "" if it has none."""
+    try:
+        return str(caller.getpeername()[0]) if caller is not None else ""
+    except OSError:
+        return ""
+
+
+def least_deserving(callers: Iterable[tuple[T, str]]) -> T | None:
+    """Return the oldest caller of the address with the most. ``callers`` are in order of arrival."""
+    arrived = list(callers)
+    (busiest, _), *_ = Counter(address for _, address in arrived).most_common(1) or [("", 0)]
+    return next((caller for caller, address in arrived if address == busiest), None)
