@@ -24,6 +24,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import BoshEnv
 from agent_shim.daemon.job_recovery import JobRecovery
 from agent_shim.host import files, mounts
+from agent_shim.host.descriptors import closing
 from agent_shim.services import bosh_env, resolver
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.services.users import NO_PASSWORD
@@ -211,14 +212,11 @@ def _put_in_memory(path: Path, size: str, shim_run: Path) -> None:
     """Mount a tmpfs on a directory that is no mount yet; the agent's own run files stay visible."""
     if mounts.is_mount_point(path):
         return
-    held = os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as held:
         mounts.mount_tmpfs(path, f"size={size},mode=0750")
         if shim_run.is_relative_to(path):
             files.make_dir(shim_run, 0o700)
             mounts.bind(Path(f"/proc/self/fd/{held}"), shim_run)
-    finally:
-        os.close(held)
 
 
 def _server_steps(agent: Agent) -> list[Step]:

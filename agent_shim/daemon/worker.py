@@ -26,6 +26,7 @@ import msgspec
 from agent_shim.core.errors import HostError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, worker_client
+from agent_shim.host.descriptors import closing
 from agent_shim.host.worker_client import (
     CopyTree,
     Done,
@@ -146,16 +147,13 @@ def _rotate(request: Rotate) -> Done:
     # Each step leaves complete files: the worker may be killed between any two.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
-    root = os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
         for path in request.paths:
             try:
                 moved = copytruncate.rotate(root, os.fsdecode(path), request.keep, request.most)
                 outcomes.append(Outcome(left_out=moved.left_out))
             except HostError as exc:
                 outcomes.append(Outcome(error=str(exc)))
-    finally:
-        os.close(root)
     return Done(outcomes=outcomes)
 
 

@@ -23,6 +23,7 @@ from isal import igzip, isal_zlib
 
 from agent_shim.core.errors import ArchiveError
 from agent_shim.host import files
+from agent_shim.host.descriptors import closing
 
 CHUNK_BYTES: Final = files.CHUNK_BYTES
 BLOCK_BYTES: Final = tarfile.BLOCKSIZE
@@ -107,8 +108,7 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
     """Unpack the members below ``wanted``; True if there are any."""
     found = not wanted
     reader = _reader(source, limits)
-    fd = os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         tree = _Tree(fd, outside_links)
         for member in reader.members():
             parts = _parts(member.name)
@@ -117,8 +117,6 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
                 found = True
                 _place(tree, reader, member, parts[len(wanted) :], wanted)
         tree.finish()
-    finally:
-        os.close(fd)
     return found
 
 
@@ -342,16 +340,14 @@ class _Tree:
 
     def file(self, parts: _Parts, member: Member, data: Iterator[bytes]) -> None:
         path = self._vacate(parts)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
-        try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with closing(os.open(path, flags, 0o600, dir_fd=self.fd)) as fd:
             for piece in data:
                 view = memoryview(piece)
                 while view:
                     view = view[os.write(fd, view) :]
             os.fchmod(fd, member.mode)
             os.utime(fd, ns=(member.mtime, member.mtime))
-        finally:
-            os.close(fd)
 
     def link(self, parts: _Parts, member: Member) -> None:
         if not member.target or "\0" in member.target:

@@ -10,6 +10,7 @@ from typing import Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import process
+from agent_shim.host.descriptors import closing
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 MAX_OUTPUT_BYTES: Final = 64 * 1024
@@ -52,9 +53,6 @@ async def run(
 @contextlib.contextmanager
 def _in_memory(content: bytes = b"") -> Iterator[int]:
     """Return a file in memory."""
-    descriptor = os.memfd_create("agent_shim")
-    try:
+    with closing(os.memfd_create("agent_shim")) as descriptor:
         os.pwrite(descriptor, content, 0)
         yield descriptor
-    finally:
-        os.close(descriptor)

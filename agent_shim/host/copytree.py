@@ -21,6 +21,7 @@ from typing import Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
+from agent_shim.host.descriptors import closing
 
 CHUNK_BYTES: Final = 1 << 20
 REPORT_PERIOD_S: Final = 0.5
@@ -70,7 +71,7 @@ def mirror(
     """
     what = f"copy {source} to {target}"
     try:
-        with _opened(source) as below_source, _opened(target) as below_target:
+        with closing(os.open(source, _READ_DIR)) as below_source, closing(os.open(target, _READ_DIR)) as below_target:
             work = _Mirror(below_source, below_target, frozenset(spared), report)
             work.count()
             for _ in range(MAX_ATTEMPTS):
@@ -162,7 +163,7 @@ class _Mirror:
     def _link(self, other: str, target: int, name: str) -> None:
         """Make ``name`` a hard link to the copy of ``other``."""
         above, _, last = other.rpartition("/")
-        with _opened_below(self._target, above) as there:
+        with closing(_open_below(self._target, above)) as there:
             wanted = _status(there, last)
             if (found := _status_or_none(target, name)) is not None:
                 if _inode(found) == _inode(wanted):
@@ -192,14 +193,14 @@ class _Mirror:
         ahead = [""]
         while ahead:
             path = ahead.pop()
-            with _errors_as("read", path, "."), _opened_below(top, path) as here:
+            with _errors_as("read", path, "."), closing(_open_below(top, path)) as here:
                 names = sorted(_names(here) - self._spare(path))
                 yield here, names
                 ahead += [f"{path}{name}/" for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
 
     @contextmanager
     def _both(self, path: str) -> Iterator[tuple[int, int]]:
-        with _opened_below(self._source, path) as source, _opened_below(self._target, path) as target:
+        with closing(_open_below(self._source, path)) as source, closing(_open_below(self._target, path)) as target:
             yield source, target
 
     def _spare(self, path: str) -> frozenset[str]:
@@ -251,15 +252,12 @@ def _give(target: int, name: str, status: os.stat_result) -> None:
 
 
 def _copy_file(source: int, target: int, name: str, status: os.stat_result) -> None:
-    with _opened_file(source, name) as old:
-        new = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
-        try:
-            for begin, end in _data(old, status.st_size):
-                _copy_range(old, new, begin, end)
-            os.ftruncate(new, status.st_size)
-            _copy_attributes(old, new, status)
-        finally:
-            os.close(new)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with closing(_open_file(source, name)) as old, closing(os.open(name, flags, 0o600, dir_fd=target)) as new:
+        for begin, end in _data(old, status.st_size):
+            _copy_range(old, new, begin, end)
+        os.ftruncate(new, status.st_size)
+        _copy_attributes(old, new, status)
 
 
 def _copy_range(old: int, new: int, begin: int, end: int) -> None:
@@ -315,7 +313,7 @@ def _same_entry(source: int, target: int, name: str, wanted: os.stat_result, the
         return os.readlink(name, dir_fd=source) == os.readlink(name, dir_fd=target)
     if not (stat.S_ISREG(wanted.st_mode) or stat.S_ISDIR(wanted.st_mode)):
         return True
-    with _opened_file(source, name) as old, _opened_file(target, name) as new:
+    with closing(_open_file(source, name)) as old, closing(_open_file(target, name)) as new:
         if _attributes(old) != _attributes(new):
             return False
         return stat.S_ISDIR(wanted.st_mode) or _same_data(old, new, wanted.st_size)
@@ -390,45 +388,19 @@ def _remove(directory: int, name: str) -> None:
         os.unlink(name, dir_fd=directory)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, _READ_DIR)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _open_below(top: int, path: str) -> int:
+    return guarded.open_beneath(top, path, _READ_DIR) if path else os.dup(top)
 
 
-@contextmanager
-def _opened_below(top: int, path: str) -> Iterator[int]:
-    fd = guarded.open_beneath(top, path, _READ_DIR) if path else os.dup(top)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _opened_file(directory: int, name: str) -> Iterator[int]:
+def _open_file(directory: int, name: str) -> int:
     """Open a file for reading, without an update of its access time if allowed; a pipe in its place does not block."""
-    held = guarded.open_beneath(directory, name, os.O_PATH)
-    try:
-        fd = _reopened(held)
-    finally:
-        os.close(held)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _reopened(held: int) -> int:
-    if stat.S_ISDIR(os.fstat(held).st_mode):
-        return guarded.open_directory(held, "")
-    try:
-        return guarded.reopen(held, os.O_RDONLY | os.O_NOATIME)
-    except PermissionError:
-        return guarded.reopen(held, os.O_RDONLY)
+    with closing(guarded.open_beneath(directory, name, os.O_PATH)) as held:
+        if stat.S_ISDIR(os.fstat(held).st_mode):
+            return guarded.open_directory(held, "")
+        try:
+            return guarded.reopen(held, os.O_RDONLY | os.O_NOATIME)
+        except PermissionError:
+            return guarded.reopen(held, os.O_RDONLY)
 
 
 @contextmanager

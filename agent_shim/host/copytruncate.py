@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from isal import isal_zlib
 
 from agent_shim.host import files, guarded
+from agent_shim.host.descriptors import closing
 
 LEVEL: Final = 2
 MAX_SURPLUS: Final = 1000
@@ -40,24 +41,18 @@ def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """
     parent, _, name = path.rpartition("/")
     try:
-        directory = guarded.open_directory(root, parent)
-        try:
+        with closing(guarded.open_directory(root, parent)) as directory:
             return _rotate(directory, name, keep, most)
-        finally:
-            os.close(directory)
     except OSError as exc:
         raise files.failed(f"rotate {guarded.shown(path)}", exc) from exc
 
 
 def _rotate(directory: int, name: str, keep: int, most: int) -> Moved:
-    held = guarded.open_beneath(directory, name, os.O_PATH)
-    try:
+    with closing(guarded.open_beneath(directory, name, os.O_PATH)) as held:
         status = os.fstat(held)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
             return Moved()
         source = guarded.reopen(held, os.O_RDWR)
-    finally:
-        os.close(held)
     try:
         return _move(directory, name, source, os.fstat(source), keep, most)
     finally:

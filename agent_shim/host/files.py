@@ -25,6 +25,7 @@ from typing import BinaryIO, Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import capabilities, guarded
+from agent_shim.host.descriptors import closing
 from agent_shim.host.mounts import is_mount_point
 
 logger = logging.getLogger(__name__)
@@ -200,11 +201,8 @@ def _write_in_place(path: Path, data: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Sync a directory."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # --- directories and links ------------------------------------------------------------------------------------------
@@ -217,11 +215,8 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
     write, it could lead anywhere.
     """
     try:
-        fd = _make_way(path, mode & 0o700)
-        try:
+        with closing(_make_way(path, mode & 0o700)) as fd:
             _settle(fd, mode, owner)
-        finally:
-            os.close(fd)
     except OSError as exc:
         raise failed(f"make the directory {path}", exc) from exc
 
@@ -336,10 +331,7 @@ def sync_filesystem(path: Path) -> None:
     """Sync the file system of ``path``: one call instead of thousands of fsyncs."""
     import ctypes  # late import: half a megabyte that most processes never need
 
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
             code = ctypes.get_errno()
             raise failed(f"sync the filesystem of {path}", OSError(code, os.strerror(code)))
-    finally:
-        os.close(fd)

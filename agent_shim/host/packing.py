@@ -26,6 +26,7 @@ from isal import isal_zlib
 from agent_shim.core.digest import Hasher, MultipleDigest
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
+from agent_shim.host.descriptors import closing
 from agent_shim.host.worker_client import Tree
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
@@ -303,13 +304,9 @@ class _Archive:
 
 def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
     """List the entries of the directory ``here`` below ``root`` that can be packed, at most ``limit``."""
-    fd = guarded.open_directory(root.fd, here)
-    try:
-        with os.scandir(fd) as entries:
-            some = itertools.islice(entries, limit)
-            seen = [(f"{here}/{entry.name}" if here else entry.name, _kind(entry)) for entry in some]
-    finally:
-        os.close(fd)
+    with closing(guarded.open_directory(root.fd, here)) as fd, os.scandir(fd) as entries:
+        some = itertools.islice(entries, limit)
+        seen = [(f"{here}/{entry.name}" if here else entry.name, _kind(entry)) for entry in some]
     return [_Entry(root, path, kind) for path, kind in seen if kind]
 
 

@@ -13,8 +13,8 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from agent_shim.core.errors import ActionError, BlobError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process
+from agent_shim.host.descriptors import closing
 
 GRACE_S: Final = 5.0
 """For a cancelled worker to remove its temporary files."""
@@ -227,7 +228,11 @@ async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], Non
     ``tidy`` is called in a thread with the pid of a worker that could not clean up.
     """
     command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.daemon.worker", str(os.getpid())]
-    with _memory_file("request") as given, _memory_file("answer") as answer, _memory_file("errors") as errors:
+    with (
+        closing(os.memfd_create("request")) as given,
+        closing(os.memfd_create("answer")) as answer,
+        closing(os.memfd_create("errors")) as errors,
+    ):
         try:
             os.write(given, request)
             os.lseek(given, 0, os.SEEK_SET)
@@ -258,15 +263,6 @@ def _tidy(request: Request, pid: int) -> None:
             files.remove_leftovers(Path(request.path))
         if isinstance(request, Get | Install):
             files.remove_leftovers(scratch(Paths(Path(request.base)), pid))
-
-
-@contextmanager
-def _memory_file(name: str) -> Iterator[int]:
-    fd = os.memfd_create(name)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _content(fd: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import BoshEnv
 from agent_shim.host import files, mounts
+from agent_shim.host.descriptors import closing
 
 SETTINGS_SIZE: Final = "16m"
 """Size of the tmpfs for the settings (platform/linux_platform.go, SetupBoshSettingsDisk)."""
@@ -106,15 +107,12 @@ def _move_to_memory(paths: Paths) -> None:
     place = paths.settings_tmpfs
     files.make_dir(place, 0o700)
     if not mounts.is_mount_point(place):
-        below = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as below:
             caught = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
             mounts.mount_tmpfs(place, f"size={SETTINGS_SIZE},mode=0700")
             for name, raw in caught.items():
                 files.write_atomic(place / name, raw, mode=0o600)
                 os.unlink(name, dir_fd=below)
-        finally:
-            os.close(below)
     for path in paths.with_credentials:
         if not path.is_symlink():
             if path.exists():

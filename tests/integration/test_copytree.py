@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -177,15 +176,15 @@ def test_a_directory_that_becomes_a_link_while_it_is_copied_ends_the_copy(
     source, target = pair
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    opened = copytree._opened_below
+    opened = copytree._open_below
 
-    def swapped(top: int, path: str) -> AbstractContextManager[int]:
+    def swapped(top: int, path: str) -> int:
         if path.rstrip("/") == "db" and not (target / "db").is_symlink() and (target / "db").is_dir():
             shutil.rmtree(target / "db")
             (target / "db").symlink_to(elsewhere)
         return opened(top, path)
 
-    monkeypatch.setattr(copytree, "_opened_below", swapped)
+    monkeypatch.setattr(copytree, "_open_below", swapped)
 
     with pytest.raises(HostError):
         copytree.mirror(source, target)

@@ -32,6 +32,7 @@ ELSEWHERE: Mapping[str, str] = {
     "host.nftables": "root/test_firewall.py",
     "host.privilege_probes": "root/test_doctor.py",
     "host.copytruncate": "integration/test_rotation.py",
+    "host.descriptors": "integration/test_copytree.py",
     "host.volumes": "root/test_disks_volumes.py",
     "edges.accepting": "integration/test_http_server.py",
     "edges.monit_text": "unit/cli/test_monit.py",

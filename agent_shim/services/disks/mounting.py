@@ -19,6 +19,7 @@ from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
 from agent_shim.host import copytree, files, mounts, volumes
+from agent_shim.host.descriptors import closing
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.disks.hints import DiskSettings
 from agent_shim.services.disks.markers import OURS, Disk, Marker, Plan, Role
@@ -335,16 +336,13 @@ class DiskMounts:
         """
         store = self._paths.store
         # The new mount may hide the old disk, which is marked after it.
-        held = os.open(old.there, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing(os.open(old.there, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as held:
             if self.binds() and old.volume != store:
                 volumes.take_away(store)
             self._put(new, store)
             markers.write(new.there, self._copy_of(old, new, "store"))
             self._mark_unmounted(old, Path(f"/proc/self/fd/{held}"))
             self._release(old.there / markers.DIRECTORY)
-        finally:
-            os.close(held)
         volumes.take_away(self._paths.store_migration_target)
 
     def _copy_of(self, old: Disk, new: Disk, role: Role) -> Marker:

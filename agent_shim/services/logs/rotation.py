@@ -25,6 +25,7 @@ from typing import Final, NamedTuple, NoReturn
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, guarded, worker_client
+from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
@@ -204,12 +205,8 @@ def _whose(path: str) -> str:
 
 def _jobs(root: Path) -> list[str]:
     """Return the directories of jobs, and "" for files beside them. Blocks."""
-    with guarded.held(root) as top:
-        directory = guarded.open_directory(top, "")
-        try:
-            return ["", *sorted(guarded.names(directory))]
-        finally:
-            os.close(directory)
+    with guarded.held(root) as top, closing(guarded.open_directory(top, "")) as directory:
+        return ["", *sorted(guarded.names(directory))]
 
 
 def look_at(root: Path, job: str, limit: int) -> Findings:

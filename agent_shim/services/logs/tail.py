@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TextIO
 
 from agent_shim.core import safetext
 from agent_shim.host import guarded
+from agent_shim.host.descriptors import closing
 from agent_shim.services.logs import log_file
 
 RATE_BYTES_PER_S: Final = 256 * 1024
@@ -140,11 +141,8 @@ class Follower:
                     yield Line(job, "*", b"(only %d files of this job are followed: it has more)" % share)
 
     def _jobs(self, top: int) -> list[str]:
-        directory = guarded.open_directory(top, "")
-        try:
+        with closing(guarded.open_directory(top, "")) as directory:
             return sorted(guarded.names(directory))
-        finally:
-            os.close(directory)
 
     def _found(self, top: int, job: str) -> Iterator[guarded.Entry]:
         """Yield log files of a job in any of its directories."""
@@ -154,12 +152,9 @@ class Follower:
 
     def _open(self, top: int, name: str, *, at_end: bool) -> None:
         with suppress(OSError):
-            found = guarded.open_beneath(top, name, os.O_PATH)
-            try:
+            with closing(guarded.open_beneath(top, name, os.O_PATH)) as found:
                 guarded.refuse_second_name(os.fstat(found))
                 descriptor = guarded.reopen(found, os.O_RDONLY)
-            finally:
-                os.close(found)
             self._files[name] = log_file.LogFile(descriptor, os.fstat(descriptor).st_size if at_end else 0)
 
     def _news(self, name: str, allowed: int | None) -> Iterator[bytes]:
