@@ -52,13 +52,14 @@ async def measure(command: str, scale: float, found: Figures) -> None:
             adopted.append(time.monotonic() - begun_at)
         for name, took in (("exec_to_first_pong_with_5_jobs", answered), ("exec_until_5_jobs_are_adopted", adopted)):
             found[name] = figure(took, "s", floor=starts["least"], floor_is=floor_is)
-    if os.geteuid() == 0:
-        await measure_as_root(command, found)
     interpreter: list[float] = []
     for _ in range(ROUNDS):
         with timed(interpreter):
             subprocess.run([sys.executable, "-c", "import asyncio, ssl"], check=True)
     found["interpreter_with_asyncio_and_ssl"] = figure(interpreter, "s")
+    if os.geteuid() != 0:
+        raise PermissionError("exec to first pong as root: this user is not root")
+    await measure_as_root(command, found)
 
 
 async def measure_as_root(command: str, found: Figures) -> None:

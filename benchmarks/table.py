@@ -66,6 +66,10 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
         if "median" in figure:
             rows.append([*_row(name, figure, floors), *(_beside(name, figure, other) for other in others)])
     lines = [_measured(document, others), "", *(f"| {' | '.join(row)} |" for row in rows), "", floors.said(), ""]
+    for name, figure in document["figures"].items():
+        if steps := figure.get("steps_ms"):
+            shown = ", ".join(f"{step} {worded(took / 1000, 's')}" for step, took in steps.items())
+            lines += [f"Steps of a millisecond or more of *{name.replace('_', ' ')}*: {shown}.", ""]
     for one in (document, *others):
         for part, why in one["missing"].items():
             lines += [f"Not measured of {one['agent']}, in all or in part: `{part}`: {why.replace('|', '/')}", ""]

@@ -12,11 +12,12 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import proc
+from benchmarks import boots
 from benchmarks.__main__ import measure
 from benchmarks.go_agent import SCRIPT
 from benchmarks.idle import free_port
 from benchmarks.measuring import Figures, figure
-from benchmarks.world import World, world
+from benchmarks.world import COMMAND, World, world
 
 
 async def good(command: str, scale: float, found: Figures) -> None:
@@ -112,3 +113,21 @@ async def test_a_second_go_agent_on_a_network_is_refused(tmp_path: Path, monkeyp
         with pytest.raises(HostError, match="another one listens on port"):
             async with world(f"{SCRIPT} /bin/true /bin/true {{config}} {{base}}") as w:
                 await w.start_agent()
+
+
+async def test_boots_of_a_user_that_is_not_root_say_which_figure_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boots, "ROUNDS", 1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    figures, missing = await measure(COMMAND, {"boots": boots.measure}, 1.0)
+
+    assert missing == {"boots": "exec to first pong as root: this user is not root"}
+    assert {"exec_to_first_pong", "interpreter_with_asyncio_and_ssl"} <= figures.keys()
+
+
+@pytest.mark.root
+async def test_boots_of_root_have_the_figure_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boots, "ROUNDS", 1)
+    figures, missing = await measure(COMMAND, {"boots": boots.measure}, 1.0)
+
+    assert missing == {}
+    assert figures["exec_to_first_pong_as_root"]["steps_ms"]

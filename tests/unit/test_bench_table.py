@@ -62,3 +62,11 @@ def test_what_was_not_measured_is_said_with_the_reason() -> None:
     text = table.render(OURS, [theirs])
     assert "**aim missed** | not measured |" in text
     assert "Not measured of theirs, in all or in part: `boots`: HostError: it has ended" in text
+
+
+def test_the_boot_as_root_is_a_line_and_its_steps_are_named() -> None:
+    boot = figure([0.2914, 0.267, 0.347], "s") | {"steps_ms": {"own names": 2.5, "ssh server": 7.3}}
+    text = table.render(document("ours", {"exec_to_first_pong_as_root": boot}), [])
+
+    assert "| exec to first pong as root | 291 ms | 267 to 347 ms |  |  |  |" in text
+    assert "*exec to first pong as root*: own names 2.5 ms, ssh server 7.3 ms." in text
