@@ -10,6 +10,7 @@ from typing import Any
 from agent_shim import __version__
 from agent_shim.actions.agent import Agent
 from agent_shim.core import keep_running
+from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
 from agent_shim.host import proc, worker_client
@@ -126,7 +127,7 @@ def readings(live: Runtime) -> metrics.Readings:
     progress = agent.disks.progress()
     return metrics.Readings(
         bus=metrics.BusReading(
-            connected=bus.is_connected,
+            connected=bus.is_connected if bus.mbus.urls else None,
             reconnects=bus.stats.reconnects,
             received=bus.stats.received,
             received_bytes=bus.stats.received_bytes,
@@ -146,6 +147,7 @@ def readings(live: Runtime) -> metrics.Readings:
         alerts={"sent": live.alerts.sent, "dropped": live.alerts.dropped, "collapsed": live.alerts.collapsed},
         figures=agent.vitals.figures(),
         stemcell=_stemcell(agent.paths.bosh_etc),
+        instance=_instance(agent.spec.current),
         processes=[_process_reading(service) for service in agent.supervisor.services()],
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
@@ -159,6 +161,14 @@ def readings(live: Runtime) -> metrics.Readings:
         blobs=worker_client.transfers.counts,
         blob_bytes=worker_client.transfers.sizes,
     )
+
+
+def _instance(spec: ApplySpec) -> dict[str, str]:
+    """Return the labels of the instance; none before the first ``apply``."""
+    if not spec.name:
+        return {}
+    index = "" if spec.index is None else str(spec.index)
+    return {"deployment": spec.deployment, "group": spec.name, "index": index, "id": spec.id, "az": spec.az}
 
 
 @functools.cache
@@ -176,6 +186,7 @@ def _process_reading(service: ServiceInfo) -> metrics.ProcessReading:
         name=service.process.name,
         state=service.process.state,
         is_up=service.pid != 0,
+        job=service.job,
         restarts=service.restarts,
         exits=service.exits,
         oom_kills=service.oom_kills,

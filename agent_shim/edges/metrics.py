@@ -76,6 +76,7 @@ with _bare(
         Metric,
     )
     from prometheus_client.openmetrics import exposition as openmetrics
+    from prometheus_client.process_collector import ProcessCollector
     from prometheus_client.registry import CollectorRegistry
 
 
@@ -86,7 +87,8 @@ with _bare(
 class BusReading:
     """Bus connection since the start of the agent; ``heartbeat_age`` is None before the first heartbeat."""
 
-    connected: bool = False
+    connected: bool | None = False
+    """None without a Director."""
     reconnects: int = 0
     received: int = 0
     received_bytes: int = 0
@@ -110,6 +112,7 @@ class ProcessReading:
     name: str
     state: str
     is_up: bool
+    job: str = ""
     restarts: int = 0
     exits: Mapping[str, int] = field(default_factory=dict)
     oom_kills: int = 0
@@ -138,6 +141,8 @@ class Readings:
     figures: Figures = field(default_factory=Figures)
     stemcell: tuple[str, str] | None = None
     """Operating system and version of the stemcell."""
+    instance: Mapping[str, str] = field(default_factory=dict)
+    """Values of ``INSTANCE``; empty before the first ``apply``."""
     processes: Sequence[ProcessReading] = ()
     tasks_running: int = 0
     tasks_waiting: int = 0
@@ -214,6 +219,7 @@ class Metrics:
         self._pages: dict[bool, tuple[float, bytes]] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # process_*: of the agent itself
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
         """Count an action (``outcome``: done or failed) that took ``seconds`` from its request to its end."""
@@ -247,6 +253,10 @@ class Metrics:
         if readings.stemcell is not None:
             stemcell.add_metric([], dict(zip(("os", "version"), readings.stemcell, strict=True)))
         yield stemcell
+        instance = InfoMetricFamily("agent_shim_instance", "The instance as the Director knows it.")
+        if readings.instance:
+            instance.add_metric([], {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE})
+        yield instance
         yield from _of_bus(readings.bus)
         yield _of_certificates(readings.certificates)
         yield from _of_machine(readings.figures)
@@ -288,7 +298,8 @@ class Metrics:
 
 
 def _of_bus(bus: BusReading) -> Iterator[Metric]:
-    yield _gauge("bus_connected", "1 while the agent is connected to the bus.", _one(bus.connected))
+    text = "1 while the agent is connected to the bus; absent without a Director."
+    yield _gauge("bus_connected", text, _one(bus.connected))
     yield _counter("bus_reconnects", "Reconnections to the bus.", _one(bus.reconnects))
     messages = [(("in",), bus.received), (("out",), bus.sent)]
     yield _counter("bus_messages", "Messages on the bus.", messages, "direction")
@@ -308,6 +319,8 @@ UNSERVED: Final = ("duplicate", "flood", "failure", "no_reply", "denied")
 """Duplicate request; too many at once; failed handling; reply not sent; no permission."""
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
 """Sent on the bus; displaced by newer ones while disconnected; repeated."""
+INSTANCE: Final = ("deployment", "group", "index", "id", "az")
+"""Labels of ``agent_shim_instance_info``."""
 STATES: Final = ("running", "starting", "failing", "unknown")
 """Process states as reported to the Director."""
 
@@ -370,6 +383,10 @@ def _of_processes(processes: Sequence[ProcessReading]) -> Iterator[Metric]:
     def rows(member: str) -> Rows:
         return [(label, getattr(process, member)) for label, process in named]
 
+    info = InfoMetricFamily("agent_shim_process", "The job of a process.", labels=["process"])
+    for label, process in named:
+        info.add_metric(label, {"job": safetext.label(process.job)})
+    yield info
     yield _gauge("process_up", "1 while the process runs.", rows("is_up"), "process")
     states = [((*label, state), process.state == state) for label, process in named for state in STATES]
     yield _gauge(
@@ -416,15 +433,20 @@ _counter = partial(_family, CounterMetricFamily)
 def table() -> str:
     """Render all families as a Markdown table for docs/operations.md."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in Metrics(Readings).collect():
+    for family in [*Metrics(Readings).collect(), *ProcessCollector(registry=None).collect()]:
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        names: Sequence[str] = _OF_INFO.get(family.name) or getattr(family, "_labelnames")  # noqa: B009 - undeclared
+        names: Sequence[str] = _OF_INFO.get(family.name) or getattr(family, "_labelnames", None) or ()
         labels = ", ".join(f"`{label}`" for label in names)
         rows.append(f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |")
     return "\n".join(rows)
 
 
-_OF_INFO: Final = {"agent_shim_build": ("version", "python"), "agent_shim_stemcell": ("os", "version")}
+_OF_INFO: Final = {
+    "agent_shim_build": ("version", "python"),
+    "agent_shim_stemcell": ("os", "version"),
+    "agent_shim_instance": INSTANCE,
+    "agent_shim_process": ("process", "job"),
+}
 """Labels of info metrics, whose value is in their labels."""
 
 

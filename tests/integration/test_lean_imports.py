@@ -49,7 +49,6 @@ def test_metrics_bring_no_server() -> None:
         "urllib.request",
         "wsgiref",
         "prometheus_client.metrics",
-        "prometheus_client.process_collector",
     }
 
 

@@ -28,8 +28,9 @@ FULL = Readings(
         oom_kills=1,
     ),
     stemcell=("ubuntu-noble", "1.204"),
+    instance={"deployment": "shop", "group": "web", "index": "0", "id": "a-b", "az": "z1"},
     processes=[
-        ProcessReading("web", "running", True, 3, {"error": 2, "signal": 1}, 1, 1.8e9, 7, 1 << 22, 0.5, 4),
+        ProcessReading("web", "running", True, "frontend", 3, {"error": 2, "signal": 1}, 1, 1.8e9, 7, 1 << 22, 0.5, 4),
         ProcessReading("worker", "failing", False),
     ],
     tasks_running=1,
@@ -98,6 +99,8 @@ def test_what_is_read_is_shown() -> None:
     assert found['agent_shim_blob_transfers_total{direction="get",outcome="done"}'] == 5
     assert found['agent_shim_blob_transfers_total{direction="put",outcome="failed"}'] == 0
     assert found['agent_shim_blob_bytes_total{direction="get"}'] == 1000
+    assert found['agent_shim_instance_info{az="z1",deployment="shop",group="web",id="a-b",index="0"}'] == 1
+    assert found['agent_shim_process_info{job="frontend",process="web"}'] == 1
     assert found['agent_shim_process_up{process="web"}'] == 1
     assert found['agent_shim_process_up{process="worker"}'] == 0
     assert found['agent_shim_process_state{process="worker",state="failing"}'] == 1
@@ -116,16 +119,33 @@ def test_what_is_read_is_shown() -> None:
     assert found['agent_shim_bus_certificate_expiry_timestamp_seconds{certificate="client"}'] == 2e9
 
 
+def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
+    found = samples(Metrics(lambda: FULL).render())
+
+    assert found["process_resident_memory_bytes"] > 1 << 20
+    assert found["process_open_fds"] > 2
+    assert found["process_start_time_seconds"] > 1e9
+
+
 def test_what_is_unknown_is_left_out() -> None:
     """A reading that could not be taken has no sample; zero would be a lie."""
-    found = samples(Metrics(lambda: Readings(processes=[ProcessReading("web", "running", True)])).render())
+    readings = Readings(bus=BusReading(None), processes=[ProcessReading("web", "running", True)])
+    found = samples(Metrics(lambda: readings).render())
 
     assert 'agent_shim_process_up{process="web"}' in found
     assert not {
         name
         for name in found
         if name.startswith(
-            ("agent_shim_stemcell", "agent_shim_memory", "agent_shim_heartbeat", "agent_shim_cpu", "agent_shim_oom")
+            (
+                "agent_shim_instance",
+                "agent_shim_bus_connected",
+                "agent_shim_stemcell",
+                "agent_shim_memory",
+                "agent_shim_heartbeat",
+                "agent_shim_cpu",
+                "agent_shim_oom",
+            )
         )
     }
 
@@ -211,7 +231,7 @@ def test_series_neither_come_nor_go_with_processes() -> None:
     quiet = Metrics(lambda: Readings(processes=[ProcessReading("web", "starting", False)]))
     lively = Metrics(
         lambda: Readings(
-            processes=[ProcessReading("web", "failing", True, 3, {"signal": 1, "error": 2}, 1, 1e9, 7, 1, 0.5, 4)]
+            processes=[ProcessReading("web", "failing", True, "", 3, {"signal": 1, "error": 2}, 1, 1e9, 7, 1, 0.5, 4)]
         )
     )
 
