@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import unicodedata
 from collections.abc import Callable
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
 """Add a colour of ``CODES`` to a text."""
 
-CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
-"""Clears the screen and moves the cursor to the upper left corner."""
+BEGIN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
+"""Changes to the alternate screen without a cursor: the scrollback stays."""
+END_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
+_COLOUR: Final = re.compile("(\x1b\\[[0-9;]*m)")
 CODES: Final = {"good": "32", "limited": "33", "wrong": "1;31", "faint": "2", "strong": "1"}
 
 
@@ -32,3 +36,36 @@ def coloured(text: str, colour: str) -> str:
 def paint_for(stream: TextIO) -> Paint:
     """The paint function for ``stream``: colours for a terminal, else plain text."""
     return coloured if is_for_people(stream) else plain
+
+
+def screen(page: str) -> str:
+    """The page over the whole screen, without flicker."""
+    return (
+        "\x1b[H"
+        + "".join(f"{line}\x1b[K\r\n" for line in page.splitlines()[:-1])
+        + page.splitlines()[-1]
+        + "\x1b[K\x1b[J"
+    )
+
+
+def width(text: str) -> int:
+    """Columns of a text without colours: a wide character takes two, a combining one none."""
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
+    )
+
+
+def clipped(line: str, columns: int) -> str:
+    """The line, or as much of it as fits with an ellipsis; colours take no room and end with the line."""
+    if width(_COLOUR.sub("", line)) <= columns:
+        return line
+    kept, room = "", columns - 1
+    for number, part in enumerate(_COLOUR.split(line)):
+        if number % 2:
+            kept += part
+            continue
+        for each in part:
+            if (room := room - width(each)) < 0:
+                return f"{kept}…" + ("\x1b[0m" if _COLOUR.search(kept) else "")
+            kept += each
+    return kept

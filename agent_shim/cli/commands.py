@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,6 +100,7 @@ EXAMPLES: Final[dict[str, str]] = {
     "status": """
   agent-shim status
   agent-shim status --watch
+  agent-shim status web
   agent-shim status --json | jq -r '.processes[] | select(.state != "running") | .name'""",
     "start": """
   agent-shim start web
@@ -187,7 +190,10 @@ def _add_daemon(command: Command) -> None:
 
 
 def _add_for_operators(command: Command) -> None:
-    status = command("status", _status, "show the bus, vitals and a table of processes")
+    status = command("status", _status, "show the bus, vitals and a table of processes, or single processes")
+    status.add_argument(
+        "names", nargs="*", metavar="NAME", help="show these processes in full; exit with 1 if one does not run"
+    )
     status.add_argument("--json", action="store_true", help="for programs")
     status.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     status.add_argument(
@@ -326,23 +332,35 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
+    if args.names:
+        return _status_of(args)
     if not args.watch:
         print(_status_page(args, _ask(args, {"command": "status"})))
         return 0
     from agent_shim.cli import ansi
 
     # A terminal redraws one page, a pipe gets one page after the other.
-    begin = ansi.CLEAR if ansi.is_for_people(sys.stdout) else ""
-    try:
+    is_screen = ansi.is_for_people(sys.stdout) and not args.json
+    with contextlib.suppress(KeyboardInterrupt), _alternate_screen() if is_screen else contextlib.nullcontext():
         while True:
             try:
                 page = _status_page(args, _ask(args, {"command": "status"}))
             except NoAgentError as exc:
                 page = str(exc)
-            print(f"{begin}{page}\n", flush=True)
+            print(ansi.screen(page) if is_screen else f"{page}\n", end="" if is_screen else "\n", flush=True)
             time.sleep(args.every)
-    except KeyboardInterrupt:
-        return 0
+    return 0
+
+
+@contextlib.contextmanager
+def _alternate_screen() -> Iterator[None]:
+    from agent_shim.cli import ansi
+
+    print(ansi.BEGIN_SCREEN, end="")
+    try:
+        yield
+    finally:
+        print(ansi.END_SCREEN, end="", flush=True)
 
 
 def _status_page(args: argparse.Namespace, status: dict[str, Any]) -> str:
@@ -350,7 +368,24 @@ def _status_page(args: argparse.Namespace, status: dict[str, Any]) -> str:
         return safetext.lines(json.dumps(status, indent=None if args.watch else 2, ensure_ascii=False))
     from agent_shim.cli import ansi, status_text
 
-    return status_text.render(safetext.value(status), ansi.paint_for(sys.stdout))
+    columns, lines = shutil.get_terminal_size() if sys.stdout.isatty() else (0, 0)
+    return status_text.render(safetext.value(status), ansi.paint_for(sys.stdout), columns, lines if args.watch else 0)
+
+
+def _status_of(args: argparse.Namespace) -> int:
+    """Show single processes; the exit code is ``NO`` if one of them does not run."""
+    from agent_shim.cli import ansi, status_text
+
+    known = {process["name"]: process for process in _ask(args, {"command": "status"})["processes"]}
+    if unknown := [name for name in args.names if name not in known]:
+        raise ConfigError(f"cannot show {', '.join(unknown)}: there are {', '.join(known) or 'no processes'}")
+    found = [known[name] for name in args.names]
+    if args.json:
+        print(safetext.lines(json.dumps(found, indent=2, ensure_ascii=False)))
+    else:
+        paint = ansi.paint_for(sys.stdout)
+        print("\n\n".join(status_text.details(safetext.value(process), paint) for process in found))
+    return 0 if all(process["state"] == "running" for process in found) else NO
 
 
 def _logs(args: argparse.Namespace) -> int:

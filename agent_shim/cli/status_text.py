@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from agent_shim.cli.ansi import Paint, plain
+from agent_shim.cli.ansi import Paint, clipped, plain, width
 
 _COLUMNS: Final = ("PROCESS", "STATE", "PID", "UPTIME", "MEMORY", "CPU", "RESTARTS", "LAST EXIT")
 _NUMBERS: Final = frozenset({"PID", "UPTIME", "MEMORY", "CPU", "RESTARTS"})
@@ -17,20 +17,55 @@ _COLOURS: Final = {
     "failing": "wrong",
     "broken": "wrong",
     "down": "wrong",
+    "stuck": "wrong",
     "stopped": "faint",
     "unmonitored": "faint",
 }
 """Colours of states, the Director's and the agent's; other states have none."""
 
 
-def render(status: dict[str, Any], paint: Paint = plain) -> str:
-    """Header lines and a table of processes, from the control socket's answer to ``status``."""
-    lines = [
+def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
+    """Header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
+
+    Clipped to the ``columns`` and ``lines`` of a terminal; 0 is no limit.
+    """
+    page = [
         f"{paint(f'{label:<11}', 'faint')}{text}"
         for label, text in (*_header(status, paint), *_machine(status.get("vitals", {}), paint))
     ]
-    lines += [paint(f"{'warning':<11}{text}", "limited") for text in status["warnings"]]
-    return "\n".join([*lines, "", *_table(status["processes"], paint)])
+    page += [paint(f"{'warning':<11}{text}", "limited") for text in status["warnings"]]
+    page += ["", *_table(status["processes"], paint)]
+    if lines and len(page) > lines:
+        hidden = len(page) - lines + 1
+        page = [*page[: lines - 1], paint(f"… {hidden} more lines", "faint")]
+    return "\n".join(clipped(line, columns) if columns else line for line in page)
+
+
+def details(process: dict[str, Any], paint: Paint = plain) -> str:
+    """All about one process, from the same answer."""
+    state, pid = shown_state(process), process["pid"]
+    since = f" for {duration(process['uptime_secs'])}" if pid else ""
+    rows = [
+        ("state", paint(state, _COLOURS.get(state, "")) + since),
+        ("reason", process["reason"]),
+        ("faults", ", ".join(process["faults"])),
+        ("pid", f"{pid}, {process['children']} descendants, {process['threads']} threads" if pid else ""),
+        ("memory", f"{size(process['mem_kb'])} ({process['mem_percent']:.1f} %)" if pid else ""),
+        ("cpu", f"{process['cpu_total']:.1f} %, {process['cpu_seconds']:.1f} s in all" if pid else ""),
+        ("restarts", str(process["restarts"])),
+        ("last exit", process["last_exit"] or "-"),
+        ("groups", ", ".join(process["groups"])),
+        ("mode", process["mode"] if process["mode"] != "active" else ""),
+        ("ignored", ", ".join(process["unheeded"])),
+        ("logs", f"agent-shim logs {process['job']}"),
+    ]
+    head = f"{paint('●', _COLOURS.get(state, ''))} {paint(process['name'], 'strong')} of job {process['job']}"
+    return "\n".join([head, *(f"{paint(f'{label:>11}', 'faint')}  {text}" for label, text in rows if text)])
+
+
+def shown_state(process: dict[str, Any]) -> str:
+    """The agent's state, which has more words than the Director's; ``failing`` if a check fails."""
+    return "failing" if process["state"] == "failing" and process["phase"] == "running" else str(process["phase"])
 
 
 def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
@@ -84,8 +119,9 @@ def _share(percent: str, paint: Paint) -> str:
 
 
 def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
+    processes = sorted(processes, key=_urgency)
     rows = [_row(process) for process in processes]
-    widths = [max(len(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
+    widths = [max(width(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
 
     def line(cells: tuple[str, ...], state: str) -> str:
         shown = [
@@ -96,7 +132,7 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
 
     lines = [paint(line(_COLUMNS, ""), "strong")]
     for process, cells in zip(processes, rows, strict=True):
-        lines.append(line(cells, _COLOURS.get(process["state"], "")))
+        lines.append(line(cells, _COLOURS.get(shown_state(process), "")))
         if process["reason"]:
             lines.append(paint(f"  {process['reason']}", "limited"))
         if process["unheeded"]:
@@ -104,8 +140,17 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
     return lines if processes else [paint("no processes: nothing is deployed yet", "faint")]
 
 
-def _aligned(column: str, text: str, width: int) -> str:
-    return text.rjust(width) if column in _NUMBERS else text.ljust(width)
+def _urgency(process: dict[str, Any]) -> int:
+    return (
+        ["wrong", "limited"].index(colour)
+        if (colour := _COLOURS.get(shown_state(process))) in ("wrong", "limited")
+        else 2
+    )
+
+
+def _aligned(column: str, text: str, columns: int) -> str:
+    padding = " " * (columns - width(text))
+    return padding + text if column in _NUMBERS else text + padding
 
 
 def isolation(found: dict[str, Any]) -> str:
@@ -121,7 +166,7 @@ def isolation(found: dict[str, Any]) -> str:
 def _row(process: dict[str, Any]) -> tuple[str, ...]:
     return (
         process["name"],
-        process["state"],
+        shown_state(process),
         str(process["pid"] or "-"),
         duration(process["uptime_secs"]) if process["pid"] else "-",
         size(process["mem_kb"]),

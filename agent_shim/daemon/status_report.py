@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agent_shim import __version__
 from agent_shim.actions.agent import Agent
-from agent_shim.core import keep_running
+from agent_shim.core import keep_running, safetext
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
 from agent_shim.host import proc, worker_client
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
+
+MAX_CULPRITS: Final = 3
+"""Services named by ``readiness``."""
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
@@ -31,7 +34,18 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
     if live.standalone is not None and live.standalone.obstacle:
         return False, live.standalone.obstacle
     state = live.agent.supervisor.job_state()
-    return state in ("running", "stopped"), f"jobs are {state}"
+    culprits = [_culprit(each) for each in live.agent.supervisor.services() if each.process.state != "running"]
+    why = "" if state in ("running", "stopped") else f": {'; '.join(culprits[:MAX_CULPRITS])}"
+    more = f"; and {len(culprits) - MAX_CULPRITS} more" if why and len(culprits) > MAX_CULPRITS else ""
+    return not why, f"jobs are {state}{why}{more}"
+
+
+def _culprit(service: ServiceInfo) -> str:
+    """Name a service that is not running and why, without words of the job: strangers may read them."""
+    reasons = [service.state if service.state != "running" else "", *service.faults]
+    if service.last_exit and not service.pid:
+        reasons.append(f"last exit {service.last_exit}")
+    return safetext.label(f"{service.process.name} ({', '.join(filter(None, reasons))})")
 
 
 # --- status ---------------------------------------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import shlex
 import signal
+import struct
+import termios
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -64,6 +68,25 @@ async def test_status_is_a_plain_table_in_a_pipe_and_json_on_request(world: Worl
     assert [one["state"] for one in json.loads(text)["processes"]] == ["running", "running"]
 
 
+async def test_status_of_a_process_tells_all_about_it(world: World) -> None:
+    """The exit code says whether it runs. A stopped one is called so, though its state for the Director is unknown."""
+    name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
+    code, page = await told(world, "status", name)
+    assert code == 0
+    assert page.startswith(f"● {name} of job {name}\n")
+    assert "\n      state  running for " in page
+
+    await told(world, "stop", name, "--wait")
+    code, page = await told(world, "status", name)
+    assert code == 1
+    assert "\n      state  stopped\n" in page
+    assert f"{name}     stopped " in (await told(world, "status"))[1]
+    code, text = await told(world, "status", "nonesuch")
+    assert code == 78
+    assert "cannot show nonesuch: there are " in text
+    assert name in text
+
+
 async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent(world: World) -> None:
     watching, out = started(world, "status", "--watch", "--every", "0.05")
     await until(lambda: out.exists() and out.read_text().count("PROCESS") > 1)
@@ -75,13 +98,45 @@ async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent
         assert await watching.wait() == 0
 
 
+async def test_watch_on_a_terminal_leaves_the_scrollback_alone(world: World) -> None:
+    """It draws on the alternate screen, within the terminal's size."""
+    master, slave = os.openpty()
+    try:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
+        argv = [*shlex.split(COMMAND)[:3], "status", "--watch", "--every", "0.05", "-b", str(world.base)]
+        environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+        watching = process.spawn(argv, env=environment, stdout=slave, stderr=slave)
+        os.set_blocking(master, False)
+        drawn = bytearray()
+
+        def more() -> bytearray:
+            with contextlib.suppress(BlockingIOError):
+                drawn.extend(os.read(master, 1 << 16))
+            return drawn
+
+        await until(lambda: more().count(b"more lines") > 1)
+        watching.send(signal.SIGINT)
+        async with asyncio.timeout(20):
+            assert await watching.wait() == 0
+        more()
+    finally:
+        os.close(master)
+        os.close(slave)
+    assert drawn.startswith(b"\x1b[?1049h")
+    assert drawn.endswith(b"\x1b[?1049l")
+    assert b"\x1b[3J" not in drawn
+    assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
+
+
 async def test_probes_answer_with_a_reason(world: World) -> None:
     assert await told(world, "probe", "live") == (0, "alive\n")
     assert await told(world, "probe", "ready") == (0, "jobs are running\n")
     name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
     await told(world, "stop", name, "--wait")
     code, reason = await told(world, "probe", "ready")
-    assert (code, reason) == (1, "jobs are failing\n")
+    assert code == 1
+    assert reason.startswith(f"jobs are failing: {name} (stopped")
+    assert reason.count("(") == 1
 
 
 async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(world: World) -> None:

@@ -22,7 +22,9 @@ def shown(**members: Any) -> dict[str, Any]:
     """A status as the socket answers it."""
     process = {
         "name": "web",
+        "job": "web",
         "state": "running",
+        "phase": "running",
         "pid": 812,
         "uptime_secs": 3700,
         "mem_kb": 20480,
@@ -36,6 +38,7 @@ def shown(**members: Any) -> dict[str, Any]:
         **process,
         "name": "worker",
         "state": "failing",
+        "phase": "down",
         "pid": 0,
         "mem_kb": 0,
         "restarts": 3,
@@ -90,10 +93,10 @@ def test_the_whole_page() -> None:
         "space      system 40 %, ephemeral 93 %\n"
         "\n"
         "PROCESS  STATE    PID  UPTIME    MEMORY    CPU  RESTARTS  LAST EXIT\n"
-        "web      running  812   1h 1m  20.0 MiB  1.2 %         0  -\n"
-        "worker   failing    -       -   0.0 MiB  1.2 %         3  exit code 1\n"
+        "worker   down       -       -   0.0 MiB  1.2 %         3  exit code 1\n"
         "  the process ended by itself: exit code 1 (no such table)\n"
-        "  not acted on: restart when it ends (it has no stop program)"
+        "  not acted on: restart when it ends (it has no stop program)\n"
+        "web      running  812   1h 1m  20.0 MiB  1.2 %         0  -"
     )
 
 
@@ -104,6 +107,7 @@ def test_colours_change_nothing_but_colours() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == status_text.render(status)
     assert "\x1b[32mrunning" in painted
     assert "\x1b[1;31mfailing" in painted
+    assert "\x1b[1;31mdown" in painted
     assert "\x1b[1;31m93 %" in painted
 
 
@@ -119,3 +123,75 @@ def test_before_there_are_settings_the_page_says_what_is_waited_for() -> None:
 
     assert "phase      waiting for settings\n" in page
     assert page.endswith("no processes: nothing is deployed yet")
+
+
+def many(count: int) -> dict[str, Any]:
+    """A status with one process that is down, the last of ``count``."""
+    web, worker = shown()["processes"]
+    return shown(processes=[*({**web, "name": f"web-{number}"} for number in range(count - 1)), worker])
+
+
+def test_two_hundred_jobs_fit_on_a_terminal_with_the_failing_one() -> None:
+    lines = status_text.render(many(200), columns=80, lines=24).splitlines()
+
+    assert len(lines) == 24
+    assert any(line.startswith("worker") for line in lines)
+    assert lines[-1].startswith("… ")
+    assert all(ansi.width(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "word"),
+    [("unknown", "stopped", "stopped"), ("unknown", "unmonitored", "unmonitored"), ("failing", "running", "failing")],
+)
+def test_states_are_the_agents_words(state: str, phase: str, word: str) -> None:
+    assert status_text.shown_state({"state": state, "phase": phase}) == word
+
+
+def test_wide_characters_keep_the_columns() -> None:
+    status = shown()
+    status["processes"][0]["name"] = "ウェブ"
+    table = status_text.render(status).splitlines()[-5:]
+
+    starts = {
+        ansi.width(line[: line.index(word)])
+        for line, word in zip([table[0], table[1], table[4]], ["STATE", "down", "running"], strict=True)
+    }
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize("columns", [1, 5, 10, 79])
+def test_a_clipped_line_fits_and_ends_its_colours(columns: int) -> None:
+    line = ansi.coloured("ウェブ is down", "wrong") + " and more" * 20
+
+    clipped = ansi.clipped(line, columns)
+    assert ansi.width(re.sub(r"\x1b\[[0-9;]*m", "", clipped)) <= columns
+    assert clipped.endswith(("\x1b[0m", "…"))
+    assert ansi.clipped("short", 5) == "short"
+
+
+def test_details_of_a_process_leave_out_what_there_is_not() -> None:
+    more = {
+        "faults": [],
+        "children": 2,
+        "threads": 5,
+        "mem_percent": 1.5,
+        "cpu_seconds": 12.0,
+        "groups": ["vcap"],
+        "mode": "active",
+    }
+    web, worker = ({**process, **more} for process in shown()["processes"])
+
+    assert status_text.details(web) == (
+        "● web of job web\n"
+        "      state  running for 1h 1m\n"
+        "        pid  812, 2 descendants, 5 threads\n"
+        "     memory  20.0 MiB (1.5 %)\n"
+        "        cpu  1.2 %, 12.0 s in all\n"
+        "   restarts  0\n"
+        "  last exit  -\n"
+        "     groups  vcap\n"
+        "       logs  agent-shim logs web"
+    )
+    assert "     reason  the process ended by itself" in status_text.details(worker)
+    assert "pid" not in status_text.details(worker)
