@@ -18,6 +18,7 @@ from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.bpm import config
 from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.ast import MonitFile
 
 GOOD: Final = 0
 USAGE: Final = 2
@@ -45,7 +46,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False) -> i
     if unknown:
         print(f"agent-shim: cannot check {unknown[0]}: its name does not say what it is (use --as)", file=sys.stderr)
         return USAGE
-    parsed: list[parser.MonitFile] = []
+    parsed: list[MonitFile] = []
     for report in reports:
         try:
             _check(report, parsed)
@@ -65,7 +66,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False) -> i
     return WRONG if any(report.mistakes for report in reports) else GOOD
 
 
-def _check(report: _Report, parsed: list[parser.MonitFile]) -> None:
+def _check(report: _Report, parsed: list[MonitFile]) -> None:
     """Read a file as the daemon does; raises ``ConfigError`` with all its mistakes."""
     text, origin = report.file.read_bytes(), str(report.file)
     unknown: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -49,19 +48,3 @@ def names(mask: str) -> frozenset[str]:
     return frozenset(
         NAMES[bit] if bit < len(NAMES) else str(bit) for bit in range(bits.bit_length()) if bits & (1 << bit)
     )
-
-
-def is_first_process() -> bool:
-    """Return True as PID 1, which reaps orphans and whose end is the end of the container."""
-    return os.getpid() == 1
-
-
-def namespaces(pid: int | str = "self", proc: Path = PROC) -> dict[str, int]:
-    """Map the kind (``mnt``, ``pid`` …) to the number that identifies the namespace; hidden ones are left out."""
-    found = {}
-    for link in (proc / str(pid) / "ns").iterdir():
-        try:
-            found[link.name] = link.stat().st_ino
-        except OSError:
-            continue
-    return found

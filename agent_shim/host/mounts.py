@@ -1,7 +1,7 @@
 """Mount table of this process, and the system calls that change it.
 
 Calls raise :class:`HostError` with ``errno`` and a text that names both ends. A trial shows what a container allows
-(:func:`can_bind`): neither uid nor capabilities reveal the effect of seccomp and AppArmor.
+(:func:`try_bind`): neither uid nor capabilities reveal the effect of seccomp and AppArmor.
 """
 
 from __future__ import annotations
@@ -50,10 +50,6 @@ class Mount:
     kind: str
     source: str
     features: frozenset[str]
-
-    @property
-    def is_read_only(self) -> bool:
-        return "ro" in self.options
 
 
 def parse(table: bytes) -> list[Mount]:
@@ -152,15 +148,6 @@ def try_bind(scratch: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:
         bind(Path(name), Path(name))
         unmount(Path(name), lazy=True)
-
-
-def can_bind(scratch: Path) -> bool:
-    """Return True if this container may bind mount; found by trial below ``scratch``."""
-    try:
-        try_bind(scratch)
-    except OSError:
-        return False
-    return True
 
 
 def _mount(source: Path, target: Path, flags: int, what: str, *, kind: bytes = b"none", options: bytes = b"") -> None:

@@ -97,11 +97,6 @@ def _read(path: str) -> str:
         return ""
 
 
-def is_listening(port: int) -> bool:
-    """Return True if a server accepts TCP connections from other machines on ``port``. Blocks."""
-    return bool(listeners(port))
-
-
 def listeners(port: int) -> set[int]:
     """Return the users whose servers accept TCP connections from other machines on ``port``. Blocks.
 

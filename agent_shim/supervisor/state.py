@@ -234,32 +234,3 @@ def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
     if "starting" in found:
         return "starting"
     return "running" if found <= {"running"} else "failing"
-
-
-def mermaid() -> str:
-    """Render the transitions as a diagram for the documentation.
-
-    An arrow names all events that lead along it. Events with the same target in all states of a service that should run
-    leave the box around them; an unusable file may be found in any state.
-    """
-    inner = [state for state in State if state in ACTIVE | {State.DOWN}]
-    arrows: dict[State, dict[Trigger, State]] = {
-        state: {trigger: move.to for trigger, move in moves.items() if trigger is not Trigger.FILE_BROKE}
-        for state, moves in NEXT.items()
-    }
-    common = dict(set.intersection(*(set(arrows[state].items()) for state in inner)))
-    lines = ["stateDiagram-v2", "    [*] --> stopped", "    [*] --> broken: file unusable", "    state wanted {"]
-    for state in inner:
-        own = {trigger: to for trigger, to in arrows.pop(state).items() if trigger not in common and to is not state}
-        lines += [f"        {arrow}" for arrow in _arrows(state.value, own)]
-    lines.append("    }")
-    for name, moves in [("wanted", common), *((state.value, moves) for state, moves in arrows.items())]:
-        lines += [f"    {arrow}" for arrow in _arrows(name, moves) if not arrow.startswith(f"{name} --> {name}:")]
-    return "\n".join(lines) + "\n"
-
-
-def _arrows(source: str, moves: Mapping[Trigger, State]) -> list[str]:
-    events: dict[State, list[str]] = {}
-    for trigger in [trigger for trigger in Trigger if trigger in moves]:
-        events.setdefault(moves[trigger], []).append(trigger.value)
-    return [f"{source} --> {target.value}: {', '.join(names)}" for target, names in events.items()]

@@ -7,7 +7,7 @@ import pytest
 from agent_shim.cli import check
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.plan import JobFile, plan
-from tests.support import corpus
+from tests.support import corpus, monit_render
 
 ENTRIES = corpus.entries("monit")
 ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
@@ -31,7 +31,7 @@ def test_written_file_says_the_same(entry: corpus.Entry) -> None:
     """A file and its rendered form have the same values and make the same plan."""
     file = parser.parse(entry.text, origin=entry.file)
 
-    rendered = parser.render(file)
+    rendered = monit_render.render(file)
 
     assert parser.parse(rendered, origin="rendered") == file
     # A missing item is reported with its line, which then differs.

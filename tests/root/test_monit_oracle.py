@@ -12,6 +12,7 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import parser
+from tests.support import monit_render
 
 pytestmark = pytest.mark.root
 
@@ -202,5 +203,5 @@ def test_rendered_files_are_monit_files(theirs: Callable[[str], str]) -> None:
     numbers = random.Random(SEED)
     for text in (spelled(numbers) for _ in range(FILES // 3)):
         if not ours(text):
-            rendered = parser.render(parser.parse(text, origin="ours"))
+            rendered = monit_render.render(parser.parse(text, origin="ours"))
             assert not theirs(rendered), rendered

@@ -42,7 +42,7 @@ try:
 except OSError as exc:
     refused = exc.strerror
 (source / "old").write_text("")
-told = mounts.mount_of(target).is_read_only
+told = "ro" in mounts.mount_of(target).options
 mounts.unmount(target)
 return [refused, told]
 """)
@@ -99,7 +99,7 @@ def test_own_mounts_are_seen_by_nobody_else(box: Machine, inside: Inside) -> Non
 def test_whether_binds_are_allowed_is_tried(box: Machine, inside: Inside) -> None:
     """Root here may, without the capability it may not, nor may others; nothing is left behind either way."""
     box.run("mkdir -p -m 777 /var/vcap/probe")
-    ask = "from agent_shim.host import mounts\nreturn mounts.can_bind(Path('/var/vcap/probe'))"
+    ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"
 
     assert inside(ask) is True
     assert inside(ask, "setpriv", "--bounding-set", "-sys_admin") is False

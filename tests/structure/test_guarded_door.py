@@ -135,7 +135,7 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "host.capabilities": Raw(KERNEL, frozenset({"namespaces", "privileges"})),
+    "host.capabilities": Raw(KERNEL, frozenset({"privileges"})),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "host.copytree": Raw(

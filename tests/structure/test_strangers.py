@@ -15,7 +15,7 @@ OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
 
 PLACES: Mapping[str, str] = {
     "host.proc": "it is the one",
-    "host.capabilities": "reads its own status and namespaces below the root that tests give it",
+    "host.capabilities": "reads its own status below the root that tests give it",
     "host.sandbox_exec": "mounts it",
     "host.host_stats": "reads what is of the machine below the root that tests give it",
     "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",

@@ -10,32 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
-from agent_shim.supervisor.monit.ast import (
-    Action,
-    Changed,
-    Check,
-    Checksum,
-    Connection,
-    Ignored,
-    Kind,
-    Limit,
-    Match,
-    Missing,
-    Mode,
-    MonitFile,
-    Owner,
-    Permission,
-    Ping,
-    Program,
-    Protocol,
-    Rate,
-    Restarts,
-    Rule,
-    Test,
-)
+from agent_shim.supervisor.monit.ast import Check, Connection, Ignored, Kind, Mode, MonitFile, Ping
 from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
 from agent_shim.supervisor.monit.reader import Reader
-from agent_shim.supervisor.monit.render import render
 from agent_shim.supervisor.monit.rules import (
     ALL,
     FILE,
@@ -46,32 +23,6 @@ from agent_shim.supervisor.monit.rules import (
     read_regex,
     read_rule,
 )
-
-__all__ = [
-    "Action",
-    "Changed",
-    "Check",
-    "Checksum",
-    "Connection",
-    "Ignored",
-    "Limit",
-    "Match",
-    "Missing",
-    "MonitFile",
-    "Owner",
-    "Permission",
-    "Ping",
-    "Problem",
-    "Program",
-    "Protocol",
-    "Rate",
-    "Restarts",
-    "Rule",
-    "Test",
-    "parse",
-    "problems",
-    "render",
-]
 
 LATER: Final = ("program", "network")
 """Check types of newer monit versions."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from agent_shim.host import capabilities
@@ -45,18 +43,7 @@ def test_a_mask_that_is_none_is_an_error() -> None:
 
 
 def test_the_real_kernel_can_be_read() -> None:
-    """The effective set is within the bounding set; tests are not PID 1 and know their mount namespace."""
+    """The effective set is within the bounding set."""
     found = capabilities.privileges()
 
     assert found.effective <= found.bounding
-    assert not capabilities.is_first_process()
-    assert capabilities.namespaces()["mnt"] == Path("/proc/self/ns/mnt").stat().st_ino
-
-
-def test_hidden_namespaces_are_left_out(tmp_path: Path) -> None:
-    """A link that cannot be followed costs its own entry only."""
-    (tmp_path / "7/ns").mkdir(parents=True)
-    (tmp_path / "7/ns/net").touch()
-    (tmp_path / "7/ns/mnt").symlink_to(tmp_path / "absent")
-
-    assert set(capabilities.namespaces(7, tmp_path)) == {"net"}

@@ -6,9 +6,10 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.monit.parser import (
+from agent_shim.supervisor.monit.ast import (
     Action,
     Check,
+    Connection,
     Ignored,
     Limit,
     Missing,
@@ -125,7 +126,7 @@ def test_host_is_tested_at_its_address() -> None:
     (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
     assert check.address == "10.0.0.1"
-    assert check.rules[0].test == parser.Connection("10.0.0.1", 80)
+    assert check.rules[0].test == Connection("10.0.0.1", 80)
 
 
 def test_last_program_wins() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.monit.parser import (
+from agent_shim.supervisor.monit.ast import (
     Action,
     Changed,
     Checksum,
