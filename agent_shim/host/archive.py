@@ -38,6 +38,8 @@ LABEL: Final = b"V"
 
 MAX_EXTENSION_BYTES: Final = 1024 * 1024
 """Limit of one extended header; real ones hold a path or two."""
+MAX_TARGET_BYTES: Final = 4095
+"""Limit of the kernel for the target of a symbolic link."""
 MAX_PATH_PARTS: Final = 256
 """Limit of the parts of a path: recursive code could not remove a deeper tree."""
 
@@ -52,6 +54,8 @@ class Limits:
     """Unpacked to packed size; zeros reach a thousand."""
     size_without_ratio: int = 1024**3
     """Size below which the ratio is ignored."""
+    names: int = 64 * 1024**2
+    """Paths of directories and links with their targets, which are kept until all is unpacked."""
 
     def room(self, packed: int) -> int:
         """Return the bytes that may be unpacked from ``packed`` bytes."""
@@ -109,7 +113,7 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
     found = not wanted
     reader = _reader(source, limits)
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-        tree = _Tree(fd, outside_links)
+        tree = _Tree(fd, outside_links, limits.names)
         for member in reader.members():
             parts = _parts(member.name)
             is_below = len(parts) > len(wanted) or member.kind == tarfile.DIRTYPE or not wanted
@@ -270,7 +274,7 @@ class _Reader:
 
 def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:
     name = extended.get("path", header.name)
-    if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended):
+    if header.type == tarfile.GNUTYPE_SPARSE or _PAX_HOLES.decode() in extended:
         raise ArchiveError(f"{_quoted(name)}: it is stored as a file with holes")
     is_directory = header.type in REGULAR and name.endswith("/")
     try:
@@ -286,11 +290,13 @@ def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:
     return Member(kind, name, extended.get("linkpath", header.linkname), stat.S_IMODE(header.mode), size, mtime)
 
 
+_PAX_KEYS: Final = frozenset({b"path", b"linkpath", b"size", b"mtime"})
+_PAX_HOLES: Final = b"GNU.sparse."
 _PAX_RECORD: Final = re.compile(rb"(\d{1,7}) ([^=\n]+)=")
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """Parse records ``LENGTH KEY=VALUE\n``; LENGTH counts the whole record."""
+    """Parse records ``LENGTH KEY=VALUE\n``; LENGTH counts the whole record. Returns those that are used."""
     records = {}
     at = 0
     while at < len(data) and data[at] != 0:
@@ -298,7 +304,10 @@ def _pax_records(data: bytes) -> dict[str, str]:
         end = at + int(match[1]) if match else at
         if match is None or end <= match.end() or data[end - 1 : end] != b"\n":
             raise ArchiveError("an extended header is broken")
-        records[os.fsdecode(match[2])] = os.fsdecode(data[match.end() : end - 1])
+        if match[2] in _PAX_KEYS:
+            records[match[2].decode()] = os.fsdecode(data[match.end() : end - 1])
+        elif match[2].startswith(_PAX_HOLES):
+            records[_PAX_HOLES.decode()] = ""
         at = end
     return records
 
@@ -331,6 +340,8 @@ class _Tree:
 
     fd: int
     outside_links: bool
+    room: int
+    """Bytes of names that may still be kept."""
     directories: dict[str, Member | None] = field(default_factory=dict)
     links: dict[str, Member] = field(default_factory=dict)
 
@@ -352,14 +363,17 @@ class _Tree:
     def link(self, parts: _Parts, member: Member) -> None:
         if not member.target or "\0" in member.target:
             raise ArchiveError("it points nowhere")
+        if len(os.fsencode(member.target)) > MAX_TARGET_BYTES:
+            raise ArchiveError("its target is too long")
         if not self.outside_links and _points_out(len(parts) - 1, member.target):
             raise ArchiveError("it points outside")
+        self._keep("/".join(parts), member.target)
         self.links[self._vacate(parts)] = member
 
     def hard_link(self, parts: _Parts, target: _Parts) -> None:
         other, path = "/".join(target), self._vacate(parts)
         if other in self.links:
-            self.links[path] = self.links[other]
+            self.link(parts, self.links[other])
             return
         try:
             os.link(other, path, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
@@ -389,7 +403,13 @@ class _Tree:
             os.mkdir(path, 0o700, dir_fd=self.fd)
         except FileExistsError:
             raise ArchiveError(f"{_quoted(path)} is no directory") from None
+        self._keep(path)
         self.directories[path] = None
+
+    def _keep(self, *names: str) -> None:
+        self.room -= sum(map(len, names))
+        if self.room < 0:
+            raise ArchiveError("its names are too long")
 
     def _vacate(self, parts: _Parts) -> str:
         """Return the path for a new entry; of two members with one name the later wins."""

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def with_wrong_sum() -> bytes:
     return bytes(block)
 
 
-SMALL = archive.Limits(members=20, size=50_000, ratio=10, size_without_ratio=10_000)
+SMALL = archive.Limits(members=20, size=50_000, ratio=10, size_without_ratio=10_000, names=10_000)
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "absolute": (member("/etc/passwd", b"x"), "'/etc/passwd': it does not lie below the archive"),
@@ -277,6 +278,15 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "directory through a link": (link("a", ".") + directory("a/evil"), "'a' is a link"),
     "link through a link": (link("a", ".") + link("a/b", "."), "'a' is a link"),
     "chain of links": (link("d", ".") + link("e", "d/.."), "'e': it points outside"),
+    "hard link to a link, nearer to the top": (
+        link("a/b/c", "../../d") + link("e", "a/b/c", hard=True),
+        "'e': it points outside",
+    ),
+    "target too long": (pax(record("linkpath", "a" * 5000)) + link("b", "c"), "'b': its target is too long"),
+    "names too long in sum": (
+        b"".join(pax(record("linkpath", str(number) + "a" * 3000)) + link(str(number), "c") for number in range(6)),
+        "its names are too long",
+    ),
     "hard link up": (link("a", "../evil", hard=True), "'../evil': it does not lie below the archive"),
     "absolute hard link": (link("a", "/etc/passwd", hard=True), "it does not lie below the archive"),
     "hard link through a link": (link("a", ".") + member("b") + link("c", "a/b", hard=True), "'c': it is a link to"),
@@ -341,6 +351,20 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(tmp_path: Path, name: s
     assert str(caught.value).startswith("cannot unpack the archive: ")
     assert [path.name for path in tmp_path.rglob("*")] == ["below"]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_extended_headers_take_no_memory() -> None:
+    """Each has another key, for all members that follow: a gigabyte of them took the worker ten."""
+    headers = (
+        pax(b"".join(record(f"{each}.{number}", "") for number in range(50_000)), tarfile.XGLTYPE) for each in range(8)
+    )
+    with file(zipped(b"".join(headers) + member("a", b"x") + END)) as packed:
+        tracemalloc.start()
+        try:
+            assert [name for _, name, _ in archive.entries(packed)] == ["a"]
+            assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["write through a link", "link out", "absolute link", "chain of links"])
