@@ -1,4 +1,4 @@
-"""The table of docs/performance.md, drawn from what ``./dev bench`` has measured."""
+"""The tables of docs/performance.md and README.md, drawn from what ``./dev bench`` has measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 PAGE: Final = Path(__file__).parents[1] / "docs/performance.md"
+README: Final = PAGE.parents[1] / "README.md"
 BEGIN: Final = "<!-- figures -->\n"
 END: Final = "<!-- /figures -->"
 
@@ -48,12 +49,44 @@ BUDGETS: Final = {
 }
 
 
+IN_SHORT: Final = {
+    "start until 5 running": "five jobs started, until all run",
+    "killed until successor lives": "a process killed, until its successor runs",
+    "stop of 5": "five jobs stopped",
+    "apply 6 packages of 20 MB": "`apply` of six packages of 20 MB",
+    "deploy of one instance as the director polls": "one instance deployed, as the Director polls",
+    "ping": "`ping` answered",
+    "exec to first pong": "started, until the first `pong`",
+    "pss 5 processes scraped": "memory with five jobs (PSS)",
+    "idle cpu 5 processes": "processor time at rest with five jobs",
+}
+"""Rows of the table in README.md."""
+
+
 def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Put the table where the page has a place for it."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
+    """Put the tables where the pages have a place for them."""
+    _fill(PAGE, render(document, others))
+    if others:
+        _fill(README, in_short(PAGE.read_text()))
+
+
+def _fill(page: Path, content: str) -> None:
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + render(document, others) + END + after)
+    page.write_text(before + BEGIN + content + END + after)
+
+
+def in_short(page: str) -> str:
+    """Return the rows ``IN_SHORT`` of docs/performance.md, whose last column is that of the Go agent with monit."""
+    cells = [
+        [cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in page.splitlines()
+    ]
+    rows = {row[0]: row for row in cells if row[0] in IN_SHORT}
+    lines = ["| measured side by side | agent_shim | Go agent and monit |", "|---|---|---|"]
+    lines += [
+        f"| {words} | {rows[name][1]} | {rows[name][-1].partition(' (')[0]} |" for name, words in IN_SHORT.items()
+    ]
+    return "\n".join([*lines, ""])
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:

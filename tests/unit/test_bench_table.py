@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -70,3 +71,12 @@ def test_the_boot_as_root_is_a_line_and_its_steps_are_named() -> None:
 
     assert "| exec to first pong as root | 291 ms | 267 to 347 ms |  |  |  |" in text
     assert "*exec to first pong as root*: own names 2.5 ms, ssh server 7.3 ms." in text
+
+
+def test_the_readme_has_the_figures_of_the_page() -> None:
+    """A run of the benchmark beside the Go agent writes both."""
+    page = table.PAGE.read_text()
+
+    assert re.search(r"^\\| figure .*\\| Go agent [^|]*\\|$", page, re.MULTILINE)
+    assert table.BEGIN + table.in_short(page) + table.END in table.README.read_text()
+    assert len(table.in_short(page).splitlines()) == 2 + len(table.IN_SHORT)
