@@ -113,7 +113,6 @@ MISTAKES = (
     "if failed port http then alert",
     "if totalmem > 500Mb then alert",
     "if cpu > then alert",
-    "set daemon",
     "check process first with pidfile /p",
     "check process /a with pidfile /p",
     "check process b with pidfile p",

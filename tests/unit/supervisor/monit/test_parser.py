@@ -184,10 +184,6 @@ def test_what_speaks_of_the_daemon_is_listed() -> None:
             "line 2 column 2: found a comment without a line end, expected an option of check process",
         ),
         (
-            "check a pidfile /p set daemon 5 group b",
-            "column 33: found 'group', expected 'check', 'set' or the end of the file",
-        ),
-        (
             "check host a address h group c",
             "found the end of the file, expected 'if failed port' or 'if failed icmp' for the host a",
         ),
