@@ -69,3 +69,16 @@ async def test_a26_hosts_that_cannot_be_written_cost_bosh_dns_nothing(fleet: Fle
 
     assert json.loads(stored.read_bytes())["version"] == 2
     assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
+
+
+async def test_name_servers_of_the_cloud_config_are_asked_from_the_boot_on(fleet: Fleet) -> None:
+    """They replace those of the runtime, whose search domains stay."""
+    network = NETWORKS["default"] | {"dns": ["192.0.2.53", "192.0.2.54"], "default": ["dns", "gateway"]}
+    machine = await fleet.add(AGENT, {"default": network})
+
+    lines = machine.run("cat /etc/resolv.conf").splitlines()
+
+    assert [line for line in lines if line.startswith("nameserver")] == [
+        "nameserver 192.0.2.53",
+        "nameserver 192.0.2.54",
+    ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from agent_shim.host import command
+from agent_shim.services import resolver
 from agent_shim.services.resolver import FIRST, resolv_conf
 from tests.structure.source import ROOT
 
@@ -41,3 +45,41 @@ def test_the_stand_in_for_resolvectl_marks_its_lines_with_the_same_words() -> No
     stand_in = ROOT / "stemcell_overlay/rootfs/opt/agent_shim/stand-ins/resolvectl"
 
     assert f"mark='{FIRST}'" in stand_in.read_text()
+
+
+@pytest.fixture
+def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for the files of the step, without systemd."""
+    monkeypatch.setattr(resolver, "RESOLV_CONF", tmp_path / "resolv.conf")
+    monkeypatch.setattr(resolver, "RESOLVED_DROP_IN", tmp_path / "resolved.conf.d/10-bosh.conf")
+    monkeypatch.setattr(resolver, "SYSTEMD", tmp_path / "systemd")
+    return tmp_path
+
+
+async def test_the_step_writes_the_file_once(etc: Path) -> None:
+    (etc / "resolv.conf").write_text(KUBELET)
+
+    assert await resolver.write_servers(["192.0.2.1", "no address"]) is None
+    assert "nameserver 192.0.2.1\n" in (etc / "resolv.conf").read_text()
+    assert "no address" not in (etc / "resolv.conf").read_text()
+    assert await resolver.write_servers(["192.0.2.1"]) == "they are there"
+    assert await resolver.write_servers(["no address"]) == "no servers in the settings"
+
+
+async def test_systemd_resolved_gets_a_drop_in_and_is_restarted_once(
+    etc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    async def run(*words: str) -> str:
+        ran.append(words)
+        return ""
+
+    monkeypatch.setattr(command, "run", run)
+    (etc / "systemd").mkdir()
+    (etc / "resolv.conf").symlink_to("/run/systemd/resolve/stub-resolv.conf")
+
+    assert await resolver.write_servers(["192.0.2.1"]) is None
+    assert (etc / "resolved.conf.d/10-bosh.conf").read_text() == "[Resolve]\nDNS=192.0.2.1\n"
+    assert await resolver.write_servers(["192.0.2.1"]) == "they are there"
+    assert ran == [("systemctl", "restart", "systemd-resolved")]
