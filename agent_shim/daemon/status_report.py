@@ -42,10 +42,9 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 def _culprit(service: ServiceInfo) -> str:
     """Name a service that is not running and why, without words of the job: strangers may read them."""
-    reasons = [service.state if service.state != "running" else "", *service.faults]
-    if service.last_exit and not service.pid:
-        reasons.append(f"last exit {service.last_exit}")
-    return safetext.label(f"{service.process.name} ({', '.join(filter(None, reasons))})")
+    state = f"{service.state} after {service.last_exit}" if service.last_exit and not service.pid else service.state
+    reasons = [*([] if service.state == "running" else [state]), *service.faults]
+    return safetext.label(f"{service.process.name} ({', '.join(reasons)})")
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
