@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from agent_shim.daemon.main import DEBUG
 from agent_shim.host import cgroups, job_cgroups, process
 from tests.support.programs.jobs import World
 from tests.support.residue import remove_cgroups
@@ -31,6 +32,26 @@ def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path / "w")
     yield world
     world.end()
+
+
+@pytest.fixture(scope="session")
+def held_loops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Guard the event loop of each agent that gets the environment of the tests; reports are files in here."""
+    directory = tmp_path_factory.mktemp("held")
+    os.environ[DEBUG] = str(directory)
+    yield directory
+    os.environ.pop(DEBUG, None)
+
+
+@pytest.fixture(autouse=True)
+def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterator[None]:
+    """Fail a test whose agent held its event loop, but for tests of that fault (``loop_may_be_held``)."""
+    yield
+    found = {path: path.read_text() for path in held_loops.iterdir()}
+    for path in found:
+        path.unlink()
+    if request.node.get_closest_marker("loop_may_be_held") is None:
+        assert list(found.values()) == []
 
 
 @pytest.fixture(params=["the best", "freezer", "pids", "none"])

@@ -2,8 +2,9 @@
 
 Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel count: the thread's
 own CPU time, and the time that the thread slept during a callback: the wall time minus CPU time and minus the time that
-it waited for a CPU (schedstat). Sleep is ignored if other threads of the process ran meanwhile, as the loop may have
-waited for the interpreter's lock, or if pages were read from a disk.
+it waited for a CPU (schedstat). Sleep counts only with a witness: a thread that looks every 10 ms saw the loop's thread
+asleep in a system call other than a wait for the interpreter's lock, whose holder may be waiting for a CPU. Sleep is
+ignored if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import contextlib
 import logging
 import os
 import resource
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,8 +25,12 @@ from typing import Any, Final, NamedTuple
 logger = logging.getLogger(__name__)
 
 LIMIT_S: Final = 0.05
-OTHERS_S: Final = 0.001
-"""CPU time of other threads above which a sleep may be a wait for the interpreter's lock."""
+LOOK_S: Final = 0.01
+"""Interval of the witness; it looks at callbacks that have lasted for two of them."""
+FUTEX: Final = "98" if os.uname().machine == "aarch64" else "202"
+"""Number of the system call that waits for a lock."""
+RUNTIME_BYTES: Final = 1 << 20
+"""Bound for the size of the interpreter's state, which its lock is a part of."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
@@ -34,7 +41,6 @@ violations: Final[list[str]] = []
 class _Clock(NamedTuple):
     wall: float
     cpu: float
-    process: float
     ready: float
     faults: int
     spawning: float
@@ -47,11 +53,10 @@ def _now(*, is_end: bool) -> _Clock:
     """
     wall = time.perf_counter() if is_end else 0.0
     cpu = time.thread_time()
-    process = time.process_time()
     ready = _waited_for_processor()
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
     spawning = getattr(_per_thread, "spawning", 0.0)
-    return _Clock(wall if is_end else time.perf_counter(), cpu, process, ready, faults, spawning)
+    return _Clock(wall if is_end else time.perf_counter(), cpu, ready, faults, spawning)
 
 
 @contextlib.contextmanager
@@ -79,15 +84,14 @@ def _waited_for_processor() -> float:
     return int(os.pread(descriptor, 100, 0).split()[1]) / 1e9
 
 
-def judge(before: _Clock, after: _Clock) -> str:
-    """Describe the time between two readings if it blocked the loop; else return ""."""
+def judge(before: _Clock, after: _Clock, seen: str) -> str:
+    """Describe the time between two readings if it blocked the loop; else return "". ``seen``: by the witness."""
     cpu = after.cpu - before.cpu
     if cpu >= LIMIT_S:
         return f"computed for {cpu * 1e3:.0f} ms"
     slept = after.wall - before.wall - cpu - (after.ready - before.ready) - (after.spawning - before.spawning)
-    others = after.process - before.process - cpu
-    if slept >= LIMIT_S and others < OTHERS_S and after.faults == before.faults:
-        return f"slept for {slept * 1e3:.0f} ms"
+    if slept >= LIMIT_S and seen and after.faults == before.faults:
+        return f"slept for {slept * 1e3:.0f} ms in {seen}"
     return ""
 
 
@@ -96,14 +100,20 @@ def install(reports: Path | None = None) -> None:
     if _installed:
         return
     run = asyncio.Handle._run  # noqa: SLF001 - where asyncio itself measures slow callbacks
-    _installed.append(run)
+    witness = _Witness()
+    witness.start()
+    _installed.extend((witness, run))
 
     def guarded(handle: asyncio.Handle) -> None:
+        witness.begin()
         before = _now(is_end=False)
         try:
             run(handle)
         finally:
-            if time.perf_counter() - before.wall >= LIMIT_S and (what := judge(before, _now(is_end=True))):
+            lasted = time.perf_counter() - before.wall
+            after = _now(is_end=True) if lasted >= LIMIT_S else before
+            seen = witness.end()
+            if lasted >= LIMIT_S and (what := judge(before, after, seen)):
                 _report(f"the event loop was blocked: a callback {what}: {_named(handle)}", reports)
 
     setattr(asyncio.Handle, "_run", guarded)  # noqa: B010 - a name that is not in the types
@@ -113,6 +123,82 @@ def remove() -> None:
     """Remove the guard."""
     if _installed:
         setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
+        _installed.pop().over.set()
+
+
+class _Callback:
+    """The callback that a thread runs."""
+
+    __slots__ = ("begun_at", "seen")
+
+    def __init__(self) -> None:
+        self.begun_at = 0.0
+        self.seen = ""
+
+
+class _Witness(threading.Thread):
+    """Looks which threads are asleep in a system call while they run a callback."""
+
+    def __init__(self) -> None:
+        super().__init__(name="witness", daemon=True)
+        self.over = threading.Event()
+        self._callbacks: dict[tuple[int, int], _Callback] = {}
+        self._locks = _locks_of_the_interpreter()
+
+    def begin(self) -> None:
+        """Note that this thread begins a callback."""
+        callback = getattr(_per_thread, "callback", None)
+        if callback is None or _per_thread.witness is not self:
+            callback = _per_thread.callback = _Callback()
+            _per_thread.witness = self
+            self._callbacks[threading.get_ident(), threading.get_native_id()] = callback
+        callback.seen = ""
+        callback.begun_at = time.perf_counter()
+
+    def end(self) -> str:
+        """Note its end; where the thread was seen asleep, "" if it was not."""
+        callback: _Callback = _per_thread.callback
+        callback.begun_at = 0.0
+        return callback.seen
+
+    def run(self) -> None:
+        while not self.over.wait(LOOK_S):
+            for (ident, native), callback in list(self._callbacks.items()):
+                begun_at = callback.begun_at
+                if not begun_at or callback.seen or time.perf_counter() - begun_at < 2 * LOOK_S:
+                    continue
+                where, call = _stack(ident), _sleep(native, self._locks)
+                if call and callback.begun_at == begun_at:
+                    callback.seen = f"system call {call} at {where}"
+
+
+def _sleep(native: int, locks: range) -> str:
+    """Return the number of the system call in which a thread sleeps; "" if none or a wait for one of the locks."""
+    try:
+        state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
+        call, *arguments = Path(f"/proc/self/task/{native}/syscall").read_text().split()
+    except OSError:
+        return ""
+    if state not in "SD" or not call.isdigit() or (call == FUTEX and int(arguments[0], 16) in locks):
+        return ""
+    return call
+
+
+def _locks_of_the_interpreter() -> range:
+    """Return the addresses of its state; all addresses where it has no symbol."""
+    import ctypes  # late: only guarded agents need it
+
+    try:
+        state = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
+    except ValueError:
+        return range(sys.maxsize)
+    return range(state, state + RUNTIME_BYTES)
+
+
+def _stack(ident: int) -> str:
+    frame = sys._current_frames().get(ident)  # noqa: SLF001 - documented, and the only way
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=4, lookup_lines=False)
+    return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack)
 
 
 def _named(handle: asyncio.Handle) -> str:

@@ -39,9 +39,17 @@ def open_pipe(path: Path) -> None:
     os.close(os.open(path, os.O_RDONLY))
 
 
+def wait_for_thread(_path: Path) -> None:
+    thread = threading.Thread(target=time.sleep, args=(0.3,))
+    thread.start()
+    thread.join()
+
+
 HOLDING = {
     "a computation": lambda _path: spin(0.08),
-    "a sleep": lambda _path: time.sleep(0.1),
+    "a sleep": lambda _path: time.sleep(0.3),
+    "a wait for a thread": wait_for_thread,
+    "a program that is waited for": lambda _path: subprocess.run(["sleep", "0.3"], check=True),
     "a pipe that is opened": open_pipe,
 }
 

@@ -18,6 +18,8 @@ import pytest
 from benchmarks.world import AGENT, ROOT, World
 from benchmarks.world import world as made
 
+pytestmark = pytest.mark.loop_may_be_held
+
 PIDFILE = "data/sys/run/job0/job0.pid"
 PROGRAM = ROOT / "tests/support/programs/frozen_agent.py"
 

@@ -182,7 +182,10 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.sandbox": Raw(KERNEL, frozenset({"_program"})),
-    "host.loop_guard": Raw(NAMED, frozenset({"_report", "_waited_for_processor"})),
+    "host.loop_guard": Raw(
+        "what the kernel says of our threads, and a directory named by the caller",
+        frozenset({"_report", "_sleep", "_waited_for_processor"}),
+    ),
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
