@@ -58,11 +58,11 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
     user, colon, group = owner.partition(":")
     try:
         known = pwd.getpwnam(user)
-    except KeyError:
+    except (KeyError, ValueError):  # a name with a NUL
         raise HostError(f"there is no user {user}") from None
     try:
         return known.pw_uid, grp.getgrnam(group).gr_gid if colon else known.pw_gid
-    except KeyError:
+    except (KeyError, ValueError):
         raise HostError(f"there is no group {group}") from None
 
 

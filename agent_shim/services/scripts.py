@@ -34,6 +34,8 @@ DIRECTORY: Final = Path("/")
 """Working directory of scripts: that of the Go agent on a stemcell."""
 NICE: Final = 5
 """Niceness of lifecycle scripts relative to the agent; drain and errands run with that of the agent."""
+MAX_NAME_BYTES: Final = 255
+"""Limit of the kernel for one part of a path."""
 GRACE_S: Final = 10.0
 """Between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
@@ -217,8 +219,10 @@ class Scripts:
 
     def _script(self, job: str, name: str) -> Path:
         for part in (job, name):
-            if part in ("", ".", "..") or "/" in part or "\0" in part:
-                raise ActionError(f"cannot run script {name!r} of job {job!r}: {part!r} is not a name")
+            if part in ("", ".", "..") or "/" in part or "\0" in part or len(part.encode()) > MAX_NAME_BYTES:
+                raise ActionError(
+                    f"cannot run script {name[:100]!r} of job {job[:100]!r}: {part[:100]!r} is not a name"
+                )
         return self._paths.jobs / job / "bin" / name
 
     def _log_directory(self, job: str) -> Path:

@@ -132,7 +132,7 @@ async def test_without_scripts_nothing_happens(runner: Scripts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "name"), [("web", "../../x"), ("web", ".."), ("web", ""), ("../web", "x"), ("a", "b\0")]
+    ("job", "name"), [("web", "../../x"), ("web", ".."), ("web", ""), ("../web", "x"), ("a", "b\0"), ("a", "b" * 256)]
 )
 async def test_names_that_lead_elsewhere_are_refused(runner: Scripts, job: str, name: str) -> None:
     """A name is one part of a path."""
