@@ -231,8 +231,17 @@ class Cluster:
                 else:
                     self._mount(key, pod)
                     status = _running(pod, len(self.events))
+                    self._reboot(key[1], pod["metadata"].get("labels") or {})
             spec = {} if "PodScheduled" in json.dumps(status) else {"nodeName": NODE}
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
+
+    def _reboot(self, namespace: str, labels: Object) -> None:
+        """Restart the container of the VM that a helper was made for."""
+        vm = ("pods", namespace, labels.get("cpi.bosh.io/vm", ""))
+        if labels.get("cpi.bosh.io/kind") == "reboot" and vm in self.objects:
+            container, *_ = self.objects[vm]["status"]["containerStatuses"]
+            statuses = [{**container, "restartCount": container["restartCount"] + 1}]
+            self._store(vm, _merge(self.objects[vm], {"status": {"containerStatuses": statuses}}), "MODIFIED")
 
     def _mount(self, key: Key, pod: Object) -> None:
         for name in _claims(pod):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kubernetes_cpi import door, methods, names
-from tests.cpi.calls import Cpi, checked, start
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, checked, start
 from tests.cpi.fake_api import Server
 from tests.structure.source import ROOT
 
@@ -50,6 +51,27 @@ def test_any_bytes_get_one_response(raw: bytes) -> None:
 def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
     cpi.server.cluster.objects.clear()
     checked(door.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(request=st.binary(max_size=40) | REQUESTS.map(lambda request: json.dumps(request).encode()))
+def test_stdout_is_one_response_whatever_comes_on_stdin(cpi: Cpi, request: bytes) -> None:
+    done = start(request, "--config", str(cpi.file))
+
+    checked(done.stdout)
+    assert done.returncode == 0
+
+
+def test_log_has_a_line_with_the_time_of_each_request(cpi: Cpi, server: Server) -> None:
+    """What `bosh task N --cpi` shows."""
+    server.fail("POST pods", status=503)
+
+    response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
+
+    lines = [re.fullmatch(r"(\S+ \S+): .+ \(\d+ ms\)", line) for line in said.splitlines()]
+    assert len(lines) == len(server.requests)
+    assert all(line and line[1].startswith(made) for line, made in zip(lines, server.requests, strict=True))
+    assert re.fullmatch(r"create_vm: \d+\.\d\d s \(\d+ calls to the cluster, \d+\.\d\d s\)\n", response["log"])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kubernetes_cpi.methods import METHODS
 from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, Killed, killed_after
 from tests.cpi.fake_api import Cluster, Server, waiting
 from tests.structure.source import ROOT
@@ -120,6 +121,7 @@ CASES = [
     Case("delete_vm with a live disk", _delete_vm(**LIVE)),
     Case("has_vm", lambda cpi: ("has_vm", [cpi.create_vm()])),
     Case("reboot_vm", lambda cpi: ("reboot_vm", [cpi.create_vm()])),
+    Case("reboot_vm that takes live disks", lambda cpi: ("reboot_vm", [cpi.create_vm(**LIVE)])),
     Case("set_vm_metadata", lambda cpi: ("set_vm_metadata", [cpi.create_vm(), {"name": "a/1", "index": "0"}])),
     Case("create_disk", lambda cpi: ("create_disk", [64, {}, cpi.create_vm()])),
     Case("create_disk that was reserved", _create_reserved_disk),
@@ -137,6 +139,12 @@ CASES = [
     Case("snapshot_disk", _on_disk("snapshot_disk", {"index": 0})),
     Case("delete_snapshot", _delete_snapshot),
 ]
+
+
+def test_no_method_is_left_out() -> None:
+    assert {case.name.partition(" ")[0] for case in CASES} == {
+        name for name, method in METHODS.items() if not method.is_local
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -223,6 +223,18 @@ def test_reboot_keeps_the_data(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"] == data
 
 
+def test_reboot_beside_live_disks_restarts_the_container(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(attach="live", tier="privileged")
+    before = cluster.of("pods")[vm]
+
+    cpi("reboot_vm", vm)
+
+    pod = cluster.of("pods").pop(vm)
+    assert pod["metadata"]["uid"] == before["metadata"]["uid"]
+    assert pod["status"]["containerStatuses"][0]["restartCount"] == 1
+    assert list(cluster.of("pods")) == [vm], "the helper is gone"
+
+
 def test_service_of_a_group_goes_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
     one, two = (cpi.create_vm(agent, services=services) for agent in ("agent-1", "agent-2"))
