@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, ProtocolVersion, action
@@ -19,6 +20,9 @@ from agent_shim.services.bundles import Bundle
 from agent_shim.supervisor.supervisor import JobFile
 
 logger = logging.getLogger(__name__)
+
+ADDRESS: Final = ("ip", "netmask", "gateway")
+"""Members of a dynamic network that the agent fills in."""
 
 
 @action("prepare", Mode.TASK)
@@ -39,7 +43,7 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     hash is only stored: the Director marks a fresh instance that way.
     """
     settings = agent.settings.current
-    wanted = wanted.with_networks(_resolved(settings, wanted.networks))
+    wanted = wanted.with_networks(_resolved(settings, agent.spec.current.networks, wanted.networks))
     if wanted.configuration_hash:
         try:
             jobs, packages = await _install(agent, wanted)
@@ -81,11 +85,11 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
     return jobs, packages
 
 
-def _resolved(settings: Effective, wanted: dict[str, Any]) -> dict[str, Any]:
+def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in address, netmask and gateway of dynamic networks in a spec; leaves everything else unchanged.
 
-    Addresses are resolved only here (applyspec/concrete_v1_service.go), and only once: the Director returns the
-    reported values, and a different address would make it recreate the instance.
+    Addresses are resolved only here (applyspec/concrete_v1_service.go), and once for a VM: a different address would
+    make the Director recreate the instance. The Director sends those that the VM before this one reported.
     """
     resolved = dict(wanted)
     for name, members in wanted.items():
@@ -94,17 +98,15 @@ def _resolved(settings: Effective, wanted: dict[str, Any]) -> dict[str, Any]:
         known = settings.networks.get(name)
         if known is None:
             raise ActionError(f"Resolving dynamic networks: Network '{name}' is not found in settings")
-        if not known.is_dynamic or not isinstance(members, dict) or members.get("ip"):
+        if not known.is_dynamic or not isinstance(members, dict):
             continue
-        address = network.default_address(ipv6=known.prefix == "128")
-        if address is None:
-            raise ActionError(f"Resolving dynamic networks: cannot find the address of '{name}': no default route")
-        resolved[name] = {
-            **members,
-            "ip": address.ip,
-            "netmask": address.netmask,
-            "gateway": address.gateway,
-        }
+        reported = applied.get(name)
+        if not isinstance(reported, dict) or not reported.get("ip"):
+            address = network.default_address(ipv6=known.prefix == "128")
+            if address is None:
+                raise ActionError(f"Resolving dynamic networks: cannot find the address of '{name}': no default route")
+            reported = {"ip": address.ip, "netmask": address.netmask, "gateway": address.gateway}
+        resolved[name] = {**members, **{key: reported[key] for key in ADDRESS if key in reported}}
     return resolved
 
 

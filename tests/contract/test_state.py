@@ -241,6 +241,22 @@ async def test_s6_dynamic_networks_are_filled_at_apply_and_never_again(
     assert (await world.value("get_state"))["networks"] == {"default": filled}
 
 
+async def test_s6_first_apply_of_a_new_vm_replaces_the_address_of_the_former_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Director sends what the former VM of the instance reported (network_settings.rb), and stores the answer."""
+    monkeypatch.setattr(network, "default_address", lambda **_: Address("10.42.0.18", "255.255.255.0", "10.42.0.1"))
+    source = msgspec.structs.replace(world.agent.settings.current.source, networks={"default": Network(type="dynamic")})
+    world.agent.settings._current = Effective(source, UpdateSettings())
+    of_former = {"type": "dynamic", "ip": "10.42.0.17", "netmask": "255.255.254.0", "gateway": "10.42.0.9"}
+    of_this = {"type": "dynamic", "ip": "10.42.0.18", "netmask": "255.255.255.0", "gateway": "10.42.0.1"}
+
+    for _ in range(2):
+        await world.value("apply", {"networks": {"default": of_former}, "id": "x"})
+
+        assert (await world.value("get_state"))["networks"] == {"default": of_this}
+
+
 async def test_s6_without_a_default_route_a_dynamic_network_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

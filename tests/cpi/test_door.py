@@ -55,7 +55,7 @@ def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=st.binary(max_size=40) | REQUESTS.map(lambda request: json.dumps(request).encode()))
-def test_stdout_is_one_response_whatever_comes_on_stdin(cpi: Cpi, request: bytes) -> None:
+def test_stdout_is_one_response_for_any_stdin(cpi: Cpi, request: bytes) -> None:
     done = start(request, "--config", str(cpi.file))
 
     checked(done.stdout)
@@ -63,7 +63,7 @@ def test_stdout_is_one_response_whatever_comes_on_stdin(cpi: Cpi, request: bytes
 
 
 def test_log_has_a_line_with_the_time_of_each_request(cpi: Cpi, server: Server) -> None:
-    """What `bosh task N --cpi` shows."""
+    """The log of `bosh task N --cpi`."""
     server.fail("POST pods", status=503)
 
     response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
