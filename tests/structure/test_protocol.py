@@ -18,7 +18,9 @@ TESTS = Path(__file__).parents[1]
 
 def test_every_action_is_on_the_page_once() -> None:
     """And nothing else is."""
-    assert Counter(section.method for section in protocol.sections()) == Counter(ACTIONS.keys())
+    written = Counter(section.method for section in protocol.sections())
+
+    assert written == Counter(ACTIONS.keys()), "docs/protocol.md needs one section `### `METHOD`` for each action"
 
 
 @pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)

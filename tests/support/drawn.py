@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from agent_shim.edges import metrics
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, Module, modules
 from tests.support import commands_page
@@ -75,11 +76,29 @@ def _arrows(source: str, moves: Mapping[Trigger, State]) -> list[str]:
     return [f"{source} --> {target.value}: {', '.join(names)}" for target, names in events.items()]
 
 
+def boot_steps() -> str:
+    """The steps of a boot as log lines name them, from the calls of ``Step`` in the order of the code."""
+    rows = []
+    for node in ast.walk(modules()["daemon.boot"].tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Step":
+            flags = {word.arg for word in node.keywords}
+            if isinstance(name := node.args[0], ast.Constant):
+                rows.append((node.lineno, f"| `{name.value!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |"))
+    head = ["| step | a failure ends the boot | runs beside the connection |", "|---|---|---|"]
+    return "\n".join([*head, *(row for _, row in sorted(rows)), ""])
+
+
+def _mark(holds: bool) -> str:
+    return "yes" if holds else ""
+
+
 GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
     ("architecture.md", "modules"): module_tables,
     ("commands.md", "commands"): commands_page.tables,
+    ("operations.md", "boot steps"): boot_steps,
+    ("operations.md", "metrics"): lambda: f"{metrics.table()}\n",
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

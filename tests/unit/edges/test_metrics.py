@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from agent_shim.core.errors import ConfigError
-from agent_shim.edges import http_server, metrics
+from agent_shim.edges import http_server
 from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, ProcessReading, Readings
 from agent_shim.host.host_stats import CpuTimes, Memory
 from agent_shim.services.vitals import Figures
@@ -236,12 +235,6 @@ def test_series_neither_come_nor_go_with_processes() -> None:
     )
 
     assert samples(quiet.render()).keys() == samples(lively.render()).keys()
-
-
-def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
-    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
-
-    assert metrics.table() in page
 
 
 @pytest.mark.parametrize(
