@@ -52,6 +52,9 @@ BUNDLE: Final = re.compile("[0-9a-f]{40}")
 """Name of an installed version of a job or package."""
 DEAF: Final = 3.0
 """Seconds for which pings are sent after a case; each is answered within one second."""
+PONG: Final = 1.0
+BUSY: Final = 30.0
+"""Seconds after which a machine that is too busy for a ping is no excuse any more."""
 SETTLED: Final = 10.0
 """Seconds within which a restart that is under way shows."""
 PLAIN_TEXT: Final = "managed_disk_settings.json"
@@ -59,6 +62,14 @@ PLAIN_TEXT: Final = "managed_disk_settings.json"
 Identity: TypeAlias = tuple[int, int]
 """Number and start time of a process."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
+
+
+def _longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
+    """Sum, over the processes, of the wait of the thread that waited longest between two readings."""
+    return sum(
+        max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)
+        for pid, threads in after.items()
+    )
 
 
 class NotHeldError(Exception):
@@ -269,15 +280,33 @@ class Stand:
         return [one for one in found if one.partition(":")[0] not in self.omitted]
 
     async def _deaf(self) -> list[str]:
-        """Ping for some seconds, so that a deafness that passes is seen, too (I3)."""
+        """Ping for some seconds, so that a deafness that passes is seen, too (I3).
+
+        A late ping is sent again if the machine withheld the processors for half of its second.
+        """
         begun_at = time.monotonic()
-        while time.monotonic() - begun_at < DEAF:
+        ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
+        while time.monotonic() < ends_at:
+            before = self._waits()
             try:
-                await self.call("ping", timeout=1.0)
+                await self.call("ping", timeout=PONG)
             except RpcTimeoutError:
-                return ["I3: ping is not answered within a second"]
+                waited = _longest_waits(before, self._waits())
+                if waited < PONG / 2 or time.monotonic() > gives_up_at:
+                    return [f"I3: ping is not answered within a second, {waited:.1f} s of it without a CPU"]
+                ends_at += PONG
             await asyncio.sleep(0.05)
         return []
+
+    def _waits(self) -> dict[str, dict[str, float]]:
+        """Seconds for which each thread has waited for a CPU, by process: the agent, the bus, this one."""
+        found: dict[str, dict[str, float]] = {}
+        for pid in (self.pid, self.world.server.pid, os.getpid()):
+            found[str(pid)] = {}
+            with contextlib.suppress(OSError):  # one has ended
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    found[str(pid)][thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+        return found
 
     async def _restarted(self) -> list[str]:
         """Compare the starts that the jobs have recorded, and the processes in their pidfiles (I2); looked at last."""

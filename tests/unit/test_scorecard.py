@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos import stand
 from chaos.scorecard import Row, earlier, write
 
 SCALED = "1 of 1 on 2026-11-20"
@@ -41,3 +42,10 @@ def test_what_does_not_hold_any_more_forgets_that_it_did(tmp_path: Path) -> None
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
         assert earlier(document.read_text()) == {"D-07": one}
+
+
+def test_waits_are_those_of_the_thread_that_waited_longest_in_each_process() -> None:
+    before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
+    after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
+
+    assert stand._longest_waits(before, after) == 0.75
