@@ -53,7 +53,7 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
     log.say(f"pod {vm}: made again with the disks {', '.join(disks) or '(none)'}")
     pods.end(session, session.namespace_of(vm), vm, is_name_needed=True)
     try:
-        return carry_on(session, vm, intent)
+        made = carry_on(session, vm, intent)
     except VMCreationFailedError as exc:
         log.say(f"pod {vm}: {exc}; made again with the disks that it had")
         former = msgspec.structs.replace(intent, disks=had)
@@ -61,6 +61,10 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
         pods.end(session, session.namespace_of(vm), vm, grace_s=1, is_name_needed=True)
         carry_on(session, vm, former)
         raise CpiError(f"cannot make the pod of {vm} again with the disks {', '.join(disks)}: {exc}") from exc
+    before, after = (one.get("status", {}).get("podIP") for one in (pod, made))
+    if before != after:
+        log.say(f"pod {vm}: its address is {after}; links and DNS of the Director keep {before} until `bosh recreate`")
+    return made
 
 
 def carry_on(session: Session, vm: str, intent: Intent) -> Object:

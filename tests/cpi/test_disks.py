@@ -226,6 +226,18 @@ def test_attach_by_recreation(cpi: Cpi, cluster: Cluster) -> None:
     assert "cpi.bosh.io/disks" not in cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["annotations"]
 
 
+def test_another_address_after_a_recreation_is_told(
+    cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vm = cpi.create_vm()
+    before = cluster.of("pods")[vm]["status"]["podIP"]
+
+    cpi("attach_disk", vm, cpi("create_disk", 64, {}, vm))
+
+    after = cluster.of("pods")[vm]["status"]["podIP"]
+    assert f"its address is {after}; links and DNS of the Director keep {before}" in capsys.readouterr().err
+
+
 def test_recreation_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cluster) -> None:
     """Its credentials are on the pod's own directory: the new pod could not get on the bus."""
     vm = cpi.create_vm(ephemeral_disk={"type": "empty_dir"})

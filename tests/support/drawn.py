@@ -83,7 +83,9 @@ def boot_steps() -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Step":
             flags = {word.arg for word in node.keywords}
             if isinstance(name := node.args[0], ast.Constant):
-                rows.append((node.lineno, f"| `{name.value!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |"))
+                rows.append(
+                    (node.lineno, f"| `{name.value!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |")
+                )
     head = ["| step | a failure ends the boot | runs beside the connection |", "|---|---|---|"]
     return "\n".join([*head, *(row for _, row in sorted(rows)), ""])
 

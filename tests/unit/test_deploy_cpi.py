@@ -17,7 +17,7 @@ from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmPrope
 from tests.structure.source import ROOT
 
 BOSH = ROOT / "deploy/cpi/bosh"
-OPERATIONS = ("cpi.yml", "cpi-secondary.yml")
+OPERATIONS = ("cpi.yml", "cpi-secondary.yml", "cloud-config-cpi.yml")
 
 
 def read(name: str) -> Any:
@@ -97,3 +97,12 @@ def test_the_tables_of_the_docs_are_those_of_the_types() -> None:
 
     assert mark
     assert found == reference.tables()
+
+
+def test_each_az_names_an_entry_of_the_cpi_config() -> None:
+    entries = [f"/azs/name={az['name']}/cpi?" for az in read("cloud-config.yml")["azs"]]
+
+    assert [one["path"] for one in read("cloud-config-cpi.yml")] == entries
+    assert {one["value"] for one in read("cloud-config-cpi.yml")} == {
+        one["name"] for one in read("cpi-config.yml")["cpis"]
+    }
