@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Final, NewType
 
 import msgspec
@@ -201,8 +202,9 @@ class Dispatcher:
     async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
         cancelled = asyncio.Event() if found.is_cancellable else None
         if not found.persistent:
-            return self._tasks.submit(found.method, self._work(found, request, cancelled), cancelled=cancelled)
-        task = await self._tasks.submit_persistent(found.method, self._work(found, request, None), data)
+            work = partial(self._run_task, found, request, cancelled)
+            return self._tasks.submit(found.method, work, cancelled=cancelled)
+        task = await self._tasks.submit_persistent(found.method, partial(self._run_task, found, request, None), data)
         await self._agent.state_backup.update()
         return task
 
@@ -217,24 +219,21 @@ class Dispatcher:
         known = self._recent.get(_fingerprint(data))
         return known[1] if known is not None and _is_of_a_director(request.reply_to) else None
 
-    def _work(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Work:
-        async def work() -> Any:
-            begun_at = time.monotonic()
-            task_id = self._tasks.running.id if self._tasks.running else ""
-            try:
-                value = await self._run(found, request, cancelled)
-            except Exception as exc:
-                write_audit(found.method, "failed", begun_at, caller=request.reply_to, task=task_id, error=exc)
-                raise
-            write_audit(found.method, "done", begun_at, caller=request.reply_to, task=task_id)
-            return value
-
-        return work
+    async def _run_task(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Any:
+        begun_at = time.monotonic()
+        task_id = self._tasks.running.id if self._tasks.running else ""
+        try:
+            value = await self._run(found, request, cancelled)
+        except Exception as exc:
+            write_audit(found.method, "failed", begun_at, caller=request.reply_to, task=task_id, error=exc)
+            raise
+        write_audit(found.method, "done", begun_at, caller=request.reply_to, task=task_id)
+        return value
 
     def resumed(self) -> dict[str, Callable[[bytes], Work]]:
         """Return the factories that resume persistent tasks after a restart by running their stored request again."""
         return {
-            method: lambda data, found=found: self._work(found, wire.decode_request(data), None)  # type: ignore[misc]
+            method: lambda data, found=found: partial(self._run_task, found, wire.decode_request(data), None)  # type: ignore[misc]
             for method, found in ACTIONS.items()
             if found.persistent
         }

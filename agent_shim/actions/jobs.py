@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, ProtocolVersion, action
 from agent_shim.actions.state import record_health
@@ -43,7 +45,8 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     hash is only stored: the Director marks a fresh instance that way.
     """
     settings = agent.settings.current
-    wanted = wanted.with_networks(_resolved(settings, agent.spec.current.networks, wanted.networks))
+    networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
+    wanted = msgspec.structs.replace(wanted, networks=networks)
     if wanted.configuration_hash:
         try:
             jobs, packages = await _install(agent, wanted)
@@ -95,7 +98,7 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
     for name, members in wanted.items():
         if name == "local" and isinstance(members, dict) and members.get("ip") == "127.0.0.1":
             continue
-        known = settings.networks.get(name)
+        known = settings.source.networks.get(name)
         if known is None:
             raise ActionError(f"Resolving dynamic networks: Network '{name}' is not found in settings")
         if not known.is_dynamic or not isinstance(members, dict):

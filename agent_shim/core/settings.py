@@ -7,7 +7,6 @@ Unused keys are ignored; null means absent.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
@@ -445,10 +444,6 @@ class Effective:
         if len(networks) > 1:
             networks = [network for network in networks if "dns" in network.default]
         return [server for network in networks for server in network.dns]
-
-    @property
-    def networks(self) -> Mapping[str, Network]:
-        return self.source.networks
 
 
 def bus_address(url: str) -> SplitResult:

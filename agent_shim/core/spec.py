@@ -97,9 +97,6 @@ class ApplySpec(msgspec.Struct, frozen=True):
     def job_names(self) -> list[str]:
         return [template.name for template in self.jobs]
 
-    def with_networks(self, networks: dict[str, Any]) -> ApplySpec:
-        return msgspec.structs.replace(self, networks=networks)
-
     def members(self) -> dict[str, Any]:
         """The stored form as a JSON object."""
         built: dict[str, Any] = msgspec.to_builtins(self)

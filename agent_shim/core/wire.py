@@ -174,7 +174,7 @@ def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None)
 
 def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
     """Return ``value`` with the names of ``wanted`` and its zero values, without unknown members; as in ``convert``."""
-    if _is_marked(wanted, "digest"):
+    if "digest" in _extra(wanted):
         return _digest_text(value)
     if value is None:
         return _zero(wanted)
@@ -210,10 +210,10 @@ def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[
     members = {}
     for name, member in value.items():
         encoded, arm = fields.get(name.lower(), (None, None))
-        if encoded is None or (member is None and not _is_marked(arm, "digest")):
+        if encoded is None or (member is None and "digest" not in _extra(arm)):
             continue
         taken = normalized(member, arm, ignored)
-        if _is_marked(arm, "lenient"):
+        if "lenient" in _extra(arm):
             try:
                 msgspec.convert(taken, arm)
             except msgspec.ValidationError as exc:
@@ -228,12 +228,8 @@ def _fields(wanted: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
     return {
         field.encode_name.lower(): (field.encode_name, field.type)
         for field in msgspec.structs.fields(wanted)
-        if not _is_marked(field.type, "internal")
+        if "internal" not in _extra(field.type)
     }
-
-
-def _is_marked(wanted: Any, mark: str) -> bool:
-    return mark in _extra(wanted)
 
 
 def _extra(wanted: Any) -> dict[str, Any]:

@@ -113,7 +113,9 @@ class Runtime:
         self.dispatcher: Dispatcher | None = None
         self.orderly_stop: OrderlyStop | None = None
         self.standalone: Standalone | None = None
-        self.address_watch = AddressWatch(self._expected_addresses, self._address_missing)
+        self.address_watch = AddressWatch(
+            lambda: expected(self.agent.settings.current, self.agent.spec.current.networks), self._address_missing
+        )
         self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
         self._shim = shim
         self._leases = leases
@@ -148,7 +150,7 @@ class Runtime:
             self._is_bus_heard,
             _firewall_obstacle(paths, is_wanted=shim.firewall),
         )
-        self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, self._send_heartbeat)
+        self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, partial(self._publish, "heartbeat"))
         self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
 
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
@@ -348,9 +350,6 @@ class Runtime:
         found = await monit_api.answer(self.agent.supervisor, request, obstacle=obstacle)
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
 
-    async def _send_heartbeat(self, message: bytes) -> None:
-        await self._publish("heartbeat", message)
-
     async def _publish(self, kind: str, message: bytes) -> None:
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
@@ -376,15 +375,12 @@ class Runtime:
         except ActionError as exc:
             logger.error("the settings have changed, and %s", exc)
 
-    def _expected_addresses(self) -> dict[str, str]:
-        return expected(self.agent.settings.current, self.agent.spec.current.networks)
-
     def _address_missing(self, network: str, text: str) -> None:
         self._process_event(Event(network, "Connection changed", "alert", text))
 
     def _process_event(self, event: Event) -> None:
         agent = self.agent
-        ips = {network.ip for network in agent.settings.current.networks.values() if network.ip}
+        ips = {network.ip for network in agent.settings.current.source.networks.values() if network.ip}
         # Addresses that apply filled in for dynamic networks, absent from the settings.
         stored = [network for network in agent.spec.current.networks.values() if isinstance(network, dict)]
         ips |= {str(network["ip"]) for network in stored if network.get("ip")}

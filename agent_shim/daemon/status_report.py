@@ -139,24 +139,7 @@ def readings(live: Runtime) -> metrics.Readings:
     agent, bus = live.agent, live.bus
     progress = agent.disks.progress()
     return metrics.Readings(
-        bus=metrics.BusReading(
-            connected=bus.is_connected if bus.mbus.urls else None,
-            reconnects=bus.stats.reconnects,
-            received=bus.stats.received,
-            received_bytes=bus.stats.received_bytes,
-            sent=bus.stats.sent,
-            sent_bytes=bus.stats.sent_bytes,
-            rejected=bus.stats.rejected,
-            heartbeat_age=_heartbeat_age(live),
-            attempts=bus.stats.attempts,
-            unserved={
-                "duplicate": bus.stats.duplicates,
-                "flood": bus.stats.flooded,
-                "failure": bus.stats.failed,
-                "no_reply": bus.stats.unanswered,
-                "denied": bus.stats.denied,
-            },
-        ),
+        bus=metrics.BusReading(bus.is_connected if bus.mbus.urls else None, _heartbeat_age(live), bus.stats),
         alerts={"sent": live.alerts.sent, "dropped": live.alerts.dropped, "collapsed": live.alerts.collapsed},
         figures=agent.vitals.figures(),
         stemcell=_stemcell(agent.paths.bosh_etc),

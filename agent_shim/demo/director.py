@@ -39,14 +39,6 @@ class RpcRemoteError(ShimError):
     """An exception from the agent; the text is its message."""
 
 
-class NotRunningError(ShimError):
-    """Processes of an instance that do not run at the end of its watch time."""
-
-
-WATCH_INTERVALS: Final = 10
-"""Polls in the watch time of an instance (``instance_updater/starter.rb``), each 1 to 15 seconds after the last."""
-
-
 # --- the bus, raw ---------------------------------------------------------------------------------------------------
 
 OnMessage = Callable[[str, bytes], None]
@@ -215,24 +207,6 @@ class Director:
                 with contextlib.suppress(RpcTimeoutError):
                     await self.value(agent_id, "ping", timeout=1.0)
                     return
-
-    async def wait_until_running(self, agent_id: str, least: float, most: float) -> int:
-        """Poll an instance from ``least`` to ``most`` seconds from now until it runs; return the number of polls.
-
-        Raises ``NotRunningError`` in the words of the Director (``instance_updater/starter.rb``).
-        """
-        step = min(15.0, max(1.0, (most - least) / WATCH_INTERVALS))
-        begun_at = time.monotonic()
-        await asyncio.sleep(least)
-        looks = 1
-        while (state := await self.value(agent_id, "get_state"))["job_state"] != "running":
-            if time.monotonic() - begun_at + step > most:
-                failed = [each["name"] for each in state.get("processes", []) if each["state"] != "running"]
-                review = f" Review logs for failed jobs: {', '.join(failed)}" if failed else ""
-                raise NotRunningError(f"'{agent_id}' is not running after update.{review}")
-            await asyncio.sleep(step)
-            looks += 1
-        return looks
 
     async def _send(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
         if self._peer is None:

@@ -25,6 +25,7 @@ from typing import Final
 from agent_shim import __version__
 from agent_shim.core import safetext
 from agent_shim.edges import http_server
+from agent_shim.edges.bus import Stats
 from agent_shim.edges.http_server import Request, Response
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.process_finder import KINDS
@@ -89,17 +90,8 @@ class BusReading:
 
     connected: bool | None = False
     """None without a Director."""
-    reconnects: int = 0
-    received: int = 0
-    received_bytes: int = 0
-    sent: int = 0
-    sent_bytes: int = 0
-    rejected: int = 0
     heartbeat_age: float | None = None
-    attempts: int = 0
-    """Connections tried, successful ones included."""
-    unserved: Mapping[str, int] = field(default_factory=dict)
-    """Messages by the reason why they were not served, one of ``UNSERVED``."""
+    stats: Stats = field(default_factory=Stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,14 +292,21 @@ class Metrics:
 def _of_bus(bus: BusReading) -> Iterator[Metric]:
     text = "1 while the agent is connected to the bus; absent without a Director."
     yield _gauge("bus_connected", text, _one(bus.connected))
-    yield _counter("bus_reconnects", "Reconnections to the bus.", _one(bus.reconnects))
-    messages = [(("in",), bus.received), (("out",), bus.sent)]
+    stats = bus.stats
+    yield _counter("bus_reconnects", "Reconnections to the bus.", _one(stats.reconnects))
+    messages = [(("in",), stats.received), (("out",), stats.sent)]
     yield _counter("bus_messages", "Messages on the bus.", messages, "direction")
-    sizes = [(("in",), bus.received_bytes), (("out",), bus.sent_bytes)]
+    sizes = [(("in",), stats.received_bytes), (("out",), stats.sent_bytes)]
     yield _counter("bus_bytes", "Bytes of messages on the bus.", sizes, "direction")
-    yield _counter("bus_rejected", "Invalid requests dropped.", _one(bus.rejected))
-    yield _counter("bus_attempts", "Connection attempts to the bus.", _one(bus.attempts))
-    unserved = [((reason,), bus.unserved.get(reason, 0)) for reason in UNSERVED]
+    yield _counter("bus_rejected", "Invalid requests dropped.", _one(stats.rejected))
+    yield _counter("bus_attempts", "Connection attempts to the bus.", _one(stats.attempts))
+    unserved = [
+        (("duplicate",), stats.duplicates),
+        (("flood",), stats.flooded),
+        (("failure",), stats.failed),
+        (("no_reply",), stats.unanswered),
+        (("denied",), stats.denied),
+    ]
     yield _counter("bus_unserved", "Requests and replies dropped, by reason.", unserved, "reason")
     yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat was sent.", _one(bus.heartbeat_age))
 
@@ -315,8 +314,6 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
 _DIRECTIONS: Final = ("get", "put", "upload", "download")
 """Directions of blobs: with the blobstore, and with a client over HTTPS."""
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
-UNSERVED: Final = ("duplicate", "flood", "failure", "no_reply", "denied")
-"""Duplicate request; too many at once; failed handling; reply not sent; no permission."""
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
 """Sent on the bus; displaced by newer ones while disconnected; repeated."""
 INSTANCE: Final = ("deployment", "group", "index", "id", "az")

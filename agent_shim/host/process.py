@@ -62,6 +62,8 @@ class Process:
     def __init__(self, stat: proc.Stat, pidfd: int | None, *, leads: bool) -> None:
         self.pid: Final = stat.pid
         self.start_ticks: Final = stat.start_ticks
+        self.identity: Final = stat.identity
+        """Pid and start time."""
         self.seen_ticks = stat.start_ticks
         """Until this tick, its pid, group and session were known to be its own: a child's until it is reaped. One later
         if its group outlived it, as a member may be as young as that tick.
@@ -86,11 +88,6 @@ class Process:
 
     def __repr__(self) -> str:
         return f"<Process {self.pid}>"
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Pid and start time."""
-        return self.pid, self.start_ticks
 
     @property
     def is_alive(self) -> bool:
@@ -143,7 +140,7 @@ class Process:
     @property
     def _holds_pid(self) -> bool:
         """True while it is alive, or dead and not reaped: the pid cannot belong to another group."""
-        return self.is_alive or (not self._is_over and _is_child(self.pid))
+        return self.is_alive or (not self._is_over and _has_child(os.P_PID, self.pid))
 
     async def terminate(self, grace: float) -> int | None:
         """Send the group TERM, after ``grace`` seconds or on cancellation KILL; return the status once it is gone."""
@@ -412,9 +409,10 @@ def reap(pid: int) -> bool:
         return False
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
-    group_outlived = _leaves_children(pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
+    # Orphans that came to this process prove more than a group of this number: it may be reused by now.
+    has_orphans = _has_child(os.P_PGID, pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
-        process._finish(status, now + group_outlived)  # noqa: SLF001 - one class, two halves
+        process._finish(status, now + has_orphans)  # noqa: SLF001 - one class, two halves
     return True
 
 
@@ -426,18 +424,6 @@ def is_spawned(identity: tuple[int, int]) -> bool:
 def is_watched(pid: int) -> bool:
     """Return True if a ``Process`` with this pid exists."""
     return pid in _watched
-
-
-def _leaves_children(group: int) -> bool:
-    """Return True if the group of a leader just reaped left orphans that were reparented to this process.
-
-    The existence of such a group proves less: the pid is free by now and may already be reused.
-    """
-    try:
-        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _ignore(number: int, frame: object) -> None:
@@ -474,9 +460,10 @@ def _is_readable(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _is_child(pid: int) -> bool:
+def _has_child(kind: int, number: int) -> bool:
+    """Return True if a child of this process, perhaps dead, has this pid (``P_PID``) or group (``P_PGID``)."""
     try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.waitid(kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
     return True

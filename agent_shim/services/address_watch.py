@@ -27,11 +27,11 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
     """
     found = {
         known.ip: f"network {name} of the settings"
-        for name, known in settings.networks.items()
+        for name, known in settings.source.networks.items()
         if known.ip and known.type != "vip" and not known.is_dynamic
     }
     for name, members in applied.items():
-        known = settings.networks.get(name)
+        known = settings.source.networks.get(name)
         is_floating = isinstance(members, dict) and "vip" in (members.get("type"), known.type if known else "")
         ip = members.get("ip") if isinstance(members, dict) else None
         if isinstance(ip, str) and ip and not is_floating:

@@ -211,18 +211,15 @@ class Bundles:
 
     def _link_packages(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         """Link all packages of the spec into each job, as the Go agent does, not only those that the job asks for."""
-        wanted = {package.name: self.path(package) for package in packages}
+        wanted, installed = {package.name: self.path(package) for package in packages}, self._paths.data_packages
         for job in jobs:
             links = self.path(job) / "packages"
             files.make_dir(links, DIRECTORY_MODE["package"], self._paths.shared_owner)
             for link in links.iterdir():
-                if link.is_symlink() and link.name not in wanted and self._is_package(link.readlink()):
+                if link.is_symlink() and link.name not in wanted and link.readlink().is_relative_to(installed):
                     link.unlink()
             for name, path in wanted.items():
                 _link(path, links / name)
-
-    def _is_package(self, target: Path) -> bool:
-        return target.is_relative_to(self._paths.data_packages)
 
     def _keep_only(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
         wanted = {self.path(bundle) for bundle in bundles}

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -125,26 +125,23 @@ class Programs:
             await asyncio.sleep(0)
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
-
-                def spawn(cgroups: Sequence[str]) -> Process:
-                    return process.spawn(
-                        program.argv,
-                        env=env,
-                        stdout=output,
-                        stderr=output,
-                        user=program.user,
-                        group=program.group,
-                        session=True,
-                        cgroups=cgroups,
-                    )
-
+                spawn = partial(
+                    process.spawn,
+                    program.argv,
+                    env=env,
+                    stdout=output,
+                    stderr=output,
+                    user=program.user,
+                    group=program.group,
+                    session=True,
+                )
                 try:
-                    return spawn(groups)
+                    return spawn(cgroups=groups)
                 except HostError as exc:
                     if not groups or "cgroup" not in str(exc):
                         raise
                     logger.warning("%s: cannot use its cgroup, tracking processes by descent: %s", name, exc)
-                    return spawn(())
+                    return spawn()
 
     async def _cgroups(self, label: str) -> list[str]:
         try:
@@ -388,7 +385,9 @@ async def last_line(whose: str, path: Path, root: Path) -> str:
     At most ``MAX_LAST_BYTES`` of it. Commands traced by ``set -x`` count only if there is nothing else. ``whose`` is
     the label of the service that may write the file.
     """
-    return last_meaningful(await _lines(whose, path, root))
+    lines = await _lines(whose, path, root)
+    words = [line for line in lines if not _TRACE.match(line)] or lines
+    return words[-1][-MAX_LAST_BYTES:] if words else ""
 
 
 async def _lines(whose: str, path: Path, root: Path) -> list[str]:
@@ -399,12 +398,6 @@ async def _lines(whose: str, path: Path, root: Path) -> list[str]:
             logger.warning("cannot read the last output of %s: %s", whose, exc)
         return []
     return [line.strip() for line in text.decode(errors="replace").split("\n") if line.strip()]
-
-
-def last_meaningful(lines: Sequence[str]) -> str:
-    """Return the last line that is no ``set -x`` trace, else the last; at most ``MAX_LAST_BYTES`` of its end."""
-    words = [line for line in lines if not _TRACE.match(line)] or lines
-    return words[-1][-MAX_LAST_BYTES:] if words else ""
 
 
 class TokenBucket:

@@ -193,15 +193,12 @@ def _parse(files: Sequence[JobFile]) -> tuple[_Parsed, dict[str, str]]:
     parsed: _Parsed = []
     errors: dict[str, str] = {}
     for file in files:
+        origin = f"{file.job}/{file.name}.monit" if file.name else f"{file.job}/monit"
         try:
-            parsed.append((file.job, parser.parse(file.text, origin=_origin(file))))
+            parsed.append((file.job, parser.parse(file.text, origin=origin)))
         except ConfigError as exc:
             errors.setdefault(file.job, str(exc))
     return parsed, errors
-
-
-def _origin(file: JobFile) -> str:
-    return f"{file.job}/{file.name}.monit" if file.name else f"{file.job}/monit"
 
 
 def _problems(good: Sequence[values.MonitFile], parsed: _Parsed, errors: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ class Stats:
     """Counters of a bus since its creation."""
 
     attempts: int = 0
+    """Connections tried, successful ones included."""
     connects: int = 0
     received: int = 0
     received_bytes: int = 0

@@ -62,21 +62,15 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """Read the marker of a volume; None without a readable one."""
+    """Read the marker of a volume, which jobs may replace; None without a readable one."""
     try:
-        raw = _content(volume)
-        return msgspec.json.decode(raw, type=Marker)
+        return msgspec.json.decode(guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume), type=Marker)
     except OSError as exc:
         if exc.errno != errno.ENOENT:
             logger.warning("cannot read the marker of the volume %s: %s", volume, exc)
     except ValueError as exc:
         logger.warning("cannot use the marker of the volume %s: %s", volume, exc)
     return None
-
-
-def _content(volume: Path) -> bytes:
-    """Read the file, which jobs may replace: follows no link, waits for no pipe."""
-    return guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume)
 
 
 def write(volume: Path, marker: Marker) -> None:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.edges import http_server
+from agent_shim.edges.bus import Stats
 from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, ProcessReading, Readings
 from agent_shim.host.host_stats import CpuTimes, Memory
 from agent_shim.services.vitals import Figures
@@ -17,7 +18,7 @@ from agent_shim.services.vitals import Figures
 DISK = os.statvfs_result((4096, 4096, 1000, 600, 500, 200, 150, 150, 0, 255))
 
 FULL = Readings(
-    bus=BusReading(True, 2, 30, 4000, 25, 9000, 1, 12.5, 4, {"flood": 6}),
+    bus=BusReading(True, 12.5, Stats(4, 3, 30, 4000, 25, 9000, rejected=1, flooded=6)),
     figures=Figures(
         memory={"host": Memory(1 << 34, 1 << 33, 1 << 20, 0), "container": Memory(1 << 30, 1 << 20, 0, 0)},
         cpu={"host": CpuTimes(100.0, 50.0, 7.0, 1000.0), "container": CpuTimes(3.0, 2.0, 0.0, 0.0)},
