@@ -569,7 +569,7 @@ def _unscheduled(message: str) -> Object:
     return {"phase": "Pending", "conditions": [condition]}
 
 
-unscheduled = _unscheduled
+unscheduled, merged = _unscheduled, _merge
 
 
 def waiting(reason: str, message: str) -> Object:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import re
+from typing import Any
 
 import pytest
+import yaml
 
-from kubernetes_cpi import manifests
+from kubernetes_cpi import manifests, names
 from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Server, unscheduled, waiting
+from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, waiting
+from tests.structure.source import ROOT
 
 
 def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
@@ -304,3 +307,92 @@ def test_propagated_mount_is_no_empty_dir(cpi: Cpi, cluster: Cluster) -> None:
     (name,) = [one["name"] for one in mounts if one["mountPath"] == manifests.LIVE_DISKS]
     (volume,) = [one for one in cluster.of("pods")[vm]["spec"]["volumes"] if one["name"] == name]
     assert "hostPath" in volume
+
+
+def security(spec: Object) -> Object:
+    """Users, capabilities and profiles of a pod and its container."""
+    members = {"pod": spec.get("securityContext"), "hostUsers": spec.get("hostUsers")}
+    return members | {"container": spec["containers"][0]["securityContext"]}
+
+
+@pytest.mark.parametrize("tier", ["base", "privileged", "restricted", "userns"])
+def test_tiers_are_those_of_the_manifests(cpi: Cpi, cluster: Cluster, tier: str) -> None:
+    where = ROOT / "deploy/kubernetes"
+    base, *_ = (one for one in yaml.safe_load_all((where / "base/statefulset.yaml").read_text()) if one)
+    spec = base["spec"]["template"]["spec"]
+    if tier != "base":
+        patch = yaml.safe_load((where / tier / "tier.yaml").read_text())["spec"]["template"]["spec"]
+        (container,), (change,) = spec["containers"], patch["containers"]
+        spec = merged(spec, {**patch, "containers": [merged(container, change)]})
+
+    vm = cpi.create_vm(tier=tier)
+
+    assert security(cluster.of("pods")[vm]["spec"]) == security(spec)
+
+
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+APART = {
+    "labelSelector": {"matchLabels": {names.GROUP: names.digest("director", "dep", "zookeeper")}},
+    "topologyKey": "kubernetes.io/hostname",
+}
+IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z1"]}
+
+
+@pytest.mark.parametrize(
+    ("properties", "path", "wanted"),
+    [
+        ({}, "automountServiceAccountToken", False),
+        ({}, "restartPolicy", "Always"),
+        ({}, f"affinity.podAntiAffinity.{PREFERRED}", [{"weight": 100, "podAffinityTerm": APART}]),
+        ({"anti_affinity": "required"}, f"affinity.podAntiAffinity.{REQUIRED}", [APART]),
+        ({"anti_affinity": "none"}, "affinity", None),
+        (
+            {"zone": "z1"},
+            f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms",
+            [{"matchExpressions": [IN_ZONE]}],
+        ),
+        ({"service_account": "a", "service_account_token": True}, "automountServiceAccountToken", True),
+        ({"service_account": "a"}, "serviceAccountName", "a"),
+        ({"priority_class": "high"}, "priorityClassName", "high"),
+        ({"runtime_class": "kata"}, "runtimeClassName", "kata"),
+        ({"image_pull_secrets": ["registry"]}, "imagePullSecrets", [{"name": "registry"}]),
+        ({"node_selector": {"pool": "bosh"}}, "nodeSelector", {"pool": "bosh"}),
+        ({"tolerations": [{"operator": "Exists"}]}, "tolerations", [{"operator": "Exists"}]),
+        ({"sysctls": {"a.b": "1"}}, "securityContext.sysctls", [{"name": "a.b", "value": "1"}]),
+        ({"host_aliases": {"10.0.0.1": ["a"]}}, "hostAliases", [{"ip": "10.0.0.1", "hostnames": ["a"]}]),
+        ({"grace": 30}, "terminationGracePeriodSeconds", 30 + manifests.MARGIN_S),
+        (
+            {"cpu": 0.5, "cpu_limit": 2, "memory": 512},
+            "container.resources",
+            {"requests": {"cpu": "0.5", "memory": "512Mi"}, "limits": {"cpu": "2.0", "memory": "512Mi"}},
+        ),
+        ({"resources": {"limits": {"a/gpu": 1}}}, "container.resources", {"limits": {"a/gpu": 1}}),
+        (
+            {"grace": 30},
+            "container.lifecycle.preStop.exec.command",
+            ["/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "30"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_properties_reach_the_pod(cpi: Cpi, cluster: Cluster, properties: Object, path: str, wanted: object) -> None:
+    vm = cpi.create_vm(**properties)
+
+    spec = cluster.of("pods")[vm]["spec"]
+    found: Any = {**spec, "container": spec["containers"][0]}
+    for step in path.split("."):
+        found = (found or {}).get(step)
+    assert found == wanted
+
+
+def test_labels_annotations_and_volumes_reach_the_pod(cpi: Cpi, cluster: Cluster) -> None:
+    volume = {"name": "dev", "mount_path": "/dev/x", "source": {"hostPath": {"path": "/dev"}}, "read_only": True}
+
+    vm = cpi.create_vm(labels={"team": "a"}, annotations={"a/b": "c"}, volumes=[volume])
+
+    pod = cluster.of("pods")[vm]
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["annotations"]["a/b"] == "c"
+    assert {"name": "dev", "hostPath": {"path": "/dev"}} in pod["spec"]["volumes"]
+    assert {"name": "dev", "mountPath": "/dev/x", "readOnly": True} in pod["spec"]["containers"][0]["volumeMounts"]
