@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from agent_shim import __version__
-from agent_shim.core import safetext
-from agent_shim.core.errors import ConfigError, NoAgentError, ShimError
+from agent_shim.core import config_check, safetext
+from agent_shim.core.errors import (
+    BadArgumentsError,
+    BootError,
+    HostError,
+    NoAgentError,
+    NotThereError,
+    ShimError,
+)
 from agent_shim.core.paths import VCAP, Paths
 
 USAGE: Final = 2
@@ -40,22 +51,47 @@ CHANGES: Final = {
 }
 """Actions on services by name, with their help texts."""
 
+DEFAULT_LINES: Final = 25
 KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 
 def main(argv: Sequence[str]) -> int:
     """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/operations.md)."""
-    args = parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = args.run
+    args, surplus = parser().parse_known_args(argv)
+    if surplus:
+        args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")
+    return _outcome("agent-shim", args.run, args)
+
+
+def _outcome(program: str, command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command; print its error and return the exit code."""
     try:
         return command(args)
     except ShimError as exc:
-        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
+        print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)
         return exc.exit_code
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except HostError as exc:
+        print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)
+        return BootError.exit_code if command is _run else _code_of(exc)
+    except OSError as exc:
+        if command is _run:
+            raise  # a bug of the daemon, whose traceback is needed
+        print(safetext.lines(f"{program}: cannot {args.command}: {exc}"), file=sys.stderr)
+        return _code_of(exc)
+    except KeyboardInterrupt:
+        # The signal ends the process, so that a shell ends a loop around the command, too.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        raise
+
+
+def _code_of(exc: OSError) -> int:
+    is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+    return NotThereError.exit_code if is_not_there else NO
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
@@ -86,11 +122,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
     if args.version:
         print(f"[Version] {__version__}")
         return 0
-    try:
-        return _run(args)
-    except ShimError as exc:
-        print(safetext.lines(f"bosh-agent: {exc}"), file=sys.stderr)
-        return exc.exit_code
+    return _outcome("bosh-agent", _run, args)
 
 
 EXAMPLES: Final[dict[str, str]] = {
@@ -116,6 +148,7 @@ EXAMPLES: Final[dict[str, str]] = {
     "logs": """
   agent-shim logs               # the last lines of every job
   agent-shim logs web -f -n 100
+  agent-shim logs web --since 10m
   agent-shim logs --agent -f    # the agent's own log""",
     "call": """
   agent-shim call ping
@@ -142,15 +175,29 @@ EXAMPLES: Final[dict[str, str]] = {
 """Examples that ``--help`` shows below the options of a command."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Errors name the nearest known word."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit."""
+        if found := re.search(r"invalid choice: '([^']*)'", message):
+            known = [str(choice) for action in self._actions for choice in action.choices or ()]
+            message += config_check.did_you_mean(found[1], known)
+        elif found := re.match(r"unrecognized arguments: .*?(--[\w-]+)", message):
+            known = [option for action in self._actions for option in action.option_strings]
+            message += config_check.did_you_mean(found[1], known)
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """The grammar of ``agent-shim``; ``run`` of the parsed arguments is the command's function."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
         epilog="agent-shim COMMAND --help shows options and examples. Most commands ask the running agent.",
     )
     top.add_argument("--version", action="version", version=f"agent-shim {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
@@ -160,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
             epilog=f"examples:{EXAMPLES[name]}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, parser=added)
         return added
 
     _add_daemon(command)
@@ -204,7 +251,10 @@ def _add_for_operators(command: Command) -> None:
     logs = command("logs", _logs, "print the log files of jobs")
     logs.add_argument("job", nargs="?", default="", metavar="JOB", help="only this job")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the files")
-    logs.add_argument("-n", "--lines", type=int, default=25, help="last N lines of each file (default: 25)")
+    logs.add_argument(
+        "-n", "--lines", type=_count, metavar="N", help="last N lines of each file (default: 25, with --since all)"
+    )
+    logs.add_argument("--since", type=_moment, metavar="TIME", help="lines of the last 10m, 2h30m, or from 14:00 on")
     logs.add_argument("--agent", action="store_true", help="the agent's own log")
     _base_option(logs)
 
@@ -253,6 +303,22 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    """A number of lines."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of lines")
+    return int(text)
+
+
+def _moment(text: str) -> float:
+    from agent_shim.services.logs import since
+
+    try:
+        return since.moment(text, time.time())
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
 def _base_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="root directory instead of /var/vcap"
@@ -288,11 +354,29 @@ def _ask(args: argparse.Namespace, request: dict[str, Any], *, timeout: float | 
 
 
 def _call(args: argparse.Namespace) -> int:
-    reply = _ask(
-        args, {"method": args.method, "arguments": [_argument(text) for text in args.arguments], "protocol": 3}
-    )
+    arguments = [_argument(text) for text in args.arguments]
+    _check_call(args, arguments)
+    reply = _ask(args, {"method": args.method, "arguments": arguments, "protocol": 3})
     print(safetext.lines(json.dumps(reply, indent=2, ensure_ascii=False)))
     return NO if "exception" in reply else 0
+
+
+def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
+    """End with an error of usage unless the action takes these arguments; over the bus surplus ones are ignored."""
+    from agent_shim.actions import dispatch
+    from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
+
+    grammar: Parser = args.parser
+    action = dispatch.ACTIONS.get(args.method)
+    if action is None:
+        grammar.error(f"there is no method {args.method}{_hint(args.method, dispatch.ACTIONS)}")
+    if len(arguments) > (most := len(action.parameters)):
+        words = f"{most} argument{'s' * (most != 1)}"
+        grammar.error(f"{args.method} takes at most {words}, not {len(arguments)}")
+    try:
+        action.bind(arguments)
+    except BadArgumentsError as exc:
+        grammar.error(f"cannot call {args.method}: {exc}")
 
 
 def _argument(text: str) -> Any:
@@ -314,6 +398,7 @@ def _change(args: argparse.Namespace) -> int:
     request = {"command": "services", "action": args.action, "names": args.names, "wait": args.wait}
     answer = _ask(args, request, timeout=None if args.wait else 60.0)
     if "exception" in answer:
+        _refuse_unknown(args)
         print(safetext.lines(f"agent-shim: cannot {args.action}: {answer['exception']['message']}"), file=sys.stderr)
         return NO
     wanted = REACHED[args.action]
@@ -323,6 +408,20 @@ def _change(args: argparse.Namespace) -> int:
         text = f"agent-shim: cannot {args.action} {service['name']}: it is {service['phase']}{why}"
         print(safetext.line(text), file=sys.stderr)
     return NO if missed else 0
+
+
+def _refuse_unknown(args: argparse.Namespace) -> None:
+    """Raise ``NotThereError`` for the first name without a service, with the known ones."""
+    known = [service["name"] for service in _ask(args, {"command": "services", "action": "show"}).get("services", ())]
+    for name in args.names:
+        if name != "all" and name.lower() not in {each.lower() for each in known}:
+            raise NotThereError(f"cannot {args.action} {name}: there is no such service{_hint(name, known)}")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """The nearest known word, then all of them."""
+    names = sorted(known)
+    return f"{config_check.did_you_mean(word, names)} (there are {', '.join(names) or 'none'})"
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -378,7 +477,7 @@ def _status_of(args: argparse.Namespace) -> int:
 
     known = {process["name"]: process for process in _ask(args, {"command": "status"})["processes"]}
     if unknown := [name for name in args.names if name not in known]:
-        raise ConfigError(f"cannot show {', '.join(unknown)}: there are {', '.join(known) or 'no processes'}")
+        raise NotThereError(f"cannot show {', '.join(unknown)}: there is no such process{_hint(unknown[0], known)}")
     found = [known[name] for name in args.names]
     if args.json:
         print(safetext.lines(json.dumps(found, indent=2, ensure_ascii=False)))
@@ -390,17 +489,18 @@ def _status_of(args: argparse.Namespace) -> int:
 
 def _logs(args: argparse.Namespace) -> int:
     from agent_shim.cli import ansi
-    from agent_shim.services.logs import tail
+    from agent_shim.services.logs import since, tail
 
     paths, paint, is_terminal = Paths(args.base.absolute()), ansi.paint_for(sys.stdout), sys.stdout.isatty()
     if args.agent and args.job:
-        raise ConfigError("cannot show both: --agent is the agent's own log, not that of a job")
+        args.parser.error("--agent is the agent's own log, not that of a job")
     directory, job = (paths.agent_log.parent, "log") if args.agent else (paths.log, args.job)
-    if job and not (directory / job).is_dir():
-        known = sorted(path.name for path in directory.glob("*/")) if directory.is_dir() else []
-        raise ConfigError(f"cannot find logs of {job} in {directory}: there are {', '.join(known) or 'none'}")
+    _refuse_missing(paths, directory, job, is_agent=args.agent)
+    refused: dict[str, str] = {}
     names = tail.AGENT_FILES if args.agent else tail.JOB_FILES
-    follower = tail.Follower(directory, job, names=names)
+    follower = tail.Follower(directory, job, names=names, refused=refused.setdefault)
+    wanted = None if args.since is None else since.Since(args.since)
+    count = args.lines if args.lines is not None else DEFAULT_LINES if wanted is None else sys.maxsize
 
     def show(line: tail.Line) -> None:
         prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
@@ -411,17 +511,40 @@ def _logs(args: argparse.Namespace) -> int:
             sys.stdout.flush()
 
     try:
-        for line in follower.last(args.lines):
-            show(line)
+        for line in follower.last(count):
+            if wanted is None or wanted.is_wanted(
+                f"{line.job}/{line.file}", line.raw, partial(follower.changed_at, line)
+            ):
+                show(line)
+        sys.stdout.flush()
+        for path, why in sorted(refused.items()):
+            print(safetext.line(f"agent-shim: cannot show {path or directory}: {why}"), file=sys.stderr)
+        is_complete = not refused
         while args.follow:
             time.sleep(tail.POLL_S)
             for line in follower.poll():
                 show(line)
     except KeyboardInterrupt:
-        pass
+        return 0
     finally:
         follower.close()
-    return 0
+    return 0 if is_complete else NO
+
+
+def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) -> None:
+    """Raise ``NotThereError`` unless there are such logs."""
+    what = "the agent's log" if is_agent else "logs"
+    try:
+        paths.base.stat()
+        with os.scandir(directory) as entries:
+            known = [entry.name for entry in entries if entry.is_dir()]
+    except FileNotFoundError as exc:
+        why = f"there is no directory {exc.filename} (-b names the base)"
+        raise NotThereError(f"cannot show {what}: {why}") from exc
+    except OSError as exc:
+        raise NotThereError(f"cannot show {what}: {exc.filename}: {exc.strerror}") from exc
+    if job and job not in known:
+        raise NotThereError(f"cannot show {what}: there are no logs of {job}{_hint(job, known)}")
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -26,6 +26,12 @@ class SettingsError(ConfigError):
     """The settings of the CPI cannot be used; the text names the JSON path."""
 
 
+class NotThereError(ShimError):
+    """A directory, job or service that a command names does not exist, or this user may not read it."""
+
+    exit_code = 66
+
+
 class BootError(ShimError):
     """A required boot step has failed."""
 

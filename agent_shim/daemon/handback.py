@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Final
 
 from agent_shim.core import settings
-from agent_shim.core.errors import HostError, SettingsError
+from agent_shim.core.errors import HostError, NotThereError, SettingsError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, nftables, proc, watchdog
 from agent_shim.services import state_backup
@@ -23,12 +24,19 @@ from agent_shim.supervisor.plan import ProcessSpec, plan
 from agent_shim.supervisor.process_record import read as read_pidfile
 from agent_shim.supervisor.supervisor import Saved, read_saved, write_monit_files
 
+READY: Final = "the BOSH agent and monit may be started now"
+
 
 def hand_back(paths: Paths) -> list[str]:
     """Prepare the take-over and return a report in lines; repetition is harmless.
 
-    Raises ``AlreadyRunningError`` while an agent runs and ``HostError`` if a file cannot be removed.
+    Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, and ``HostError`` if a file
+    cannot be removed.
     """
+    if not paths.base.is_dir():
+        raise NotThereError(f"cannot hand back: there is no directory {paths.base} (-b names the base)")
+    if not paths.bosh.is_dir():
+        return [f"no agent has run below {paths.base}", READY]
     with exclusive_agent(paths, "hand back"):
         saved = read_saved(paths.supervisor_state)
         said = [*_jobs(paths, saved), *_disks(paths), *_firewall(paths)]
@@ -38,7 +46,7 @@ def hand_back(paths: Paths) -> list[str]:
         files.remove_tree(paths.shim_run)
         watchdog.forget(paths.mirror)
         state_backup.forget(paths)
-    return [*said, "the BOSH agent and monit may be started now"]
+    return [*said, READY]
 
 
 def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:

@@ -407,26 +407,31 @@ def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
 
 
 def walk(
-    top: int, below: str = "", *, depth: int, limit: int, skipped: Callable[[str], None] = lambda _: None
+    top: int,
+    below: str = "",
+    *,
+    depth: int,
+    limit: int,
+    skipped: Callable[[str, OSError | None], None] = lambda _path, _why: None,
 ) -> Iterator[Entry]:
     """Yield regular files below the directory with descriptor ``top``, breadth first, without following links.
 
     ``below`` is the start relative to ``top``; ``depth`` counts directories, 1 means that one alone; ``limit`` bounds
-    the entries that are read. ``skipped`` gets the path of each directory that cannot be read, and of the one in which
-    the limit was reached.
+    the entries that are read. ``skipped`` gets the path of each directory that cannot be read with the reason, and
+    that of the one in which the limit was reached with None.
     """
     waiting = deque([(below, depth)])
     while waiting:
         here, levels = waiting.popleft()
         try:
             directory = open_directory(top, here)
-        except OSError:
-            skipped(here)
+        except OSError as exc:
+            skipped(here, exc)
             continue
         try:
             for name in names(directory, limit + 1):
                 if limit <= 0:
-                    skipped(here)
+                    skipped(here, None)
                     return
                 limit -= 1
                 path = f"{here}/{name}" if here else name

@@ -308,7 +308,7 @@ async def test_call_asks_what_the_director_would_ask(world: World) -> None:
     assert status == 0
     assert json.loads(output)["value"]["agent_id"] == AGENT
     status, output = await command(world, "call", "nonsense")
-    assert (status, "unknown message nonsense" in output) == (1, True)
+    assert (status, "there is no method nonsense" in output) == (2, True)
 
 
 @pytest.mark.slow

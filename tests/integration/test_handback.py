@@ -127,12 +127,17 @@ async def test_not_while_the_agent_runs(world: World) -> None:
 
 
 async def test_fresh_machine_and_second_time(world: World) -> None:
-    """Nothing to do is no failure."""
-    assert (await handback(world))[0] == 0
+    """Nothing to do is no failure, and a machine without an agent stays as it is."""
+    world.base.mkdir(exist_ok=True)
+    before = sorted(world.base.iterdir())
 
     status, output = await handback(world)
-
-    assert (status, "no jobs were supervised" in output) == (0, True)
+    assert (status, "no agent has run below" in output) == (0, True)
+    assert sorted(world.base.iterdir()) == before
+    (world.base / "bosh").mkdir()
+    for _ in range(2):
+        status, output = await handback(world)
+        assert (status, "no jobs were supervised" in output) == (0, True)
 
 
 def test_marks_on_disks_are_removed(tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ async def test_status_of_a_process_tells_all_about_it(world: World) -> None:
     assert "\n      state  stopped\n" in page
     assert f"{name}     stopped " in (await told(world, "status"))[1]
     code, text = await told(world, "status", "nonesuch")
-    assert code == 78
-    assert "cannot show nonesuch: there are " in text
+    assert code == 66
+    assert "cannot show nonesuch: there is no such process (there are " in text
     assert name in text
 
 
@@ -157,8 +157,8 @@ async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(worl
     assert json.loads(line) == {"logger": "job", "job": "job-0", "file": "web.stdout.log", "message": "served"}
 
     code, text = await told(world, "logs", "nothing")
-    assert code == 78
-    assert "cannot find logs of nothing" in text
+    assert code == 66
+    assert "there are no logs of nothing (there are job-0, " in text
 
 
 async def test_the_agents_own_log_is_where_bosh_logs_looks(world: World) -> None:

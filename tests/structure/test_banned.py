@@ -38,6 +38,7 @@ class Ban:
 
 WALL_CLOCK: Mapping[str, str] = {
     "edges.alerts": "created_at of an alert",
+    "cli.commands": "the moment before which logs are not shown",
     "demo.pki": "validity of a certificate",
     "services.certificate_watch": "validity of a certificate",
     "host.clock": "the one place that knows all clocks",

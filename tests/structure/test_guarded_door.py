@@ -83,7 +83,9 @@ RAW: Mapping[str, Raw] = {
     "edges.bus.tls": Raw(OWN, frozenset({"load_pair"})),
     "services.trusted_cas": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
-    "cli.commands": Raw("whether a job has a directory of logs, and /dev/null", frozenset({"_logs", "main"})),
+    "cli.commands": Raw(
+        "which jobs have a directory of logs, and /dev/null", frozenset({"_outcome", "_refuse_missing"})
+    ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
     "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_read_config", "_was_shut_down"})),
@@ -114,7 +116,7 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
-    "daemon.handback": Raw(OWN, frozenset({"_disks"})),
+    "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),
     "host.archive": Raw(
         "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
     ),

@@ -7,13 +7,14 @@ starts again.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple, TextIO
 
@@ -77,8 +78,10 @@ class Follower:
         names: tuple[str, ...] = JOB_FILES,
         rate: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        refused: Callable[[str, str], object] = lambda _path, _why: None,
     ) -> None:
-        """Follow files whose names end in one of ``names``."""
+        """Follow files whose names end in one of ``names``; ``refused`` gets each path that is not read, and why."""
+        self._refused = refused
         self._directory = directory
         self._job = job
         self._names = names
@@ -108,6 +111,11 @@ class Follower:
             for text in self._news(name, allowed):
                 yield self._line(name, text)
 
+    def changed_at(self, line: Line) -> float:
+        """Return the time of the last change of the line's file."""
+        one = next((one for name, one in self._files.items() if self._line(name, b"")[:2] == line[:2]), None)
+        return os.fstat(one.descriptor).st_mtime if one else self._clock()
+
     def begin_at_end(self) -> None:
         """Skip the present content."""
         for _ in self._search(at_end=True):
@@ -126,7 +134,7 @@ class Follower:
     def _search(self, *, at_end: bool) -> Iterator[Line]:
         """Open new files, in each job the most recently written; yields a line for a job with too many."""
         self._searched_at = self._clock()
-        with suppress(OSError), guarded.held(self._directory) as top:
+        with self._refusing(self._job), guarded.held(self._directory) as top:
             jobs = [self._job] if self._job else self._jobs(top)
             share = max(MIN_JOB_FILES, MAX_FILES // max(1, len(jobs)))
             for job in jobs:
@@ -146,16 +154,27 @@ class Follower:
 
     def _found(self, top: int, job: str) -> Iterator[guarded.Entry]:
         """Yield log files of a job in any of its directories."""
-        for entry in guarded.walk(top, job, depth=MAX_DEPTH, limit=MAX_JOB_ENTRIES):
+        for entry in guarded.walk(top, job, depth=MAX_DEPTH, limit=MAX_JOB_ENTRIES, skipped=self._skip):
             if entry.path.endswith(self._names):
                 yield entry
 
     def _open(self, top: int, name: str, *, at_end: bool) -> None:
-        with suppress(OSError):
+        with self._refusing(name):
             with closing(guarded.open_beneath(top, name, os.O_PATH)) as found:
                 guarded.refuse_second_name(os.fstat(found))
                 descriptor = guarded.reopen(found, os.O_RDONLY)
             self._files[name] = log_file.LogFile(descriptor, os.fstat(descriptor).st_size if at_end else 0)
+
+    def _skip(self, path: str, why: OSError | None) -> None:
+        self._refused(guarded.shown(path), why.strerror or str(why) if why else f"over {MAX_JOB_ENTRIES} entries")
+
+    @contextmanager
+    def _refusing(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            if exc.errno != errno.ENOENT:  # removed meanwhile
+                self._refused(guarded.shown(path), exc.strerror or str(exc))
 
     def _news(self, name: str, allowed: int | None) -> Iterator[bytes]:
         one = self._files[name]

@@ -256,7 +256,7 @@ def test_walk_ends_at_its_limit_and_says_where(tmp_path: Path) -> None:
     top = os.open(tmp_path, os.O_PATH)
     skipped: list[str] = []
     try:
-        assert len(list(guarded.walk(top, depth=1, limit=7, skipped=skipped.append))) == 7
+        assert len(list(guarded.walk(top, depth=1, limit=7, skipped=lambda path, _: skipped.append(path)))) == 7
     finally:
         os.close(top)
     assert skipped == [""]

@@ -1,0 +1,82 @@
+"""Lines of logs written at or after a moment, by the times that the lines have.
+
+Times are recognised where programs write them: RFC 3339 and its relatives, Go's and nginx's forms, and the members of
+JSON lines, also as seconds since 1970. A line without a time belongs to the one before it; a file without any counts by
+the time of its last change. Times without a zone are UTC, as in stemcells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final
+
+MAX_HEAD_BYTES: Final = 512
+"""Part of a line in which its time is searched."""
+
+_DURATION: Final = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.ASCII)
+_CLOCK: Final = re.compile(r"\d\d:\d\d(:\d\d)?", re.ASCII)
+
+_DATED: Final = re.compile(
+    rb"(?<![\d.])(\d{4})([-/])(\d\d)\2(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?\s?(Z|UTC|[+-]\d\d:?\d\d)?"
+)
+_NGINX: Final = re.compile(rb"\[(\d\d/[A-Z][a-z]{2}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]")
+_SECONDS: Final = re.compile(rb'"(?:timestamp|@timestamp|time|ts)":\s*"?(\d{10}(?:\.\d+)?)"?\s*[,}]')
+
+
+def moment(text: str, now: float) -> float:
+    """Parse a duration before ``now`` (``90s``, ``2h30m``), a clock of that day or a date; raises ``ValueError``."""
+    found = _DURATION.fullmatch(text)
+    if found and text:
+        days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+        return now - (days * 86400 + hours * 3600 + minutes * 60 + seconds)
+    if _CLOCK.fullmatch(text):
+        text = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d}T{text}"
+    try:
+        return _utc(datetime.fromisoformat(text)).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError(f"{text} is neither a time nor a duration (10m, 2h30m, 14:00, 2026-11-22T14:00)") from None
+
+
+def written_at(line: bytes) -> float | None:
+    """Return the time in a line, or None."""
+    head = line[:MAX_HEAD_BYTES]
+    try:
+        if found := _DATED.search(head):
+            return _of_parts(found)
+        if found := _NGINX.search(head):
+            return datetime.strptime(found[1].decode(), "%d/%b/%Y:%H:%M:%S %z").timestamp()
+        if found := _SECONDS.search(head):
+            return float(found[1])
+    except (ValueError, OverflowError):  # a date that no calendar has
+        pass
+    return None
+
+
+def _of_parts(found: re.Match[bytes]) -> float:
+    year, _, *clock, fraction, zone = (part.decode() if part else "" for part in found.groups())
+    text = f"{year}-{clock[0]}-{clock[1]}T{':'.join(clock[2:])}"
+    at = _utc(datetime.fromisoformat(text + ("" if zone in ("", "UTC") else zone)))
+    return at.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+def _utc(at: datetime) -> datetime:
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+class Since:
+    """Decides line by line for several files."""
+
+    def __init__(self, moment: float) -> None:
+        self._moment = moment
+        self._is_wanted: dict[str, bool] = {}
+
+    def is_wanted(self, file: str, line: bytes, changed_at: Callable[[], float]) -> bool:
+        """Return True for a line of ``file`` at or after the moment; ``changed_at`` is the file's last change."""
+        at = written_at(line)
+        if at is not None:
+            self._is_wanted[file] = at >= self._moment
+        elif file not in self._is_wanted:
+            self._is_wanted[file] = changed_at() >= self._moment
+        return self._is_wanted[file]

@@ -1,0 +1,209 @@
+"""Commands that cannot do what they are asked: a message, an exit code of the table, and nothing created."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agent_shim.cli import commands
+from agent_shim.core.paths import Paths
+
+NOT_THERE = 66
+NOBODY = 65534
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A base with logs of two jobs and of the agent."""
+    for name, text in (("web/web.stdout.log", "web up\n"), ("db/db.stdout.log", "db up\n")):
+        path = tmp_path / "data/sys/log" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (tmp_path / "bosh/log").mkdir(parents=True)
+    (tmp_path / "bosh/log/current").write_text("booted\n")
+    return tmp_path
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root may read everything, so it becomes another user; for others the mode is enough."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def run(*words: str) -> int:
+    """The exit code, also of an error of usage."""
+    try:
+        return commands.main(words)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+
+
+@pytest.mark.parametrize("words", [("logs",), ("logs", "web"), ("logs", "--agent"), ("handback",)], ids=" ".join)
+def test_a_base_that_is_not_there_is_an_error_and_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    base = tmp_path / "none"
+
+    assert run(*words, "-b", str(base)) == NOT_THERE
+    assert f"there is no directory {base}" in capsys.readouterr().err
+    assert not base.exists()
+
+
+def test_a_base_without_logs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("logs", "-b", str(tmp_path)) == NOT_THERE
+    assert f"there is no directory {tmp_path}/data/sys/log" in capsys.readouterr().err
+
+
+def test_handback_of_a_base_without_an_agent_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("handback", "-b", str(tmp_path)) == 0
+    assert f"no agent has run below {tmp_path}\n" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "said"),
+    [
+        (("logs", "--agent"), "bosh", "cannot show the agent's log"),
+        (("logs", "--agent"), "bosh/log/current", "cannot show log/current"),
+        (("logs", "web"), "data/sys/log/web", "cannot show web"),
+        (("logs",), "data/sys/log/web", "cannot show web"),
+        (("logs",), "data/sys/log/web/web.stdout.log", "cannot show web/web.stdout.log"),
+        (("logs",), "data/sys/log", "cannot show logs"),
+        (("handback",), "bosh", "cannot hand back"),
+    ],
+)
+def test_what_this_user_may_not_read_is_named(
+    tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
+) -> None:
+    """No traceback, and no success with half of the logs."""
+    for above in (tree, *tree.parents[:3]):
+        above.chmod(above.stat().st_mode | 0o755)
+    (tree / closed).chmod(0)
+    try:
+        with as_another_user():
+            code = run(*words, "-b", str(tree))
+    finally:
+        (tree / closed).chmod(0o755)
+
+    shown = capfdbinary.readouterr()
+    assert code in (1, NOT_THERE)
+    assert f"agent-shim: {said}" in shown.err.decode()
+    assert "Permission denied" in shown.err.decode()
+    assert (b"db up" in shown.out) == (words == ("logs",) and closed != "data/sys/log")
+
+
+def test_an_unknown_job_is_answered_with_the_known_ones(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("logs", "wed", "-b", str(tree)) == NOT_THERE
+    assert "there are no logs of wed: did you mean web? (there are db, web)" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def answering(base: Path, *names: str) -> Iterator[list[Any]]:
+    """A server in place of an agent with these services; yields the requests."""
+    seen: list[Any] = []
+
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        seen.append(request)
+        if request.get("action") == "show":
+            return {"services": [{"name": name} for name in names]}
+        return {"exception": {"message": "There is no service by that name"}}
+
+    with control_socket(base, reply):
+        yield seen
+
+
+def test_an_unknown_service_is_answered_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(tmp_path, "web", "worker"):
+        code = run("stop", "web", "wroker", "-b", str(tmp_path))
+
+    assert code == NOT_THERE
+    assert "cannot stop wroker: there is no such service: did you mean worker? (there are web, worker)" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("get_stat",), "there is no method get_stat: did you mean get_state? (there are add_"),
+        (("get_state", "full", "now"), "get_state takes at most 1 argument, not 2"),
+        (("cancel_task",), "Not enough arguments, expected 1, got 0"),
+        (("run_script", "pre-start", "soon"), "cannot call run_script: "),
+    ],
+)
+def test_arguments_of_a_call_are_checked_before_it_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    with answering(tmp_path) as seen:
+        assert run("call", *words, "-b", str(tmp_path)) == commands.USAGE
+    assert said in capsys.readouterr().err
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("statsu",), "did you mean status?"),
+        (("stop", "web", "--wiat"), "did you mean --wait?"),
+        (("probe", "raedy"), "did you mean ready?"),
+        (("logs", "-n", "-5"), "-5"),
+        (("logs", "--since", "soon"), "soon is neither a time nor a duration"),
+    ],
+)
+def test_errors_of_usage_name_what_was_meant(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert run(*words) == commands.USAGE
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: agent-shim")
+    assert said in shown
+
+
+def test_a_base_that_cannot_be_made_ends_the_daemon_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "-b", "/proc/nope") == 70
+    assert "agent-shim: cannot start: " in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def control_socket(base: Path, reply: Any) -> Iterator[None]:
+    """Serve replies on the control socket of a base."""
+    import socket
+
+    place = Paths(base).control_socket
+    place.parent.mkdir(parents=True)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # shut down
+                return
+            with connection, connection.makefile("rb") as lines:
+                connection.sendall(msgspec.json.encode(reply(json.loads(lines.readline()))) + b"\n")
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(place))
+        server.listen()
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            serving.join()
