@@ -319,3 +319,30 @@ async def test_a_request_that_comes_by_two_links_at_once_is_one_task(
 
     assert len({reply["value"]["agent_task_id"] for reply in replies}) == 1
     assert len(world.agent.tasks._tasks) == 1
+
+
+async def test_what_an_action_changed_is_in_the_backup_before_its_outcome_is_told(world: World) -> None:
+    """A container that ends after the reply is succeeded by one that knows of it."""
+    await world.value("add_persistent_disk", "cid", "/dev/sdx")
+
+    copy = world.paths.mirror / "persistent_disk_hints.json"
+    assert "cid" in copy.read_text()
+    assert copy.read_bytes() == world.paths.disk_hints.read_bytes()
+
+
+async def test_a_persistent_task_is_in_the_backup_before_its_number_is_told(world: World) -> None:
+    blocked = asyncio.Event()
+    world.agent.tasks.submit("blocker", blocked.wait)
+    reply = await world.call("update_settings", {"trusted_certs": ""})
+
+    assert reply["value"]["agent_task_id"] in (world.paths.mirror / "tasks.json").read_text()
+    blocked.set()
+
+
+async def test_each_action_is_counted_with_its_outcome(world: World) -> None:
+    seen = []
+    dispatcher = dispatch.Dispatcher(world.agent, world.agent.tasks, on_done=lambda *one: seen.append(one))
+    for method, arguments in (("ping", []), ("get_task", [])):
+        await dispatcher.handle(json.dumps({"method": method, "arguments": arguments, "reply_to": "x"}).encode())
+
+    assert [(method, outcome) for method, outcome, _ in seen] == [("ping", "done"), ("get_task", "failed")]
