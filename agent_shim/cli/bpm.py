@@ -339,10 +339,10 @@ def _shell(call: Call) -> int:
 
 def _run(call: Call) -> int:
     """Print the logs of the process until it ends; a signal ends the process."""
-    # Without ``threading``, whose objects are not needed here.
+    # The parts in C: ``threading`` and ``signal`` add classes and enumerations.
+    import _signal  # type: ignore[import-not-found]
     import _thread
     import contextlib
-    import signal
 
     from agent_shim.cli import bpm_logs
     from agent_shim.core.errors import NoAgentError
@@ -370,8 +370,8 @@ def _run(call: Call) -> int:
     def end(*_: object) -> None:
         _thread.start_new_thread(ask_to_end, ())
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+        _signal.signal(number, end)
     is_waiting.acquire()
     _thread.start_new_thread(wait, ())
     while not is_waiting.acquire(timeout=POLL_S):
