@@ -196,6 +196,15 @@ def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
 
 
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.AREGTYPE])
+def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: bytes) -> None:
+    """As old tars write them; a size in such a header means nothing."""
+    unpack(member("d/", type=kind, size=512) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
+
+    assert (tmp_path / "o/d/a").read_bytes() == b"new"
+    assert (tmp_path / "o/l").is_symlink()
+
+
 def test_links_of_a_package_may_point_anywhere(tmp_path: Path) -> None:
     """Compiled packages are full of absolute links; they are made, not followed."""
     unpack(link("a", "/var/vcap/packages/x") + link("b", "../../y") + END, tmp_path / "o", outside_links=True)
