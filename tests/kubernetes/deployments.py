@@ -94,6 +94,8 @@ class Instance:
     agent: str = ""
     disk: str = ""
     kept: str = ""
+    networks: dict[str, Any] = field(default_factory=lambda: NETWORKS)
+    """As the agent of its last VM has reported them; the Director sends them to the next (network_settings.rb)."""
 
 
 class Deployments:
@@ -130,7 +132,8 @@ class Deployments:
                 "password": password,
             }
         }
-        vm, *_ = await self.cpi.call("create_vm", agent, self.stemcell, self.vm_type, NETWORKS, list(disks), env)
+        arguments = [agent, self.stemcell, self.vm_type, instance.networks, list(disks), env]
+        vm, *_ = await self.cpi.call("create_vm", *arguments)
         # A VM gets its row in the database now, and that is what nats-sync goes by (steps/create_vm_step.rb).
         await world.server.add_agent(agent)
         instance.vm, instance.agent = vm, agent
@@ -211,7 +214,7 @@ class Deployments:
             "index": instance.index,
             "name": name,
             "id": instance.id,
-            "networks": NETWORKS,
+            "networks": instance.networks,
             "packages": {},
             "configuration_hash": "hash",
             "persistent_disk": 0,
@@ -245,8 +248,8 @@ class Deployments:
     async def connect(self, instance: Instance) -> None:
         """The first word to an agent on a new VM (steps/apply_vm_spec_step.rb)."""
         bare = {"deployment": "dep", "job": {"name": instance.group}, "index": instance.index, "id": instance.id}
-        await self.ask(instance, "apply", {**bare, "name": instance.group, "networks": NETWORKS})
-        await self.ask(instance, "get_state")
+        await self.ask(instance, "apply", {**bare, "name": instance.group, "networks": instance.networks})
+        instance.networks = (await self.ask(instance, "get_state"))["networks"]
         await self.ask(instance, "prepare", self.spec(instance))
 
     # --- flows ------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ async def test_recreate(site: Site, db: Instance) -> None:
     await site.deployments.recreate(db)
 
     assert db.vm != before
+    pod = await site.namespace.pod(db.vm).look()
+    assert db.networks["default"]["ip"] == pod["status"]["podIP"], "links and DNS lead to the former VM"
     await site.check(db)
 
 
