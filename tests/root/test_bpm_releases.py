@@ -222,6 +222,7 @@ deploy("haproxy", {
         }
         trap shutdown QUIT INT TERM EXIT
         haproxy -f /var/vcap/jobs/haproxy/config/haproxy.config -W -p ${PID_FILE} -D
+        until [ -s ${PID_FILE} ]; do sleep 0.1; done  # a busy machine writes it late
         while [ -f ${DRAIN_LOCK} ] || kill -0 $(cat ${PID_FILE}) 2>/dev/null; do sleep 0.2 || true; done
         ''',
     "bin/reload": '''\
