@@ -25,7 +25,7 @@ from agent_shim.core import log, settings, wire
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
-from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, until_stopped
+from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, is_https, until_stopped
 from agent_shim.edges import control_server, metrics
 from agent_shim.host import (
     daemon_thread,
@@ -204,6 +204,8 @@ class Daemon:
             logger.warning("the Director has shut this agent down: it stays idle until it gets another agent_id")
             await self._stop.wait()
             return
+        if is_https(store.current.mbus):
+            await asyncio.to_thread(_import_https_bus)
         self._live = Runtime(
             self._paths,
             self._config.shim,
@@ -274,6 +276,11 @@ def _was_shut_down(paths: Paths, agent_id: str) -> bool:
         return paths.shut_down.read_text() == agent_id
     except OSError:
         return False
+
+
+def _import_https_bus() -> None:
+    """Import aiohttp, which takes 0.2 s, in a thread: the event loop answers probes meanwhile."""
+    from agent_shim.edges.bus import https  # noqa: F401
 
 
 def _order(request: dict[str, Any]) -> str | None:
