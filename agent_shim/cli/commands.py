@@ -431,11 +431,10 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    if args.names:
-        return _status_of(args)
     if not args.watch:
-        print(_status_page(args, _ask(args, {"command": "status"})))
-        return 0
+        page, code = _status_page(args)
+        print(page)
+        return code
     from agent_shim.cli import ansi
 
     # A terminal redraws one page, a pipe gets one page after the other.
@@ -443,7 +442,7 @@ def _status(args: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), _alternate_screen() if is_screen else contextlib.nullcontext():
         while True:
             try:
-                page = _status_page(args, _ask(args, {"command": "status"}))
+                page, _ = _status_page(args)
             except NoAgentError as exc:
                 page = str(exc)
             print(ansi.screen(page) if is_screen else f"{page}\n", end="" if is_screen else "\n", flush=True)
@@ -462,29 +461,29 @@ def _alternate_screen() -> Iterator[None]:
         print(ansi.END_SCREEN, end="", flush=True)
 
 
-def _status_page(args: argparse.Namespace, status: dict[str, Any]) -> str:
-    if args.json:
-        return safetext.lines(json.dumps(status, indent=None if args.watch else 2, ensure_ascii=False))
+def _status_page(args: argparse.Namespace) -> tuple[str, int]:
+    """Return the whole page, or that of the named processes; the exit code is ``NO`` if one of those does not run."""
     from agent_shim.cli import ansi, status_text
 
+    status = _ask(args, {"command": "status"})
+    processes = _named(args.names, status["processes"])
+    code = 0 if all(process["state"] == "running" for process in processes) else NO
+    if args.json:
+        found = processes if args.names else status
+        return safetext.lines(json.dumps(found, indent=None if args.watch else 2, ensure_ascii=False)), code
+    paint = ansi.paint_for(sys.stdout)
+    if args.names:
+        return "\n\n".join(status_text.details(safetext.value(process), paint) for process in processes), code
     columns, lines = shutil.get_terminal_size() if sys.stdout.isatty() else (0, 0)
-    return status_text.render(safetext.value(status), ansi.paint_for(sys.stdout), columns, lines if args.watch else 0)
+    return status_text.render(safetext.value(status), paint, columns, lines if args.watch else 0), code
 
 
-def _status_of(args: argparse.Namespace) -> int:
-    """Show single processes; the exit code is ``NO`` if one of them does not run."""
-    from agent_shim.cli import ansi, status_text
-
-    known = {process["name"]: process for process in _ask(args, {"command": "status"})["processes"]}
-    if unknown := [name for name in args.names if name not in known]:
+def _named(names: Sequence[str], processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the processes with these names; raises ``NotThereError`` for one without a process."""
+    known = {process["name"]: process for process in processes}
+    if unknown := [name for name in names if name not in known]:
         raise NotThereError(f"cannot show {', '.join(unknown)}: there is no such process{_hint(unknown[0], known)}")
-    found = [known[name] for name in args.names]
-    if args.json:
-        print(safetext.lines(json.dumps(found, indent=2, ensure_ascii=False)))
-    else:
-        paint = ansi.paint_for(sys.stdout)
-        print("\n\n".join(status_text.details(safetext.value(process), paint) for process in found))
-    return 0 if all(process["state"] == "running" for process in found) else NO
+    return [known[name] for name in names]
 
 
 def _logs(args: argparse.Namespace) -> int:

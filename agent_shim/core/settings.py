@@ -366,7 +366,8 @@ def require_bus(found: Effective, origin: str) -> None:
 
 def _is_bus(url: str) -> bool:
     parts = bus_address(url)
-    return parts.scheme in ("nats", "https") and bool(parts.hostname)
+    # An https address without a host is the agent's own door on all its addresses.
+    return parts.scheme == "https" or (parts.scheme == "nats" and bool(parts.hostname))
 
 
 # --- what follows from both -------------------------------------------------------------------------------------------

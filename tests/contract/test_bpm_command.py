@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api, runner
 from tests.support import jobs
+from tests.support.control_peer import answering
 from tests.support.programs import end_marked, eventually, is_alive
 from tests.support.terminals import Terminal
 from tests.support.world import World, world
@@ -393,7 +392,7 @@ def test_a_call_loads_little(tmp_path: Path, line: str, wanted: frozenset[str], 
         "print(*sys.modules, file=sys.stderr); sys.exit(code)"
     )
     values = {"pid": 1, "tree": [1], "list": [], "shell": {"launcher": ["/bin/true"], "order": {"env": {}}}, "run": 0}
-    with answering(tmp_path / "vcap", values):
+    with answering(tmp_path / "vcap", lambda request: {"value": values.get(request["verb"]), "complaints": []}):
         env = {"BPM_BOSH_ROOT": str(tmp_path / "vcap"), "PATH": "/nowhere"}
         argv = [sys.executable, "-I", "-S", "-c", program]
         done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -404,35 +403,6 @@ def test_a_call_loads_little(tmp_path: Path, line: str, wanted: frozenset[str], 
     own = {name for name in loaded if name.startswith("agent_shim.")}
     always = "agent_shim.cli agent_shim.core agent_shim.cli.bpm agent_shim.core.errors agent_shim.core.safetext".split()
     assert own == {*always, *wanted}
-
-
-@contextlib.contextmanager
-def answering(base: Path, values: dict[str, Any]) -> Iterator[None]:
-    """A server on the control socket with an answer for each verb."""
-    place = base / bpm_cli.SOCKET
-    place.parent.mkdir(parents=True)
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:  # shut down
-                return
-            with connection, connection.makefile("rb") as lines:
-                request = msgspec.json.decode(lines.readline())
-                reply: dict[str, Any] = {"value": values.get(request["verb"]), "complaints": []}
-                connection.sendall(msgspec.json.encode(reply) + b"\n")
-
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place))
-        server.listen()
-        serving = threading.Thread(target=serve)
-        serving.start()
-        try:
-            yield
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            serving.join()
 
 
 def test_socket_is_where_the_agent_listens() -> None:

@@ -87,6 +87,16 @@ async def test_status_of_a_process_tells_all_about_it(world: World) -> None:
     assert name in text
 
 
+async def test_a_single_process_can_be_watched(world: World) -> None:
+    name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
+    watching, out = started(world, "status", name, "--watch", "--every", "0.05")
+    await until(lambda: out.exists() and out.read_text().count(f"● {name}") > 1)
+
+    watching.send(signal.SIGINT)
+    async with asyncio.timeout(20):
+        assert await watching.wait() == 0
+
+
 async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent(world: World) -> None:
     watching, out = started(world, "status", "--watch", "--every", "0.05")
     await until(lambda: out.exists() and out.read_text().count("PROCESS") > 1)

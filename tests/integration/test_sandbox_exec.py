@@ -12,7 +12,7 @@ import pytest
 
 from agent_shim.host import capabilities, process, sandbox, sandbox_exec
 
-NOBODY = 65534
+UNPRIVILEGED_UID = 65534
 
 
 def order(**members: Any) -> sandbox_exec.ExecSpec:
@@ -55,11 +55,11 @@ async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> N
     number = capabilities.NAMES.index("NET_BIND_SERVICE")
     if "NET_BIND_SERVICE" not in capabilities.privileges().effective:
         pytest.skip("we do not have it ourselves")
-    status, found = await run(tmp_path, order(uid=NOBODY, gid=NOBODY, capabilities=[number]))
+    status, found = await run(tmp_path, order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID, capabilities=[number]))
 
     assert status == 0
-    assert found["Uid"].split() == [str(NOBODY)] * 4
-    assert found["Gid"].split() == [str(NOBODY)] * 4
+    assert found["Uid"].split() == [str(UNPRIVILEGED_UID)] * 4
+    assert found["Gid"].split() == [str(UNPRIVILEGED_UID)] * 4
     assert found["Groups"] == ""
     for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"):
         assert capabilities.names(found[f"Cap{name}"]) == {"NET_BIND_SERVICE"}, name
@@ -134,7 +134,7 @@ async def test_groups_of_the_agent_are_given_up(tmp_path: Path) -> None:
     before = os.getgroups()
     os.setgroups([0, 4, 20])
     try:
-        status, found = await run(tmp_path, order(uid=NOBODY, gid=NOBODY))
+        status, found = await run(tmp_path, order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID))
     finally:
         os.setgroups(before)
 
@@ -145,8 +145,14 @@ async def test_groups_of_the_agent_are_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "step"),
     [
-        ({"uid": NOBODY, "gid": NOBODY, "cwd": "/nothing"}, "enter its directory: /nothing: No such file or directory"),
-        ({"uid": 2**32 - 2, "gid": NOBODY, "argv": ["/nothing"]}, "execute: /nothing: No such file or directory"),
+        (
+            {"uid": UNPRIVILEGED_UID, "gid": UNPRIVILEGED_UID, "cwd": "/nothing"},
+            "enter its directory: /nothing: No such file or directory",
+        ),
+        (
+            {"uid": 2**32 - 2, "gid": UNPRIVILEGED_UID, "argv": ["/nothing"]},
+            "execute: /nothing: No such file or directory",
+        ),
         ({"cgroups": ["/nothing"]}, "join a cgroup: /nothing/cgroup.procs: No such file or directory"),
         ({"argv": ["/etc/passwd"], "has_init": True}, "execute: /etc/passwd: Permission denied"),
     ],
@@ -163,7 +169,7 @@ async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any]
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
-    descriptor = in_memory(order(uid=NOBODY, gid=NOBODY))
+    descriptor = in_memory(order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID))
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
     out = tmp_path / "out"
     argv = [*without, *sandbox.launcher(), "0"]

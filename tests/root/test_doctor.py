@@ -39,7 +39,7 @@ def test_root_with_all_capabilities_is_privileged(box: Machine) -> None:
     report = examined(box)
 
     assert report["tier"] == "privileged"
-    assert verdict(report, "user") == ("good", "root, who can run jobs as another user")
+    assert verdict(report, "user") == ("good", "root: can run jobs as another user")
     assert verdict(report, "mounts")[0] == "good"
 
 

@@ -88,14 +88,15 @@ def user(uid: int, *, is_mapped: bool, change_user_error: int, change_owner_erro
             ),
         )
     if error := change_user_error or change_owner_error:
+        lacking = "become another user" if change_user_error else "give files to another user"
         return Finding(
             "user",
             WRONG,
-            f"{name}{where}, who cannot be or serve another user ({os.strerror(error)})",
+            f"{name}{where}: cannot {lacking} ({os.strerror(error)})",
             "no job that runs as vcap starts",
             _capabilities(["CHOWN", "SETGID", "SETUID"]),
         )
-    return Finding("user", GOOD, f"{name}{where}, who can run jobs as another user")
+    return Finding("user", GOOD, f"{name}{where}: can run jobs as another user")
 
 
 def capabilities(found: Privileges, *, is_root: bool) -> Finding:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from agent_shim.cli import commands
-from agent_shim.core.paths import Paths
+from tests.support import control_peer
 
 NOT_THERE = 66
-NOBODY = 65534
+UNPRIVILEGED_UID = 65534
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def as_another_user() -> Iterator[None]:
     """Root may read everything, so it becomes another user; for others the mode is enough."""
     is_root = os.geteuid() == 0
     if is_root:
-        os.seteuid(NOBODY)
+        os.seteuid(UNPRIVILEGED_UID)
     try:
         yield
     finally:
@@ -124,7 +121,7 @@ def answering(base: Path, *names: str) -> Iterator[list[Any]]:
             return {"services": [{"name": name} for name in names]}
         return {"exception": {"message": "There is no service by that name"}}
 
-    with control_socket(base, reply):
+    with control_peer.answering(base, reply):
         yield seen
 
 
@@ -178,32 +175,3 @@ def test_errors_of_usage_name_what_was_meant(
 def test_a_base_that_cannot_be_made_ends_the_daemon_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("run", "-b", "/proc/nope") == 70
     assert "agent-shim: cannot start: " in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def control_socket(base: Path, reply: Any) -> Iterator[None]:
-    """Serve replies on the control socket of a base."""
-    import socket
-
-    place = Paths(base).control_socket
-    place.parent.mkdir(parents=True)
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:  # shut down
-                return
-            with connection, connection.makefile("rb") as lines:
-                connection.sendall(msgspec.json.encode(reply(json.loads(lines.readline()))) + b"\n")
-
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place))
-        server.listen()
-        serving = threading.Thread(target=serve)
-        serving.start()
-        try:
-            yield
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            serving.join()

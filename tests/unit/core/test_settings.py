@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,24 @@ def test_size_of_logs_that_is_no_size_is_refused(size: str) -> None:
     """At the start, with the place in the file."""
     with pytest.raises(ConfigError, match=r"AgentShim\.logs\.size"):
         settings.parse_config(json.dumps({"AgentShim": {"logs": {"size": size}}}).encode(), origin="agent.json")
+
+
+@pytest.mark.parametrize(
+    ("mbus", "is_good"),
+    [
+        ("nats://10.0.0.1:4222", True),
+        ("https://mbus:secret@0.0.0.0:6868", True),
+        ("https://mbus:secret@:6868", True),
+        ("nats://:4222", False),
+        ("nats//foo", False),
+        ("nats://host:70000", False),
+        ("ftp://host", False),
+        ("", False),
+    ],
+)
+def test_a_bus_needs_an_address_that_can_be_used(mbus: str, is_good: bool) -> None:
+    """The agent's own door may be on all addresses."""
+    found = settings.Effective(parsed(mbus=mbus), settings.UpdateSettings())
+
+    with contextlib.nullcontext() if is_good else pytest.raises(SettingsError, match=r"\$\.mbus"):
+        settings.require_bus(found, "the file")
