@@ -54,6 +54,20 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
     return pod
 
 
+def refusal(session: Session, namespace: str, vm: Object) -> str:
+    """Return the cluster's reason to refuse attachments to such a VM; "" if it admits them."""
+    metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
+    body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
+    try:
+        session.client.try_create(PODS, namespace, body)
+    except ApiError as exc:
+        # A webhook that knows no dry run answers 400, a policy 403 or 422.
+        if exc.status in (http.client.BAD_REQUEST, http.client.FORBIDDEN, http.client.UNPROCESSABLE_ENTITY):
+            return str(exc)
+        raise
+    return ""
+
+
 def attach(session: Session, vm: Object, disk: str) -> None:
     """Create the attachment of a disk and wait until it has mounted the disk."""
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]

@@ -30,6 +30,7 @@ FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 WATCH_S: Final = 5
 """Maximum duration of a watch before it is restarted: a silently dead connection is not waited for."""
+DRY_RUN: Final = "dryRun=All"
 LIST_CHUNK: Final = 250
 ALREADY_EXISTS: Final = "AlreadyExists"
 MERGE_PATCH: Final = "application/merge-patch+json"
@@ -97,6 +98,10 @@ class Client:
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
         """Create an object; ``ApiError`` 409 if the name is taken, perhaps by an attempt whose response was lost."""
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
+
+    def try_create(self, resource: Resource, namespace: str, body: Object) -> None:
+        """Ask for an object's admission without creating it; ``ApiError`` with the reason of a refusal."""
+        self._object("POST", f"{resource.path(namespace)}?{DRY_RUN}", body, name=body["metadata"]["name"])
 
     def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
         """Create an object unless one of its name exists; return the object, and True if it is new."""
@@ -385,10 +390,10 @@ def _jittered(seconds: float) -> float:
 
 def _short(path: str, name: str = "") -> str:
     """Return `pods/NAME` from a path, for the log."""
-    plain = urllib.parse.unquote(path.partition("?")[0])
-    steps = plain.split("/")
+    plain, _, query = path.partition("?")
+    steps = urllib.parse.unquote(plain).split("/")
     at = steps.index("namespaces") + 2 if "namespaces" in steps else len(steps) - 2
-    return "/".join([*steps[at:], *([name] if name else [])])
+    return "/".join([*steps[at:], *([name] if name else [])]) + (" (dry run)" if query == DRY_RUN else "")
 
 
 def _reason(exc: BaseException) -> str:

@@ -19,7 +19,7 @@ CONTEXT_OF_DIRECTOR: Final = frozenset({"director_uuid", "request_id", "vm"})
 MAX_NAMESPACE_CHARS: Final = 40
 """A cid holds the namespace and must fit a label's value of 63 characters."""
 
-AttachWay = Literal["recreate", "live", "never"]
+AttachWay = Literal["auto", "live", "recreate", "never"]
 
 
 class Cluster(Strict, frozen=True):
@@ -58,11 +58,13 @@ class Disks(Strict, frozen=True):
     attach: Annotated[
         AttachWay,
         doc(
-            "How a disk reaches a running VM: `recreate` makes its pod again (data on a claim keeps credentials, "
-            "packages and logs; the address may change); `live` binds it into the running pod (the namespace must "
-            "admit privileged pods); `never` refuses (disks come at creation or are reserved)."
+            "How a disk reaches a running VM: `live` binds it into the running pod (the namespace must admit "
+            "privileged pods); `recreate` makes its pod again (data on a claim keeps credentials, packages and logs; "
+            "the address may change); `never` refuses (disks come at creation or are reserved). `auto`: `live` where "
+            "the namespace admits it, else `recreate` where the network is `manual` and keeps the address, else "
+            "`never`."
         ),
-    ] = "recreate"
+    ] = "auto"
     storage_class: Annotated[str, doc("StorageClass of claims. Empty: the cluster's default.")] = ""
     access_mode: Annotated[
         Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"], doc("Access mode of persistent disks.")

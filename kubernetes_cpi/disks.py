@@ -179,6 +179,13 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
             f"cannot attach the disk {disk} to {vm}, which runs: it was made with `attach: never`; reserve a disk with "
             "the cloud property `persistent_disk`, or choose `recreate` or `live`"
         )
+    if recreation.must_keep_address(session, pod):
+        raise NotSupportedError(
+            f"cannot attach the disk {disk} to {vm}, which runs: the namespace refuses live attachments, and another "
+            "pod would get another address on its dynamic network, which links, DNS and `bosh vms` would not learn. "
+            "Reserve the disk (cloud property `persistent_disk`), admit privileged pods, use a manual network, or set "
+            "`disks.attach: recreate` and run `bosh recreate` after the deploy"
+        )
     if not recreation.can_recreate(pod):
         raise NotSupportedError(
             f"cannot attach the disk {disk} to {vm}, which runs: its {manifests.DATA} is no claim, so that its pod "

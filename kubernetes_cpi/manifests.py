@@ -48,7 +48,7 @@ class Vm(msgspec.Struct, frozen=True):
     groups: Sequence[str]
     """`env.bosh.groups`: director, deployment, instance group, and combinations of them."""
     attach: str
-    """recreate, live, or never."""
+    """live, recreate, never, or auto: no disk reaches the running VM without a change of its address."""
     pull_policy: str
     host_path: str
     storage_class: str

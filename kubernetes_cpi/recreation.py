@@ -32,6 +32,12 @@ def can_recreate(pod: Object) -> bool:
     return names.data_claim(pod["metadata"]["name"]) in manifests.claims_of(pod)
 
 
+def must_keep_address(session: Session, pod: Object) -> bool:
+    """True if the Director has read an address that another pod would not get, and nothing allows the change."""
+    is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
+    return is_undecided and session.config.disks.attach != "recreate"
+
+
 def unfinished(session: Session, vm: str) -> Intent | None:
     """Return the unfinished recreation of a VM."""
     claim = session.client.find(CLAIMS, session.namespace_of(vm), names.data_claim(vm))

@@ -49,6 +49,8 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         claims.check_same_namespace(session, vm.cid, disk)
     held = []
     try:
+        if vm.attach == "auto":
+            vm = msgspec.structs.replace(vm, attach=_chosen_way(session, vm))
         base = manifests.pod(vm)
         _make_secret(session, vm, manifests.settings(vm, wanted.agent_id, env, session.config.agent), base)
         held = _held(session, vm, disks)
@@ -89,11 +91,12 @@ def reboot(session: Session, vm: str) -> None:
     pod = pod or get(session, vm)
     if manifests.takes_live_disks(pod):
         attachments.reboot(session, pod)
-    elif recreation.can_recreate(pod):
+    elif recreation.can_recreate(pod) and not recreation.must_keep_address(session, pod):
         recreation.recreate(session, pod, manifests.disks_of(pod))
     else:
         raise NotSupportedError(
-            f"cannot reboot {vm}: {manifests.DATA} is no claim and disks are not attached live; recreate the VM instead"
+            f"cannot reboot {vm}: disks are not attached live, and a new pod would lose "
+            f"{'its address' if recreation.can_recreate(pod) else manifests.DATA}; recreate the VM instead"
         )
 
 
@@ -159,6 +162,18 @@ def _described(session: Session, wanted: Wanted) -> Vm:
         host_path=config.disks.host_path,
         storage_class=config.disks.storage_class,
     )
+
+
+def _chosen_way(session: Session, vm: Vm) -> str:
+    """Choose the way in which disks reach the running VM without a change of the address that the Director has read."""
+    reason = "the tier `restricted` admits no live disks"
+    if vm.properties.tier != "restricted":
+        reason = attachments.refusal(session, vm.namespace, manifests.pod(vm))
+        if not reason:
+            return "live"
+    way = "recreate" if vm.networks.address else "auto"
+    log.say(f"disks.attach: {'by recreation' if way == 'recreate' else 'only at creation'}: {reason}")
+    return way
 
 
 def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:

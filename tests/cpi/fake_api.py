@@ -113,12 +113,19 @@ class Cluster:
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
+    def admitted(self, key: Key, body: Object) -> Object:
+        """Refuse what ``create`` would refuse; keep nothing."""
+        _check_metadata(body["metadata"])
+        if key[0] == "pods":
+            _check_pod(body)
+        for admit in self.admission:
+            admit(key[0], body)
+        return body
+
     def create(self, key: Key, body: Object) -> Object:
         with self.changed:
             plural, namespace, name = key
-            _check_metadata(body["metadata"])
-            for admit in self.admission:
-                admit(plural, body)
+            self.admitted(key, body)
             if key in self.objects:
                 raise RefusalError(409, "AlreadyExists", f'{plural} "{name}" already exists')
             body["metadata"] |= {
@@ -133,7 +140,6 @@ class Cluster:
                 # WaitForFirstConsumer: bound when a pod wants it.
                 body["status"] = {"phase": "Pending"}
             if plural == "pods":
-                _check_pod(body)
                 body["status"] = {"phase": "Pending"}
             if plural == "services" and body["spec"].get("clusterIP") != "None":
                 body["spec"].setdefault("clusterIP", "10.0.0.1")
@@ -347,8 +353,9 @@ class Server:
         self.cluster.settle()
 
     def config(self, **more: Any) -> Object:
-        """A configuration of the CPI for this server."""
-        return {"cluster": {"server": self.url, "token": self.token}, "namespace": "bosh", **more}
+        """A configuration of the CPI for this server; disks by recreation, which asks most of the CPI itself."""
+        cluster = {"server": self.url, "token": self.token}
+        return {"cluster": cluster, "namespace": "bosh", "disks": {"attach": "recreate"}, **more}
 
     def fail(self, pattern: str, **what: Any) -> Fault:
         """Play a fault on requests to come."""
@@ -403,8 +410,10 @@ class Server:
         if key[0] == "volumesnapshots" and not cluster.has_snapshots:
             raise RefusalError(404, "NotFound", "the server could not find the requested resource")
         with cluster.changed:
-            if method == "POST":
-                answer: Object | str = cluster.create(key, body)
+            if method == "POST" and "dryRun" in query:
+                answer: Object | str = cluster.admitted(key, body)
+            elif method == "POST":
+                answer = cluster.create(key, body)
             elif method == "PATCH":
                 answer = cluster.patch(key, body)
             elif method == "DELETE":

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tests.cpi.calls import Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Server, unscheduled, waiting
+from tests.cpi.calls import ENV, STEMCELL, Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Object, RefusalError, Server, unscheduled, waiting
 
 AT_CREATION = "/var/vcap/bosh/disks-at-creation"
 LIVE = "/var/vcap/bosh/disks"
@@ -358,6 +358,85 @@ def test_never_refuses(cpi: Cpi, cluster: Cluster) -> None:
         cpi("attach_disk", vm, disk)
 
     assert failed.value.type == "NotSupported"
+
+
+# --- the default ----------------------------------------------------------------------------------------------------
+
+POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes, privileged'
+
+
+def refuse_privileged(plural: str, body: Object) -> None:
+    """Admission of a namespace at the level `baseline`."""
+    if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
+        raise RefusalError(403, "Forbidden", POD_SECURITY)
+
+
+def test_default_attaches_live_where_the_namespace_admits_it(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cpi.write(server.config(disks={}))
+    vm = cpi.create_vm()
+    before = cluster.of("pods")[vm]
+    disk = cpi("create_disk", 64, {}, vm)
+
+    assert cpi("attach_disk", vm, disk) == {"path": f"{LIVE}/{disk}"}
+
+    assert cluster.of("pods")[vm]["status"]["podIP"] == before["status"]["podIP"]
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == before["metadata"]["uid"]
+    assert len(attachments(cluster)) == 1, "the question of the admission leaves no pod"
+
+
+def test_default_never_changes_an_address_that_the_director_has_read(
+    cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.admission.append(refuse_privileged)
+    cpi.write(server.config(disks={}))
+    vm = cpi.create_vm()
+    before = cluster.of("pods")[vm]
+    disk = cpi("create_disk", 64, {}, vm)
+
+    with pytest.raises(CpiFailedError, match="would get another address") as failed:
+        cpi("attach_disk", vm, disk)
+    with pytest.raises(CpiFailedError, match="a new pod would lose its address; recreate the VM instead"):
+        cpi("reboot_vm", vm)
+
+    assert failed.value.type == "NotSupported"
+    assert cluster.of("pods")[vm] == before
+    assert holder(cluster, disk) is None
+    assert f"disks.attach: only at creation: cannot POST pods/attach-{vm[-16:]}" in capsys.readouterr().err
+    cpi.write(server.config(disks={"attach": "recreate"}))
+    assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}, "the operator accepts another address"
+    cpi("detach_disk", vm, disk)
+    cpi.write(server.config(disks={}))
+    cpi("delete_vm", vm)
+    again = cpi.create_vm("agent-2", [disk])
+    assert cpi("attach_disk", again, disk) == {"path": f"{AT_CREATION}/{disk}"}
+
+
+def test_default_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cluster.admission.append(refuse_privileged)
+    cpi.write(server.config(disks={}))
+    manual = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "cloud_properties": {"cni": "calico"}}
+    vm, _ = cpi("create_vm", "agent-1", STEMCELL, {}, {"first": manual}, [], ENV)
+    disk = cpi("create_disk", 64, {}, vm)
+
+    assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
+
+    assert cluster.of("pods")[vm]["status"]["podIP"] == "10.0.0.5"
+
+
+def test_default_asks_nothing_for_the_restricted_tier(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cpi.write(server.config(disks={}))
+    cpi.create_vm(tier="restricted")
+    assert [one for one in server.requests if "attach-" in one] == []
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_policy_that_does_not_answer_the_question_is_a_refusal(
+    cpi: Cpi, cluster: Cluster, server: Server, status: int
+) -> None:
+    cpi.write(server.config(disks={}))
+    server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
+    vm = cpi.create_vm()
+    assert cluster.of("pods")[vm]["metadata"]["annotations"]["cpi.bosh.io/attach"] == "auto"
 
 
 # --- live -----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Way:
 WAYS: Final = (
     Way("at creation", "never", "base", "baseline"),
     Way("reserved", "never", "base", "baseline", reserved=True),
-    Way("live", "live", "base", "privileged"),
+    Way("by default", "auto", "base", "privileged"),
     Way("live, mounted", "live", "privileged", "privileged"),
     Way("by recreation", "recreate", "base", "baseline"),
 )

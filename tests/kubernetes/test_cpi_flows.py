@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 ATTACHING = pytest.mark.parametrize("site", [way for way in WAYS if way.attach != "never"], ids=str, indirect=True)
 """The ways in which a disk comes to a VM that runs."""
 
-LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach == "live"], ids=str, indirect=True)
+LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach in ("live", "auto")], ids=str, indirect=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS, ids=str)
@@ -49,7 +49,7 @@ async def db(site: Site) -> Instance:
 
 
 async def _deployed_in_two(site: Site) -> Instance:
-    """If disks come only at creation, the first deploy fails with the reason; the next one creates the VM again."""
+    """If disks come only at creation, attach_disk fails with the reason; a stopped instance takes one later."""
     director = site.deployments
     instance = Instance("db")
     await director.create_vm(instance)
