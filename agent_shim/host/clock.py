@@ -21,12 +21,12 @@ def boot_time() -> float:
 
 def boot_ticks() -> int:
     """Return the current tick: a lower bound for the start time of a process made now."""
-    return int(boot_time() * TICKS)
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
 
 
 def uptime_of(start_ticks: int) -> int:
     """Return the age in whole seconds of a process started at ``start_ticks``; never negative."""
-    return max(0, int(boot_time() - start_ticks / TICKS))
+    return max(0, int(time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / TICKS))
 
 
 def wall_time() -> float:

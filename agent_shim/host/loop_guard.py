@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from agent_shim.host import process
+
 logger = logging.getLogger(__name__)
 
 LIMIT_S: Final = 0.05
@@ -60,7 +62,7 @@ def _now(*, is_end: bool) -> _Clock:
 
 
 @contextlib.contextmanager
-def spawning() -> Iterator[None]:
+def _spawning() -> Iterator[None]:
     """Exclude the start of a program, whose duration on a busy machine is not the loop's fault."""
     begun_at, cpu = time.perf_counter(), time.thread_time()
     try:
@@ -103,6 +105,7 @@ def install(reports: Path | None = None) -> None:
     witness = _Witness()
     witness.start()
     _installed.extend((witness, run))
+    process.spawning = _spawning
 
     def guarded(handle: asyncio.Handle) -> None:
         witness.begin()
@@ -124,6 +127,7 @@ def remove() -> None:
     if _installed:
         setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
         _installed.pop().over.set()
+        process.spawning = contextlib.nullcontext
 
 
 class _Callback:

@@ -9,6 +9,7 @@ reads them, and a process that blocks the thread is not read again until that re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -318,6 +319,7 @@ def incarnation() -> str:
     return f"{boot}/{namespace}/{first.start_ticks if first else 0}"
 
 
+@functools.cache
 def boot_id() -> str:
     """Return the id of this boot of the kernel; raises ``OSError`` where it is hidden."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -25,12 +25,12 @@ import subprocess
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import clock, files, guarded, loop_guard, proc
+from agent_shim.host import clock, files, guarded, proc
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ _due: deque[Process] = deque()
 """Processes whose exit was seen and is not processed yet."""
 _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
+spawning: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+"""Context of the start of a program; ``host.loop_guard`` replaces it."""
 takes_orphans = False
 """True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
@@ -288,12 +290,13 @@ def spawn(
     with contextlib.ExitStack() as opened:
         try:
             out, err = (_output(opened, target) for target in (stdout, stderr))
-            setup = _ChildSetup(_ids(user, group) if os.geteuid() == 0 else _Ids(), user, limits, nice, cgroups, opened)
+            ids = _ids(user, group) if (user or group) and os.geteuid() == 0 else _Ids()
+            setup = _ChildSetup(ids, user, limits, nice, cgroups, opened)
             if setup.is_needed:
                 # Newer Pythons warn about any code between fork and exec; this is a few system calls.
                 opened.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", DeprecationWarning)
-            opened.enter_context(loop_guard.spawning())
+            opened.enter_context(spawning())
             popen = subprocess.Popen(
                 argv,
                 env=env,

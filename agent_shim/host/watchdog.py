@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -62,26 +62,21 @@ def _put(thread: int, note: tuple[str, str] | None) -> None:
         _page[: len(data)] = data
 
 
-class reading:  # noqa: N801 - used as a function
+@contextlib.contextmanager
+def reading(service: str, what: str) -> Iterator[None]:
     """Note for the block that this thread reads ``what`` of a service."""
-
-    __slots__ = ("_before", "_note", "_thread")
-
-    def __init__(self, service: str, what: str) -> None:
-        self._note = (service, what)
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        self._before = _readings.get(self._thread)
-        _readings[self._thread] = self._note
-        _put(self._thread, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is None:
-            _readings.pop(self._thread, None)
+    thread = threading.get_ident()
+    before = _readings.get(thread)
+    _readings[thread] = (service, what)
+    _put(thread, (service, what))
+    try:
+        yield
+    finally:
+        if before is None:
+            _readings.pop(thread, None)
         else:
-            _readings[self._thread] = self._before
-        _put(self._thread, self._before)
+            _readings[thread] = before
+        _put(thread, before)
 
 
 # --- marks ----------------------------------------------------------------------------------------------------------

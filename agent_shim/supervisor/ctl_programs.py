@@ -329,12 +329,20 @@ class Programs:
 
     async def last_words(self, name: str) -> str:
         """Return the last output line of a service's programs."""
-        return await last_line(name, self._file(name), self._output)
+        return _last_word(await self._printed(name))
 
     async def refused_limit(self, name: str) -> str:
         """Return the last shell message about a limit that a script could not set; "" without one."""
-        lines = await _lines(name, self._file(name), self._output)
+        lines = await self._printed(name)
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
+
+    async def _printed(self, name: str) -> list[str]:
+        """Return the last lines of a service's programs; most programs print nothing, and need no thread."""
+        path = self._file(name)
+        with contextlib.suppress(OSError):
+            if not path.stat(follow_symlinks=False).st_size:
+                return []
+        return await _lines(name, path, self._output)
 
     def trim(self) -> None:
         """Truncate large output files to their end: a start program that became the daemon may print forever."""
@@ -385,7 +393,10 @@ async def last_line(whose: str, path: Path, root: Path) -> str:
     At most ``MAX_LAST_BYTES`` of it. Commands traced by ``set -x`` count only if there is nothing else. ``whose`` is
     the label of the service that may write the file.
     """
-    lines = await _lines(whose, path, root)
+    return _last_word(await _lines(whose, path, root))
+
+
+def _last_word(lines: list[str]) -> str:
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 

@@ -88,7 +88,7 @@ class ProcessFinder:
             if self.process is not None:
                 return True
             self.refused = ""
-            pidfile = _read(spec) if spec.pattern is None else None
+            pidfile = process_record.read(spec.pidfile) if spec.pattern is None else None
         found = await self._find(spec, traces, pidfile)
         if found is None:
             return False
@@ -119,7 +119,7 @@ class ProcessFinder:
             traces.lives(self._session)
         else:
             traces.ended(self.process.identity, self._session, self.process.seen_ticks)
-            if (last := _read(spec)) is not None and last.pid == self.process.pid:
+            if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
                 traces.heeded = last  # even if rewritten: it never means the next process of this number
             self.process = None
 
@@ -215,7 +215,7 @@ class ProcessFinder:
     ) -> None:
         """Raise ``HostError`` if no process can follow the exited start program."""
         with watchdog.reading(spec.name, "its pidfile"):
-            found = _read(spec)
+            found = process_record.read(spec.pidfile)
         named = found.pid if found and traces.is_fresh(found) else 0
         if named == program.pid:
             raise HostError(f"the process exited immediately: {describe(status)}")
@@ -243,10 +243,6 @@ def describe(status: int | None) -> str:
     if status > 128 and status - 128 in set(signal.Signals):
         return signal.Signals(status - 128).name
     return f"exit {status}"
-
-
-def _read(spec: ProcessSpec) -> Pidfile | None:
-    return process_record.read(spec.pidfile) if spec.pidfile else None
 
 
 def _exists(path: Path) -> bool:

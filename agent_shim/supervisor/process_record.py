@@ -42,8 +42,10 @@ class Pidfile(NamedTuple):
     """Uid of the owner."""
 
 
-def read(path: Path) -> Pidfile | None:
+def read(path: Path | None) -> Pidfile | None:
     """Read a pidfile as monit does: a regular file that starts with a number above 0; None otherwise."""
+    if path is None:
+        return None
     try:
         descriptor = guarded.open_file(path)
     except OSError:
@@ -101,7 +103,7 @@ class ProcessRecord(msgspec.Struct):
         """Record a started start program; ``pidfile`` is the one that preceded it."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
-        self._join(Session(*program))
+        self.sessions = [*self.sessions, Session(*program)][-MAX_SESSIONS:]
 
     def found(self, process: proc.Stat, pidfile: Pidfile | None, *, is_guest: bool, leads_session: bool) -> None:
         """Record the service's process.
@@ -116,10 +118,10 @@ class ProcessRecord(msgspec.Struct):
         """Record the session that a process of the service started."""
         if process.session not in {0, *self.numbers()} and len(self.sessions) < MAX_SESSIONS:
             is_led = process.pid == process.session
-            self._join(Session(process.session, process.start_ticks, clock.boot_ticks(), is_led))
-
-    def _join(self, session: Session) -> None:
-        self.sessions = [*self.sessions, session][-MAX_SESSIONS:]
+            self.sessions = [
+                *self.sessions,
+                Session(process.session, process.start_ticks, clock.boot_ticks(), is_led),
+            ]
 
     def identities(self) -> list[Identity]:
         """Processes already recorded as the service's own."""

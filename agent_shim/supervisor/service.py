@@ -81,11 +81,6 @@ class Record(msgspec.Struct):
     is_start_due: bool = False
     """Saved by version 0.2.0 with a stop that precedes a start."""
 
-    def __post_init__(self) -> None:
-        if self.is_start_due and self.state is State.STOPPING:
-            self.state = State.BOUNCING
-        self.is_start_due = False
-
 
 class StopRequest(NamedTuple):
     """Data of a stop."""
@@ -248,16 +243,16 @@ class Service:
 
     def _log(self, trigger: Trigger) -> None:
         members = {
-            "process": self.name,
+            "process": self.spec.name,
             "job": self.spec.job,
             "trigger": trigger.value,
-            "state": self.state.value,
+            "state": self.record.state.value,
             **({"exit": self.record.last_exit} if trigger is Trigger.DIED else {}),
         }
         is_failure = trigger in (Trigger.DIED, Trigger.FAILED, Trigger.STUCK)
         why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
         level = logging.WARNING if is_failure else logging.INFO
-        logger.log(level, "%s: %s, now %s", self.name, why, self.state.value, extra={"members": members})
+        logger.log(level, "%s: %s, now %s", self.spec.name, why, self.record.state.value, extra={"members": members})
 
     def _take_effect(self, effect: Effect) -> None:
         record = self.record
@@ -321,7 +316,7 @@ class Service:
             Work.END: self._end,
         }
         while True:
-            await work[WORK[self.state]]()
+            await work[WORK[self.record.state]]()
 
     def release(self) -> None:
         """Drop the process handles; the processes stay alive."""
@@ -332,7 +327,7 @@ class Service:
     async def _launch(self) -> None:
         """Run the start program and wait for the process, unless it already runs."""
         self._has_lived = True
-        if self.state is State.STARTING:
+        if self.record.state is State.STARTING:
             for prerequisite in self.prerequisites:
                 await prerequisite.has_left(UNDERWAY)
         else:
@@ -347,7 +342,7 @@ class Service:
         else:
             self.on(Trigger.APPEARED)
             start = self.spec.start
-            if start and not start.bpm and (said := await self._shared.programs.refused_limit(self.name)):
+            if start and not start.bpm and (said := await self._shared.programs.refused_limit(self.spec.name)):
                 # The container refused the limit, and the shell continued without it.
                 self.record.reason = f"running with a lower limit than its start program requested: {said}"
         if self._is_counted:
@@ -363,7 +358,7 @@ class Service:
                 await finder.look_at_path(spec)
             # monit runs the start program of a check without a process even if its path exists, and the stop program
             # before that.
-            if (spec.is_process or spec.start is None) and await self._look():
+            if (spec.is_process or spec.start is None) and await self._finder.look(self.spec, self.record.traces):
                 return
             if spec.start is None:
                 raise HostError("it has no start program")
@@ -372,8 +367,8 @@ class Service:
                 await self._run_stop()
             if spec.is_process and spec.start.bpm is None and self.record.traces.begun:
                 await self._shared.programs.clear(spec.label, self.record.traces, self._timing.grace)
-            with watchdog.reading(self.name, "its pidfile"):
-                before = process_record.read(spec.pidfile) if spec.pidfile else None
+            with watchdog.reading(spec.name, "its pidfile"):
+                before = process_record.read(spec.pidfile)
             start, call = spec.start, spec.start.bpm
             finder.program = await (self._start_bpm(call, start.timeout) if call else self._run(start, "Started"))
             self.record.traces.begin(finder.program.identity, before)
@@ -399,9 +394,6 @@ class Service:
         except (ConfigError, OSError) as exc:
             raise HostError(str(exc)) from exc
 
-    async def _look(self) -> bool:
-        return await self._finder.look(self.spec, self.record.traces)
-
     async def _failed(self, why: str) -> None:
         self.record.failures = max(self.record.failures + 1, 2)
         self.record.reason = await self._with_last_words(f"cannot start: {why}")
@@ -413,7 +405,7 @@ class Service:
     async def _watch(self) -> None:
         """Wait for the process to exit; follow a process that replaced it."""
         how = await self._finder.gone(self.spec)
-        if await self._look():
+        if await self._finder.look(self.spec, self.record.traces):
             self.notify("PID changed", self.spec.change.kind, f"process PID changed to {self._finder.pid}")
             await self.react(self.spec.change)
         else:
@@ -428,7 +420,7 @@ class Service:
             self.notify("Exists", "alert", f"process is running with pid {self._finder.pid}")
             self.on(Trigger.SETTLED)
         else:
-            if not await self._look():
+            if not await self._finder.look(self.spec, self.record.traces):
                 await self._lost(how)
 
     async def _lost(self, how: str) -> None:
@@ -474,7 +466,7 @@ class Service:
         try_at = time.monotonic() + self._delay()
         while (left := try_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left, self._timing.look))
-            if await self._look():
+            if await self._finder.look(self.spec, self.record.traces):
                 self.on(Trigger.APPEARED)
                 return
         self.on(Trigger.RETRIED)
@@ -486,7 +478,7 @@ class Service:
             again_at = time.monotonic() + self._timing.cycle
             while time.monotonic() < again_at:
                 await asyncio.sleep(self._timing.look)
-                if await self._look():
+                if await self._finder.look(self.spec, self.record.traces):
                     self.on(Trigger.APPEARED)
                     return
 
@@ -539,7 +531,7 @@ class Service:
         programs, traces = self._shared.programs, self.record.traces
         known: list[Identity] = []
         left: list[Left] = []
-        if await self._look() or self._has_lived:
+        if await self._finder.look(self.spec, self.record.traces) or self._has_lived:
             if self.spec.start is not None:
                 # Descent still identifies processes that left their session and cleared their environment.
                 known = await programs.members(self.spec.label, traces)
@@ -607,15 +599,15 @@ class Service:
 
     async def _run(self, program: Program, event: str, *, is_aside: bool = False) -> Process:
         return await self._shared.programs.run(
-            self.name, program, event, label=self.spec.label, pid=self._finder.pid, is_aside=is_aside
+            self.spec.name, program, event, label=self.spec.label, pid=self._finder.pid, is_aside=is_aside
         )
 
     async def _with_last_words(self, why: str) -> str:
         start = self.spec.start
         call = start.bpm if start else None
-        words = await (self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.name))
+        words = await (self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.spec.name))
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
         """Report an event to operators."""
-        self._shared.notify(Event(self.name, event, action, description))
+        self._shared.notify(Event(self.spec.name, event, action, description))

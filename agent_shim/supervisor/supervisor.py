@@ -270,18 +270,17 @@ class Supervisor:
                     service.resume(record, same_world=same_world)
             self._services[key] = service
         for service in self._services.values():
+            own = service.spec.name.lower()
             needed = [name.lower() for name in service.spec.depends]
             service.prerequisites = [self._services[name] for name in needed if name in self._services]
             service.dependants = [
-                other
-                for other in self._services.values()
-                if service.name.lower() in (name.lower() for name in other.spec.depends)
+                other for other in self._services.values() if own in (name.lower() for name in other.spec.depends)
             ]
         for key, service in self._services.items():
-            if service.state is State.BROKEN and reported.get(key) != service.record.reason:
+            if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
                 service.notify("Execution failed", "alert", service.record.reason)
             if key not in self._lives:
-                self._lives[key] = asyncio.create_task(service.live(), name=f"service {service.name}")
+                self._lives[key] = asyncio.create_task(service.live(), name=f"service {key}")
                 self._lives[key].add_done_callback(self._life_ended)
         self._checks.plan_changed()
         self._changed()
@@ -466,8 +465,8 @@ class Supervisor:
         async with self._writing:
             services = self._memory | {key: service.record for key, service in self._services.items()}
             for service in starting:
-                if service.state not in MONITORED:
-                    services[service.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
+                if service.record.state not in MONITORED:
+                    services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
             saved = Saved(SCHEMA, proc.incarnation(), self._is_wanted, list(self._files), services)
             try:
                 await files.save(self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600)
@@ -491,7 +490,13 @@ def read_saved(path: Path) -> Saved | None:
     except (OSError, ValueError) as exc:
         logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, exc)
         return None
-    return saved if saved.schema == SCHEMA else None
+    if saved.schema != SCHEMA:
+        return None
+    for record in saved.services.values():
+        if record.is_start_due and record.state is State.STOPPING:
+            record.state = State.BOUNCING
+        record.is_start_due = False
+    return saved
 
 
 async def _stopped(services: Sequence[Service], timeout: float) -> None:

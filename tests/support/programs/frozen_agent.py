@@ -23,8 +23,8 @@ watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
 careful = process_record.read
 
 
-def naive(path: Path) -> process_record.Pidfile | None:
-    if path.is_fifo():
+def naive(path: Path | None) -> process_record.Pidfile | None:
+    if path is not None and path.is_fifo():
         match MODE:
             case "blocked":
                 path.read_text()

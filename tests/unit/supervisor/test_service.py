@@ -13,8 +13,9 @@ import pytest
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.service import Record, Service, ServiceContext
+from agent_shim.supervisor.service import Service, ServiceContext
 from agent_shim.supervisor.state import State
+from agent_shim.supervisor.supervisor import SCHEMA, read_saved
 
 
 @pytest.mark.parametrize(
@@ -49,13 +50,21 @@ async def test_a_restart_takes_along_only_dependants_that_are_up(state: State, a
     assert (service.state, dependant.state) == (State.BOUNCING, after)
 
 
-def test_a_restart_saved_by_the_first_release_goes_on() -> None:
+def test_a_restart_saved_by_the_first_release_goes_on(tmp_path: Path) -> None:
     """Version 0.2.0 saved it as a stop with a mark."""
-    saved = msgspec.json.decode(b'{"state": "stopping", "is_start_due": true}', type=Record)
-    stop = msgspec.json.decode(b'{"state": "stopping", "is_start_due": false}', type=Record)
+    services = {
+        "bounced": {"state": "stopping", "is_start_due": True},
+        "stopped": {"state": "stopping", "is_start_due": False},
+    }
+    document = {"schema": SCHEMA, "incarnation": "", "is_wanted": True, "files": [], "services": services}
+    (tmp_path / "supervisor.json").write_bytes(msgspec.json.encode(document))
 
-    assert (saved.state, stop.state) == (State.BOUNCING, State.STOPPING)
-    assert b'"is_start_due":false' in msgspec.json.encode(saved)
+    saved = read_saved(tmp_path / "supervisor.json")
+
+    assert saved is not None
+    bounced = saved.services["bounced"]
+    assert (bounced.state, saved.services["stopped"].state) == (State.BOUNCING, State.STOPPING)
+    assert b'"is_start_due":false' in msgspec.json.encode(bounced)
 
 
 def made(name: str) -> Service:
