@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -123,11 +124,11 @@ def charts(panels: Sequence[tuple[str, str, Sequence[Line]]], begin: float, end:
     for number, (title, unit, lines) in enumerate(panels):
         x, y = 4.0, number * (height + 8) + 4
         most = max((value for _, points in lines for _, value in points), default=0.0)
-        area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, most * 1.15 or 1.0)
+        area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, Scale(most * 1.15 or 1.0, unit))
         colours = [LINES[place % len(LINES)] for place in range(len(lines))]
         drawn.append(_frame(title, (x, y, width, height)))
         drawn += [area.band(*band) for band in bands]
-        drawn.append(area.axes(unit))
+        drawn.append(area.axes())
         drawn += [area.line(points, colour, 0) for (_, points), colour in zip(lines, colours, strict=True) if points]
         drawn.append(_legend([name for name, _ in lines], colours, (x, y, width, height)))
     return _picture(width + 8, len(panels) * (height + 8) + 8, drawn)
@@ -174,8 +175,9 @@ def _series(url: str, panel: dict[str, Any], minutes: float, box: Box) -> str:
         lines = _stacked(lines)
     most = max(value for _, points in lines for _, value in points)
     ceiling = defaults.get("max", most * 1.15 or 1.0)
-    area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, ceiling)
-    drawn = [area.axes(defaults["unit"])]
+    scale = Scale(ceiling, defaults["unit"], is_whole=defaults.get("decimals") == 0)
+    area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, scale)
+    drawn = [area.axes()]
     chosen = {one["matcher"]["options"]: one["properties"] for one in panel["fieldConfig"]["overrides"]}
     named = {name: NAMED[properties[0]["value"]["fixedColor"]] for name, properties in chosen.items()}
     colours = [named.get(name, LINES[number % len(LINES)]) for number, (name, _) in enumerate(lines)]
@@ -186,20 +188,36 @@ def _series(url: str, panel: dict[str, Any], minutes: float, box: Box) -> str:
     return "".join([*drawn, _legend([name for name, _ in lines], colours, box)])
 
 
+class Scale:
+    """The values of an axis: three to six ticks at 1, 2 or 5 times a power of ten, in the unit that is shown."""
+
+    def __init__(self, most: float, unit: str, *, is_whole: bool = False) -> None:
+        self._unit, self._one = unit, float(1 << 20) if unit == "bytes" else 1.0
+        least = most / self._one / 5
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+        self.step = (max(1.0, step) if is_whole else step) * self._one
+        self.ceiling = math.ceil(most / self.step - 1e-9) * self.step
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """Values with their labels."""
+        for number in range(round(self.ceiling / self.step) + 1):
+            yield number * self.step, _shown(number * self.step, self._unit)
+
+
 class Area:
-    """Where lines are drawn: left, top, right, bottom; from when to when, and up to which value."""
+    """Where lines are drawn: left, top, right, bottom; from when to when, and on which scale."""
 
-    def __init__(self, box: Box, begin: float, end: float, ceiling: float) -> None:
+    def __init__(self, box: Box, begin: float, end: float, scale: Scale) -> None:
         self._left, self._top, self._right, self._bottom = box
-        self._begin, self._end, self._ceiling = begin, end, ceiling
+        self._begin, self._end, self._scale = begin, end, scale
 
-    def axes(self, unit: str) -> str:
+    def axes(self) -> str:
         """Levels with their values, and three moments."""
         parts = []
-        for quarter in range(5):
-            height = self._bottom - quarter / 4 * (self._bottom - self._top)
+        for value, label in self._scale.ticks():
+            height = self._bottom - value / self._scale.ceiling * (self._bottom - self._top)
             parts.append(f'<path d="M{self._left} {height}H{self._right}" stroke="#2b2f36"/>')
-            label = _shown(self._ceiling * quarter / 4, unit)
             parts.append(_text(self._left - 6, height + 4, label, text_anchor="end", fill=FAINT))
         for share in (0.0, 0.5, 1.0):
             moment = self._begin + share * (self._end - self._begin)
@@ -227,7 +245,7 @@ class Area:
 
     def _at(self, moment: float, value: float) -> str:
         across = self._left + (moment - self._begin) / (self._end - self._begin) * (self._right - self._left)
-        return f"{across:.1f},{self._bottom - min(1.0, value / self._ceiling) * (self._bottom - self._top):.1f}"
+        return f"{across:.1f},{self._bottom - min(1.0, value / self._scale.ceiling) * (self._bottom - self._top):.1f}"
 
 
 def _legend(names: Sequence[str], colours: Sequence[str], box: Box) -> str:
@@ -275,7 +293,7 @@ def _shown(value: float, unit: str) -> str:
         case "s":
             if value >= 86400:
                 return f"{value / 86400:.0f} days"
-            return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.0f} ms"
+            return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
         case "reqps":
             return f"{value:.2g}/s"
     return f"{value:.0f}" if value == int(value) else f"{value:.2g}"

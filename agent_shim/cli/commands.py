@@ -56,7 +56,7 @@ KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 
 def main(argv: Sequence[str]) -> int:
-    """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/operations.md)."""
+    """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/commands.md)."""
     args, surplus = parser().parse_known_args(argv)
     if surplus:
         args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``agent-shim``: run the command and return the exit code (listed in docs/operations.md)."""
+    """``agent-shim``: run the command and return the exit code (listed in docs/commands.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["probe"]:
         from agent_shim.cli import probe

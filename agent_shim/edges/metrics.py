@@ -428,7 +428,7 @@ _counter = partial(_family, CounterMetricFamily)
 
 
 def table() -> str:
-    """Render all families as a Markdown table for docs/operations.md."""
+    """Render all families as a Markdown table for docs/metrics.md."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in [*Metrics(Readings).collect(), *ProcessCollector(registry=None).collect()]:
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")

@@ -1,6 +1,6 @@
 """Requests of ``env.bosh`` to the machine itself: each key that the Go agent reads, and its effect here.
 
-Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/operations.md has the same table.
+Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/configuration.md has the same table.
 """
 
 from __future__ import annotations

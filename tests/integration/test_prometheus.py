@@ -76,6 +76,31 @@ def test_the_rules_pass_their_tests() -> None:
     assert "SUCCESS" in checked("check", "config", str(DEPLOY / "prometheus/prometheus.yaml"))
 
 
+def test_targets_of_bosh_exporter_become_one_each(scratch: Path) -> None:
+    """An address has a group for each process; those of other deployments are left out."""
+    for name in ("rules.yaml", "prometheus-bosh.yaml"):
+        shutil.copy(DEPLOY / "prometheus" / name, scratch)
+    found = [("mine", "web"), ("mine", "db"), ("other", "web")]
+    groups = [
+        {
+            "targets": ["10.0.0.1"] if deployment == "mine" else ["10.0.0.2"],
+            "labels": {"__meta_bosh_deployment": deployment, "__meta_bosh_job_process_name": process_name},
+        }
+        for deployment, process_name in found
+    ]
+    (scratch / "bosh_target_groups.json").write_text(json.dumps(groups))
+    config = str(scratch / "prometheus-bosh.yaml")
+
+    assert "SUCCESS" in checked("check", "config", config)
+    answer = checked("check", "service-discovery", "--timeout=10s", config, "agent-shim")
+    kept = {
+        tuple(sorted(one["labels"].items())) for one in json.JSONDecoder().raw_decode(answer[answer.index("[") :])[0]
+    }
+    # Prometheus scrapes targets with the same labels once.
+    (target,) = (dict(labels) for labels in kept - {()})
+    assert target.items() >= {"instance": "10.0.0.1:9190", "job": "agent-shim", "bosh_deployment": "mine"}.items()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as once:
         port: int = once.getsockname()[1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from tests.structure.source import FLOORS, Module, modules
-from tests.support.drawn import GENERATED, PAGES, module_tables, purpose, regenerated
+from tests.support.drawn import GENERATED, OBJECTS, PAGES, PROMETHEUS, module_tables, purpose, regenerated
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
@@ -14,6 +15,17 @@ def test_page_is_current(page: str) -> None:
     text = (PAGES / page).read_text()
 
     assert regenerated(page, text) == text, "stale: ./dev run python -m tests.support.drawn"
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_object_is_current(name: str) -> None:
+    """Rules and dashboard have one source each, and the objects of a cluster say the same."""
+    text = (PROMETHEUS / name).read_text()
+    made, rules = yaml.safe_load(text), yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
+    board = (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()
+
+    assert OBJECTS[name]() == text, "stale: ./dev run python -m tests.support.drawn"
+    assert (made.get("spec") or made["data"]) in (rules, {"agent-shim.json": board})
 
 
 def test_missing_marker_is_an_error() -> None:

@@ -1,9 +1,10 @@
-"""``./dev run python -m tests.support.drawn``: write the generated parts of the pages in ``docs/``."""
+"""``./dev run python -m tests.support.drawn``: write the generated parts of ``docs/`` and ``deploy/``."""
 
 from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -11,9 +12,10 @@ from typing import Final
 from agent_shim.edges import metrics
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, Module, modules
-from tests.support import commands_page
+from tests.support import commands_page, limits_page
 
 PAGES: Final = Path(__file__).parents[2] / "docs"
+PROMETHEUS: Final = Path(__file__).parents[2] / "deploy/prometheus"
 
 
 def floor_table() -> str:
@@ -99,10 +101,43 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
     ("architecture.md", "modules"): module_tables,
     ("commands.md", "commands"): commands_page.tables,
-    ("operations.md", "boot steps"): boot_steps,
-    ("operations.md", "metrics"): lambda: f"{metrics.table()}\n",
+    ("lifecycle.md", "boot steps"): boot_steps,
+    ("limits.md", "limits"): limits_page.table,
+    ("metrics.md", "metrics"): lambda: f"{metrics.table()}\n",
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+
+
+def prometheus_rule() -> str:
+    """The rules as an object of the Prometheus operator."""
+    rules = (PROMETHEUS / "rules.yaml").read_text().partition("\ngroups:")[2]
+    head = _object("monitoring.coreos.com/v1", "PrometheusRule", "agent-shim")
+    return f"{head}spec:\n{_inner(f'groups:{rules}', 2)}"
+
+
+def dashboard() -> str:
+    """The dashboard in a ConfigMap, with the label by which Grafana's sidecar finds it."""
+    board = (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()
+    head = _object("v1", "ConfigMap", "agent-shim-dashboard", '  labels: {grafana_dashboard: "1"}\n')
+    return f"{head}data:\n  agent-shim.json: |\n{_inner(board, 4)}"
+
+
+def _object(version: str, kind: str, name: str, labels: str = "") -> str:
+    return (
+        "# Made by `python -m tests.support.drawn`.\n"
+        f"apiVersion: {version}\nkind: {kind}\nmetadata:\n  name: {name}\n{labels}"
+    )
+
+
+def _inner(text: str, width: int) -> str:
+    return textwrap.indent(text, " " * width)
+
+
+OBJECTS: Final[Mapping[str, Callable[[], str]]] = {
+    "prometheusrule.yaml": prometheus_rule,
+    "dashboard.yaml": dashboard,
+}
+"""Generated files in ``deploy/prometheus``."""
 
 
 def regenerated(page: str, text: str) -> str:
@@ -123,6 +158,8 @@ def main() -> int:
     for page in {page for page, _ in GENERATED}:
         path = PAGES / page
         path.write_text(regenerated(page, path.read_text()))
+    for name, made in OBJECTS.items():
+        (PROMETHEUS / name).write_text(made())
     return 0
 
 

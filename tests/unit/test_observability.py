@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from agent_shim.edges import metrics
+from benchmarks import draw
+from kubernetes_cpi import names
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORDS = frozenset({"instance", "job", "le"})
@@ -76,15 +78,16 @@ def test_every_alert_has_a_test_a_severity_and_words_for_people() -> None:
     assert {alert["alert"] for alert in alerts} == tested
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning")
-        assert set(alert["annotations"]) == {"summary", "description"}
+        assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
 
 
-def test_panels_do_not_overlap_and_have_a_title() -> None:
+def test_panels_do_not_overlap_and_have_a_title_and_a_description() -> None:
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
     cells: dict[tuple[int, int], str] = {}
     for panel in board["panels"]:
         place = panel["gridPos"]
         assert panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
         assert place["x"] + place["w"] <= 24
         for column in range(place["x"], place["x"] + place["w"]):
             for row in range(place["y"], place["y"] + place["h"]):
@@ -92,11 +95,44 @@ def test_panels_do_not_overlap_and_have_a_title() -> None:
 
 
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
-def test_monitors_ask_the_port_the_manifests_name(name: str) -> None:
-    monitor = yaml.safe_load((DEPLOY / f"prometheus/{name}.yaml").read_text())
-    endpoints = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
-    manifest = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())
-    ports = {port["name"] for one in manifest["spec"]["template"]["spec"]["containers"] for port in one["ports"]}
+def test_monitors_ask_the_port_of_this_agent_alone(name: str) -> None:
+    """Each selects labels that the manifests or the CPI set; a port named ``agent`` alone is anyone's."""
+    pod = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())["spec"]["template"]
+    service = yaml.safe_load((DEPLOY / "kubernetes/base/service.yaml").read_text())
+    ports = {port["name"] for one in pod["spec"]["containers"] for port in one["ports"]}
+    ours = [(pod if name == "podmonitor" else service)["metadata"]["labels"], names.labels(names.KIND_VM, "director")]
+    monitors = list(yaml.safe_load_all((DEPLOY / f"prometheus/{name}.yaml").read_text()))
 
-    assert [(one["port"], one["path"]) for one in endpoints] == [("agent", "/metrics")]
+    for monitor, labels in zip(monitors, ours, strict=False):
+        endpoints = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+        assert [(one["port"], one["path"]) for one in endpoints] == [("agent", "/metrics")]
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        assert wanted
+        assert wanted.items() <= labels.items()
     assert "agent" in ports
+
+
+@pytest.mark.parametrize("path", ["example/pod.yaml", "cpi/pod.yaml"])
+def test_pods_have_the_label_of_the_monitor(path: str) -> None:
+    monitor = next(iter(yaml.safe_load_all((DEPLOY / "prometheus/podmonitor.yaml").read_text())))
+    objects = yaml.safe_load_all((DEPLOY / "kubernetes" / path).read_text())
+    pod = next(one for one in objects if one["kind"] == "Pod")
+
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    ("most", "unit", "labels"),
+    [
+        (1.0, "percentunit", ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]),
+        (3.45, "short", ["0", "1", "2", "3", "4"]),
+        (0.00023, "s", ["0 ms", "0.05 ms", "0.1 ms", "0.15 ms", "0.2 ms", "0.25 ms"]),
+        (88.2 * (1 << 20), "bytes", ["0 MiB", "20 MiB", "40 MiB", "60 MiB", "80 MiB", "100 MiB"]),
+    ],
+)
+def test_ticks_of_drawn_panels_are_round(most: float, unit: str, labels: list[str]) -> None:
+    assert [label for _, label in draw.Scale(most, unit).ticks()] == labels
+
+
+def test_a_count_has_no_ticks_between_whole_numbers() -> None:
+    assert [value for value, _ in draw.Scale(1.15, "short", is_whole=True).ticks()] == [0, 1, 2]

@@ -66,7 +66,7 @@ _DNS: Final = "dns of the network in the cloud-config"
 
 
 def tier(*, is_root: bool, mounts: bool) -> str:
-    """The kind of container in the table of docs/operations.md."""
+    """The kind of container in the table of docs/kubernetes.md."""
     return RESTRICTED if not is_root else PRIVILEGED if mounts else ROOT
 
 

@@ -1,4 +1,4 @@
-"""Mistakes of configuration documents, and the example of every option in docs/operations.md."""
+"""Mistakes of configuration documents, and the example of every option in docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.core import config_check, settings
 
-PAGE = Path(__file__).parents[3] / "docs/operations.md"
+PAGE = Path(__file__).parents[3] / "docs/configuration.md"
 
 
 class Inner(msgspec.Struct):

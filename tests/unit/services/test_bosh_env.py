@@ -1,4 +1,4 @@
-"""Keys of ``env.bosh``: each that the Go agent reads is done or refused, and named in docs/operations.md."""
+"""Keys of ``env.bosh``: each that the Go agent reads is done or refused, and named in docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_key_of_the_go_agent_has_an_outcome() -> None:
 
 
 def test_the_table_of_the_documentation_is_made_from_the_list() -> None:
-    text = (ROOT / "docs/operations.md").read_text()
+    text = (ROOT / "docs/configuration.md").read_text()
 
     rows = [f"| `{key.name}` | {'yes' if key.is_done else 'no'} | {key.outcome} |" for key in KEYS]
     assert "\n".join(["| key | done | what |", "|---|---|---|", *rows, ""]) in text

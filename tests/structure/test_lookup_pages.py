@@ -1,4 +1,4 @@
-"""Tables of docs/operations.md that repeat the code: keys of the configuration with their defaults, and exit codes."""
+"""Tables that repeat the code: keys and defaults in docs/configuration.md, exit codes in docs/commands.md."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from agent_shim.core import errors
 from agent_shim.core.settings import ShimOptions
 from tests.structure.source import ROOT
 
-PAGE = (ROOT / "docs/operations.md").read_text()
-
 SPELLED = {
     ("grace", "30.0"): "30",
     ("logs.period", "60.0"): "60",
@@ -26,9 +24,9 @@ SPELLED = {
 """Key and default in the code, and the default as people read it."""
 
 
-def table(header: str) -> list[list[str]]:
+def table(page: str, header: str) -> list[list[str]]:
     """The cells of the first table of the page with this header, without code marks."""
-    rows = PAGE.partition(header + "\n")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = (ROOT / "docs" / page).read_text().partition(header + "\n")[2].partition("\n\n")[0].splitlines()[1:]
     return [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
 
@@ -45,7 +43,9 @@ def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[st
 
 def test_keys_and_defaults() -> None:
     """No option of ``AgentShim`` is missing from the page, and none is there that the code does not know."""
-    assert {key: default for key, _, default in table("| key | meaning | default |")} == dict(options(ShimOptions))
+    rows = table("configuration.md", "| key | meaning | default |")
+
+    assert {key: default for key, _, default in rows} == dict(options(ShimOptions))
 
 
 def test_exit_codes() -> None:
@@ -53,7 +53,7 @@ def test_exit_codes() -> None:
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
     codes = {0, 1, 2} | {kind.exit_code for kind in classes}
 
-    assert [int(code) for code, _ in table("| code | meaning |")] == sorted(codes)
+    assert [int(code) for code, _ in table("commands.md", "| code | meaning |")] == sorted(codes)
 
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])

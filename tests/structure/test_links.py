@@ -1,0 +1,63 @@
+"""Links of the pages: each leads to a file, and each fragment to a heading of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.structure.source import ROOT, texts
+
+PAGES = sorted(ROOT / name for name, _ in texts() if name.endswith(".md"))
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+
+
+def anchors(page: str) -> set[str]:
+    """The fragments of a page's headings: small letters, blanks become hyphens, other marks vanish."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead(path: Path, text: str) -> Iterator[str]:
+    """Links of a page that lead nowhere."""
+    for link in _LINK.findall(_FENCE.sub("", text)):
+        name, _, fragment = link.partition("#")
+        target = path if not name else (path.parent / name).resolve()
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        if not target.exists() or (fragment and fragment not in anchors(target.read_text())):
+            yield link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    assert list(dead(path, path.read_text())) == []
+
+
+def test_a_dead_link_is_found() -> None:
+    page = "[a](docs/nothing.md) [b](#nothing) [c](docs/bosh.md#bosh-commands) [d](https://a.b/c)"
+
+    assert list(dead(ROOT / "README.md", page)) == ["docs/nothing.md", "#nothing"]
+
+
+def test_every_page_of_the_docs_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+    assert [name for name in pages if f"({name}" not in index] == []
+
+
+def test_every_alert_has_a_runbook() -> None:
+    """``runbook_url`` of each alert is its heading in docs/alerts.md, and each heading has its alert."""
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
+    headings = re.findall(r"^## (AgentShim\w+)$", (ROOT / "docs/alerts.md").read_text(), re.MULTILINE)
+
+    assert [rule["annotations"]["runbook_url"] for rule in alerts] == [
+        f"docs/alerts.md#{rule['alert'].lower()}" for rule in alerts
+    ]
+    assert sorted(headings) == sorted(rule["alert"] for rule in alerts)

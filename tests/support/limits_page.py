@@ -1,0 +1,45 @@
+"""The table of limits for docs/limits.md, with the values of the constants."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from agent_shim import __name__ as package
+
+LIMITS: Final = (
+    ("a reply over NATS", "core.wire.MAX_REPLY_BYTES", "it is cut, or replaced by an error, as by the Go agent"),
+    ("bytes that wait for a slow NATS server", "edges.bus.nats.MAX_BACKLOG_BYTES", "publishing fails"),
+    ("requests at a time", "edges.bus.nats.MAX_REQUESTS", "further ones are dropped and counted"),
+    ("bytes of requests at a time", "edges.bus.nats.MAX_REQUEST_BYTES", "further ones are dropped and counted"),
+    ("alerts that wait for the bus", "edges.alerts.MAX_QUEUED", "the oldest is dropped and counted"),
+    ("connections to port 9190", "edges.http_server.MAX_CONNECTIONS", "the oldest of the busiest address is closed"),
+    ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
+    ("a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
+    ("users of `bosh ssh` at a time", "services.users.MAX_USERS", "`bosh ssh` fails until one is removed"),
+    ("DNS records of `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
+    ("free space that downloads leave", "services.blobstore.transfer.RESERVE_BYTES", "the download fails"),
+    ("age of an archive of `bosh logs`", "services.logs.archives.MAX_AGE_S", "it is removed"),
+    ("files that `--job-logs` follows", "services.logs.tail.MAX_FILES", "each job has an equal share of them"),
+    ("levels of directories for `--job-logs`", "services.logs.tail.MAX_DEPTH", "files below are not followed"),
+    ("levels of directories for rotation", "services.logs.rotation.MAX_DEPTH", "files below are not rotated"),
+    ("output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "its beginning is cut off"),
+    ("new content for `match` of a file", "supervisor.file_checks.MAX_NEW_BYTES", "only the end is searched"),
+    ("log lines that wait for a reader", "core.log.MAX_WAITING", "further ones are dropped and counted"),
+)
+"""Subject, constant, and the effect beyond."""
+
+
+def table() -> str:
+    """A row for each limit."""
+    rows = [f"| {subject} | {shown(constant)} | {beyond} |" for subject, constant, beyond in LIMITS]
+    return "\n".join(["| | limit | beyond |", "|---|---|---|", *rows, ""])
+
+
+def shown(constant: str) -> str:
+    """The value of a constant in the unit that ends its name."""
+    module, _, name = constant.rpartition(".")
+    value = getattr(importlib.import_module(f"{package}.{module}"), name)
+    if name.endswith("_BYTES"):
+        return f"{value >> 20} MiB" if value >= 1 << 20 else f"{value >> 10} KiB"
+    return f"{value / 3600:g} h" if name.endswith("_S") else f"{value:,}".replace(",", " ")
