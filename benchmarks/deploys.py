@@ -20,6 +20,8 @@ PACKAGES: Final = 6
 POLL_S: Final = 1.0
 """Pause between two queries of the Director for a task."""
 ROUNDS: Final = 3
+Steps = dict[str, list[float]]
+"""Seconds by the request of a deploy."""
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 
@@ -29,13 +31,16 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         await w.start_agent()
         await update(w, "first", POLL_S)
         polled, bare, nothing = [], [], []
+        steps: Steps = {}
         for number in range(ROUNDS):
             polled.append(await update(w, f"polled-{number}", POLL_S))
-            bare.append(await update(w, f"bare-{number}", 0))
+            bare.append(await update(w, f"bare-{number}", 0, steps))
             nothing.append(await no_op(w))
         floor_is = "the same asked without a pause"
         found["deploy_of_one_instance_as_the_director_polls"] = figure(polled, "s", floor=bare, floor_is=floor_is)
         found["deploy_without_changes"] = figure(nothing, "s")
+        for name, seconds in steps.items():
+            found[f"deploy_step_{name}"] = figure(seconds, "s")
         begun_at = time.monotonic()
         instances = max(2, int(INSTANCES * scale))
         row = [await update(w, f"row-{number}", POLL_S) for number in range(instances)]
@@ -44,10 +49,13 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     found["20_instances_one_after_the_other"] = figure([whole / instances * INSTANCES], "s")
 
 
-async def update(w: World, version: str, poll: float) -> float:
-    """A change of everything on one instance, the steps in the order of the Director's instance updater."""
+async def update(w: World, version: str, poll: float, steps: Steps | None = None) -> float:
+    """A change of everything on one instance, the steps in the order of the Director's instance updater.
+
+    The seconds of each, from the request until the result has arrived, are added to ``steps``.
+    """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
-    ask = _asking(w, poll)
+    ask = _asking(w, poll, {} if steps is None else steps)
     begun_at = time.monotonic()
     await ask("prepare", spec)
     await ask("run_script", "pre-stop", {"env": KEEP})
@@ -58,8 +66,11 @@ async def update(w: World, version: str, poll: float) -> float:
     await ask("apply", spec)
     await ask("run_script", "pre-start", {})
     await ask("start")
+    started_at = time.monotonic()
     while (await w.director.value(AGENT, "get_state"))["job_state"] != "running":
         await asyncio.sleep(poll or 0.002)
+    if steps is not None:
+        steps.setdefault("get_state_until_running", []).append(time.monotonic() - started_at)
     await ask("run_script", "post-start", {})
     return time.monotonic() - begun_at
 
@@ -72,10 +83,14 @@ async def no_op(w: World) -> float:
     return time.monotonic() - begun_at
 
 
-def _asking(w: World, poll: float) -> Callable[..., Awaitable[Any]]:
+def _asking(w: World, poll: float, steps: Steps) -> Callable[..., Awaitable[Any]]:
     w.director.poll = poll
 
     async def ask(method: str, *arguments: Any) -> Any:
-        return await w.director.run(AGENT, method, *arguments)
+        name = arguments[0] if method == "run_script" else method
+        begun_at = time.monotonic()
+        result = await w.director.run(AGENT, method, *arguments)
+        steps.setdefault(name, []).append(time.monotonic() - begun_at)
+        return result
 
     return ask
