@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -233,6 +234,29 @@ async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(ag
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
         writer.close()
+
+
+async def test_a_flood_of_handshakes_keeps_no_other_caller_out(agent: Agent, tmp_path: Path) -> None:
+    """Twice as many strangers as there are places: each makes a handshake and comes again."""
+    done = 0
+
+    async def stranger(port: int, context: ssl.SSLContext) -> None:
+        nonlocal done
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, local_addr=("127.0.0.2", 0), ssl=context, server_hostname="127.0.0.1"
+                )
+                done += 1
+                writer.transport.abort()
+
+    async with on_https(agent.handle, tmp_path, connections=8) as bus, asyncio.TaskGroup() as group:
+        cli = Cli(bus.port)
+        strangers = [group.create_task(stranger(bus.port, cli.context)) for _ in range(16)]
+        while done < 200:
+            assert await cli.value("ping") == "ping"
+        for each in strangers:
+            each.cancel()
 
 
 async def test_full_door_drops_the_oldest_stranger_after_tls(agent: Agent, tmp_path: Path) -> None:

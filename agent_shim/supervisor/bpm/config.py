@@ -108,7 +108,7 @@ def parse(
     node = _composed(text, origin)
     if node is None:
         return BpmFile()
-    notes = _Notes()
+    notes = _Notes(origin)
     top = _Map(notes, "", node)
     disks = frozenset(str(root / disk / job) for disk in ("data", "store")) if job else frozenset[str]()
     file = BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
@@ -220,6 +220,8 @@ MAX_DEPTH: Final = 100
 
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
+_MAX_ENTRIES: Final = 100_000
+"""Bound of keys and items, counted wherever an alias repeats them; yaml.v3 refuses excessive aliases, too."""
 _MAX_DIGITS: Final = 80
 """Maximum digits of a number: enough for 64 bits in base 2."""
 
@@ -245,9 +247,18 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _Notes:
     """Mistakes and mappings of a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: str) -> None:
         self.mistakes: list[str] = []
         self.maps: list[_Map] = []
+        self._origin = origin
+        self._room = _MAX_ENTRIES
+
+    def count(self, entries: int) -> None:
+        """Raise ``ConfigError`` once a file has too many: a few aliases stand for billions."""
+        self._room -= entries
+        if self._room < 0:
+            found = f"found more than {_MAX_ENTRIES} keys and items, aliases included"
+            raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
         """Yield a text for each key without a meaning, with the nearest one that has."""
@@ -361,6 +372,7 @@ class _Map:
         if not isinstance(node, yaml.SequenceNode):
             self.wrong(key, "a list")
             return
+        self.notes.count(len(node.value))
         for number, item in enumerate(node.value):
             yield f"{self.at(key)}[{number}]", item
 
@@ -375,6 +387,7 @@ class _Map:
             self._wrong(self.path, node, "a mapping")
             return {}
         known[id(node)] = found = dict[str, yaml.Node]()
+        self.notes.count(len(node.value))
         own: dict[str, yaml.Node] = {}
         named: dict[str, yaml.Node] = {}
         for key, value in node.value:
@@ -386,7 +399,9 @@ class _Map:
             own[key.value] = value
             if key.tag == f"{_TAG}merge":
                 for other in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
-                    found.update(self._merged(other, known))
+                    more = self._merged(other, known)
+                    self.notes.count(len(more))
+                    found.update(more)
             elif key.tag not in _NO_NAMES:
                 named[key.value] = value
         found.update(named)

@@ -336,6 +336,18 @@ def test_the_root_can_be_elsewhere() -> None:
         config.parse(text, origin="x")
 
 
+@pytest.mark.parametrize(
+    "repeated",
+    ["- {<<: *a}\n" * 2000, "- {env: *a}\n" * 2000, "- {args: *b}\n" * 2000],
+    ids=["merges", "mappings", "lists"],
+)
+def test_aliases_that_stand_for_millions_of_entries_are_refused(repeated: str) -> None:
+    """Ten times as many filled the memory of the machine."""
+    keys = ", ".join(f"k{number}: 1" for number in range(2000))
+    with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
+        parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
+
+
 def test_merges_of_merges_are_read_once() -> None:
     """A mapping that is merged again and again at every level costs no more than its size."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: [*l{number}, *l{number}]}}\n" for number in range(60))
