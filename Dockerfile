@@ -5,8 +5,10 @@
 #   docker build -t agent-shim .                                                      # also podman, buildah
 #   docker build --build-arg BASE_IMAGE=debian:bookworm-slim -t agent-shim .
 #   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile packages
+#   docker build --build-arg TIER=slim -t agent-shim .           # without programs that only some releases call
 #   docker build --build-arg DEBUGGER=gdb -t agent-shim .
 #   docker build --target overlay -o dist .                      # only the overlay, to apply to a root file system
+#   docker build --target volume -t agent-shim-volume .          # only /opt/agent_shim, for a volume over an unmodified stemcell
 #
 # Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither is stored in
 # the image.
@@ -18,8 +20,8 @@ FROM ${BASE_IMAGE} AS build
 ARG PYTHON=python3
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ${PYTHON} ${PYTHON}-venv s6 patchelf \
-    && rm -rf /var/lib/apt/lists/*
+        ${PYTHON} ${PYTHON}-venv s6 patchelf binutils \
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 # An interpreter and an init that upgrades and releases do not change.
 COPY stemcell_overlay/make make
@@ -35,10 +37,21 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
 COPY LICENSE README.md pyproject.toml ./
 COPY agent_shim agent_shim
-# Compile once, without docstrings: without these files the agent starts four times slower.
+# Compile once, without docstrings: without these files the agent starts four times slower. Symbols take two thirds of the
+# libraries of wheels.
 RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install --no-deps --no-index /dist/*.whl \
-    && /opt/agent_shim/bin/python3 make/compile /opt/agent_shim/lib /opt/agent_shim/python/lib
+    && /opt/agent_shim/bin/python3 make/compile /opt/agent_shim/lib /opt/agent_shim/python/lib \
+    && find /opt/agent_shim/lib -name '*.so' -exec strip --strip-unneeded {} +
+# The overlay lies beside the program: the image applies it when it is built, an unmodified stemcell when it starts.
+COPY stemcell_overlay/apply stemcell_overlay/manifest.toml stemcell_overlay/start /opt/agent_shim/overlay/
+COPY stemcell_overlay/rootfs /opt/agent_shim/overlay/rootfs
+COPY systemd /opt/agent_shim/systemd
+RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /opt/agent_shim/overlay/apply /
+
+# --- /opt/agent_shim alone, for a volume ------------------------------------------------------------------------------
+FROM scratch AS volume
+COPY --from=build /opt/agent_shim /
 
 # --- the overlay alone ------------------------------------------------------------------------------------------------
 FROM scratch AS overlay
@@ -46,8 +59,8 @@ COPY --from=build /opt/agent_shim /stemcell_overlay/program
 COPY stemcell_overlay /stemcell_overlay
 COPY systemd /systemd
 
-# --- the image --------------------------------------------------------------------------------------------------------
-FROM ${BASE_IMAGE}
+# --- the packages of a stemcell ---------------------------------------------------------------------------------------
+FROM ${BASE_IMAGE} AS system
 # Programs that scripts of CPIs and of typical releases call; a stemcell has most of them.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
@@ -61,24 +74,36 @@ ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
 ARG OPTIONAL="runit"
 # Compilers for BOSH packages.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
+# All packages of the tier `slim`: what agent, logins and bpm call, no cron and rsyslog, and nothing for release scripts.
+ARG TIER=full
+ARG SLIM="bash ca-certificates curl iproute2 libcap2-bin libexpat1 libffi8 locales mount openssh-server openssl procps sudo \
+    tzdata util-linux xz-utils"
+# Neither manuals nor translations of messages are installed; licences are.
+ARG EXCLUDED="/usr/share/doc/* /usr/share/man/* /usr/share/info/* /usr/share/locale/* /usr/share/lintian/*"
 # bpm guarantees its processes the locale en_US.UTF-8. Host keys belong to a machine, not to an image.
 # hadolint ignore=SC2086
 RUN apt-get update \
     && for package in ${OPTIONAL}; do \
         if apt-cache show "${package}" >/dev/null 2>&1; then there="${there} ${package}"; fi; \
     done \
+    && if [ "${TIER}" = slim ]; then wanted="${SLIM} ${DEBUGGER}"; \
+    else wanted="${PACKAGES} ${TOOLS} ${DEBUGGER} ${SYSLOG} ${there} ${COMPILERS}"; fi \
+    && set -f \
+    && for path in ${EXCLUDED}; do without="${without} -o Dpkg::Options::=--path-exclude=${path}"; done \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ${PACKAGES} ${TOOLS} ${DEBUGGER} ${SYSLOG} ${there} ${COMPILERS} \
-    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
-    && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8
+        ${without} -o "Dpkg::Options::=--path-include=/usr/share/doc/*/copyright" \
+        -o "Dpkg::Options::=--path-include=/usr/share/locale/locale.alias" ${wanted} \
+    && set +f \
+    && apt-get clean && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*_key* \
+    && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8 \
+    && if [ "${TIER}" = slim ]; then rm -r /usr/share/i18n; fi
+
+# --- the image --------------------------------------------------------------------------------------------------------
+FROM system
 COPY --from=build /opt/agent_shim /opt/agent_shim
 # Empty files: those below the builder's mounts come from the base, often with the resolver and name of a machine.
 COPY stemcell_overlay/blank /
-# Copied, not mounted: some builders do not notice a change in a mount.
-COPY stemcell_overlay /mnt/stemcell_overlay
-COPY systemd /mnt/systemd
-RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /mnt/stemcell_overlay/apply / \
-    && rm -rf /mnt/stemcell_overlay /mnt/systemd
+RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /opt/agent_shim/overlay/apply /
 
 # Version for /var/vcap/bosh/etc and the stemcell's manifest; default: that of the base. The label, for tools that inspect
 # images, defaults to the version of this project.

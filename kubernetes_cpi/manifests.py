@@ -14,13 +14,15 @@ from kubernetes_cpi import names, networks, schema
 from kubernetes_cpi.client import Object
 from kubernetes_cpi.config import Agent, Config
 from kubernetes_cpi.networks import Plan
-from kubernetes_cpi.properties import DiskProperties, Service, Size, VmProperties
+from kubernetes_cpi.properties import AgentImage, DiskProperties, Service, Size, VmProperties
 
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/bosh/disks"
 """Directory below which disks reach a running VM; mounts arrive there from the node."""
 DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
+PROGRAM: Final = "/opt/agent_shim"
+"""Directory of the agent: part of the image, or a volume over an unmodified stemcell."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
 SETTINGS: Final = "config.json"
 POD: Final = "pod.json"
@@ -225,7 +227,7 @@ def pod(vm: Vm) -> Object:
         "name": CONTAINER,
         "image": vm.image,
         "imagePullPolicy": vm.pull_policy,
-        "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", "/usr/sbin/runsvdir-start"],
+        "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
         "securityContext": _container_security(properties.tier),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
         # Not the bus: Directors admit an agent only after create_vm has returned, and Services outlive its outages.
@@ -243,9 +245,7 @@ def pod(vm: Vm) -> Object:
             "failureThreshold": 6,
         },
         "lifecycle": {
-            "preStop": {
-                "exec": {"command": ["/opt/agent_shim/bin/agent-shim", "drain", "--timeout", str(properties.grace)]}
-            }
+            "preStop": {"exec": {"command": [f"{PROGRAM}/bin/agent-shim", "drain", "--timeout", str(properties.grace)]}}
         },
         "resources": _resources(properties),
         "volumeMounts": mounts,
@@ -260,6 +260,8 @@ def pod(vm: Vm) -> Object:
         **_scheduling(vm),
         **_dns(vm.networks),
     }
+    if properties.agent and properties.agent.copy:
+        spec["initContainers"] = [_copier(vm, properties.agent)]
     if security := _pod_security(properties):
         spec["securityContext"] = security
     if properties.tier == "userns":
@@ -342,6 +344,10 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": names.data_claim(vm.cid)}})
     else:
         volumes.append({"name": "data", "emptyDir": {"sizeLimit": quantity(properties.ephemeral_disk.size)}})
+    if agent := properties.agent:
+        image: Object = {"image": {"reference": agent.image, "pullPolicy": vm.pull_policy}}
+        volumes.append({"name": "agent", **({"emptyDir": {}} if agent.copy else image)})
+        mounts.append({"name": "agent", "mountPath": PROGRAM, "readOnly": True})
     if vm.attach == "live":
         # Never an emptyDir: at the end of the pod the kubelet would empty the disks that are mounted there.
         path = f"{vm.host_path}/{vm.cid}"
@@ -354,6 +360,23 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
         mount |= {"mountPropagation": volume.propagation} if volume.propagation else {}
         mounts.append(mount)
     return volumes, mounts
+
+
+def _start(properties: VmProperties) -> str:
+    """Return the program that becomes process 1; over an unmodified stemcell one that applies the overlay first."""
+    return f"{PROGRAM}/overlay/start" if properties.agent else "/usr/sbin/runsvdir-start"
+
+
+def _copier(vm: Vm, agent: AgentImage) -> Object:
+    """Return the init container that copies the program from its image."""
+    return {
+        "name": "agent",
+        "image": agent.image,
+        "imagePullPolicy": vm.pull_policy,
+        "command": ["cp", "-a", f"{PROGRAM}/.", "/agent"],
+        "securityContext": _container_security(vm.properties.tier),
+        "volumeMounts": [{"name": "agent", "mountPath": "/agent"}],
+    }
 
 
 def _container_security(tier: str) -> Object:

@@ -203,7 +203,10 @@ def _waiting_for(pod: Object) -> str:
 
 
 def _container(pod: Object) -> Mapping[str, Any]:
-    statuses = pod.get("status", {}).get("containerStatuses") or [{}]
+    """Return the status of the container that the pod waits for: an init container until it has ended."""
+    status = pod.get("status", {})
+    initial = [one for one in status.get("initContainerStatuses") or [] if not one.get("ready")]
+    statuses = initial or status.get("containerStatuses") or [{}]
     found: Mapping[str, Any] = statuses[0]
     return found
 

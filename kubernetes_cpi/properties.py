@@ -69,6 +69,22 @@ class ReservedDisk(Strict, frozen=True):
     storage_class: Annotated[str, doc("StorageClass. Empty: that of `disks.storage_class`.")] = ""
 
 
+class AgentImage(Strict, frozen=True):
+    """The agent over the image of an unmodified stemcell."""
+
+    image: Annotated[
+        str,
+        doc(
+            "Image with `/opt/agent_shim`, made on the distribution of the stemcell: `--target volume`, or with `copy` "
+            "a whole image."
+        ),
+    ]
+    copy: Annotated[
+        bool,
+        doc("Copy the program with an init container, for clusters without image volumes (before Kubernetes 1.35)."),
+    ] = False
+
+
 class VmProperties(Strict, frozen=True):
     """Cloud properties of vm_types, vm_extensions and AZs, merged by the Director."""
 
@@ -85,6 +101,10 @@ class VmProperties(Strict, frozen=True):
     resources: Annotated[
         dict[str, Any], doc("Resources of the container as in a pod, instead of the three above.")
     ] = {}
+    agent: Annotated[
+        AgentImage | None,
+        doc("The agent where the stemcell's image has none, as an official one; not with the tier `restricted`."),
+    ] = None
     ephemeral_disk: Annotated[EphemeralDisk, doc("`/var/vcap/data`.")] = EphemeralDisk()
     persistent_disk: Annotated[ReservedDisk | None, doc("A reserved persistent disk.")] = None
     attach: Annotated[AttachWay | Literal[""], doc("`disks.attach` for this VM. Empty: that of the configuration.")] = (
@@ -110,6 +130,13 @@ class VmProperties(Strict, frozen=True):
     service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
     service_account_token: Annotated[bool, doc("Mount the account's token, as a Director VM needs it.")] = False
     grace: Annotated[int, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
+
+    def __post_init__(self) -> None:
+        """Refuse an agent that could not apply its overlay."""
+        if self.agent and self.tier == "restricted":
+            raise ValueError(
+                "`agent` needs root, to apply the overlay, and the tier `restricted` has none; set another tier"
+            )
 
 
 class DiskProperties(Strict, frozen=True):

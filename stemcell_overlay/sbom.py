@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: each wheel with hashes and licence.
 
-Versions and hashes come from the lock file of the image, licences from the installed packages. ``--licences`` prints a
-table instead.
+Versions and hashes come from a lock file, that of the image unless ``--lock`` names another, licences from the
+installed packages. ``--licences`` prints a table instead.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def licence(name: str) -> str:
     return text or (fields.get("License") or "unknown").splitlines()[0]
 
 
-def document(version: str, found: list[Component]) -> dict[str, Any]:
+def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
     """Return the document of CycloneDX 1.5."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
-        "metadata": {"component": {"type": "application", "name": "agent-shim", "version": version}},
+        "metadata": {"component": {"type": "application", "name": name, "version": version}},
         "components": [
             {
                 "type": "library",
@@ -79,12 +79,14 @@ def main() -> int:
     """Print the document or the table."""
     parser = argparse.ArgumentParser(prog="./dev sbom", description=__doc__)
     parser.add_argument("--licences", action="store_true", help="print a table of names, versions and licences")
+    parser.add_argument("--name", default="agent-shim", help="name of the program (default: agent-shim)")
+    parser.add_argument("--lock", type=Path, default=LOCK, help="lock file (default: requirements/runtime.lock)")
     asked = parser.parse_args()
-    found = list(components(LOCK.read_text()))
+    found = list(components(asked.lock.read_text()))
     if asked.licences:
         sys.stdout.writelines(f"{one.name:20} {one.version:12} {one.licence}\n" for one in found)
     else:
-        made = document(importlib.metadata.version("agent-shim"), found)
+        made = document(asked.name, importlib.metadata.version("agent-shim"), found)
         sys.stdout.write(f"{json.dumps(made, indent=1)}\n")
     return 0
 

@@ -2,9 +2,12 @@
 
     ./dev stemcell [--image REF | --base REF] [--version V] [--out DIR] [-- BUILD OPTION…]
     ./dev stemcell --light --image REF@sha256:… [--version V] [--out DIR]
+    ./dev stemcell --sbom --image REF [--version V]
 
 The image is built with the Dockerfile on ``--base``, with the options after ``--``, or exists already (``--image``). A
-light stemcell only names an image in a registry. The format is that of bosh-linux-stemcell-builder
+light stemcell only names an image in a registry. ``--sbom`` prints the components of an image in CycloneDX.
+
+The format is that of bosh-linux-stemcell-builder
 (``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the CPIs (bosh-docker-cpi ``stemcell/metadata.go``).
 """
 
@@ -61,6 +64,9 @@ dpkg --list
 def main() -> int:
     arguments = _parser().parse_args()
     try:
+        if arguments.sbom:
+            sys.stdout.buffer.write(components(arguments))
+            return 0
         made = light(arguments) if arguments.light else heavy(arguments)
     except subprocess.CalledProcessError as exc:
         print(f"stemcell: cannot make a stemcell: {exc}", file=sys.stderr)
@@ -75,6 +81,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./dev stemcell", description="Make a stemcell for container CPIs.")
     parser.add_argument("--light", action="store_true", help="only name an image in a registry")
+    parser.add_argument("--sbom", action="store_true", help="only print the components of --image")
     parser.add_argument("--image", help="an existing image; with --light NAME:TAG@sha256:DIGEST")
     parser.add_argument("--base", help="base of the image (default: that of the Dockerfile)")
     parser.add_argument("--os", help="operating system in manifests: that of the image (default), or SYSTEM-SUFFIX")
@@ -114,10 +121,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
         wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version}
         given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
         subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
-    run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
-    said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 4)
-    facts = dict(line.split("=", 1) for line in said[0].split())
-    packages, modules = ([line.split() for line in part.splitlines()] for part in said[1:3])
+    facts, packages, modules, *said = _facts(tool, image)
     system = arguments.os or facts["os"]
     if system != facts["os"] and not system.startswith(f"{facts['os']}-"):
         raise SystemExit(f"stemcell: cannot make a stemcell for {system}: the image is {facts['os']}")
@@ -130,12 +134,32 @@ def heavy(arguments: argparse.Namespace) -> Path:
         path = _target(arguments.out, name_of(system), version)
         with _tarball(path) as tarball:
             _add(tarball, "stemcell.MF", manifest(system, version, HEAVY, sums, {}).encode())
-            _add(tarball, "packages.txt", said[4].encode())
-            _add(tarball, "dev_tools_file_list.txt", said[3].encode())
+            _add(tarball, "packages.txt", said[1].encode())
+            _add(tarball, "dev_tools_file_list.txt", said[0].encode())
             tarball.add(root, "image", filter=_owned_by_root)
             _add(tarball, "sbom.spdx.json", _json(spdx(system, version, packages, modules)))
             _add(tarball, "sbom.cdx.json", _json(cyclonedx(system, version, packages, modules)))
     return path
+
+
+def components(arguments: argparse.Namespace) -> bytes:
+    """Return the components of an image in CycloneDX."""
+    tool = shutil.which("podman") or shutil.which("docker")
+    if tool is None or not arguments.image:
+        raise SystemExit(
+            "stemcell: cannot list components: --image is missing, or neither podman nor docker is installed"
+        )
+    facts, packages, modules, *_ = _facts(tool, arguments.image)
+    version = arguments.version or own_version(facts["version"])
+    return _json(cyclonedx(facts["os"], version, packages, modules))
+
+
+def _facts(tool: str, image: str) -> tuple[dict[str, str], list[list[str]], list[list[str]], str, str]:
+    """Return system, packages, modules of the agent, files of compilers and the output of ``dpkg -l``."""
+    run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
+    said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 4)
+    packages, modules = ([line.split() for line in part.splitlines()] for part in said[1:3])
+    return dict(line.split("=", 1) for line in said[0].split()), packages, modules, said[3], said[4]
 
 
 def own_version(base: str = "0.0.0") -> str:

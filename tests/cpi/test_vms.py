@@ -386,6 +386,52 @@ def test_properties_reach_the_pod(cpi: Cpi, cluster: Cluster, properties: Object
     assert found == wanted
 
 
+AGENT = {"image": "registry.example/agent-shim-volume:1"}
+
+
+def test_the_agent_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> None:
+    """Its program comes in an image volume, and process 1 applies the overlay."""
+    vm = cpi.create_vm(agent=AGENT)
+
+    spec = cluster.of("pods")[vm]["spec"]
+    (container,) = spec["containers"]
+    assert container["command"][-1] == "/opt/agent_shim/overlay/start"
+    assert {"name": "agent", "mountPath": "/opt/agent_shim", "readOnly": True} in container["volumeMounts"]
+    source = {"reference": AGENT["image"], "pullPolicy": "IfNotPresent"}
+    assert {"name": "agent", "image": source} in spec["volumes"]
+    assert "initContainers" not in spec
+
+
+def test_the_agent_is_copied_where_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(agent={**AGENT, "copy": True})
+
+    spec = cluster.of("pods")[vm]["spec"]
+    (copier,) = spec["initContainers"]
+    assert (copier["image"], copier["command"]) == (AGENT["image"], ["cp", "-a", "/opt/agent_shim/.", "/agent"])
+    assert copier["volumeMounts"] == [{"name": "agent", "mountPath": "/agent"}]
+    assert {"name": "agent", "emptyDir": {}} in spec["volumes"]
+    assert spec["containers"][0]["command"][-1] == "/opt/agent_shim/overlay/start"
+
+
+def test_image_of_the_agent_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
+    """The init container waits for its image, the container of the VM for the init container."""
+    status = waiting("PodInitializing", "")
+    status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
+    cluster.pod_status = lambda _: status
+
+    with pytest.raises(CpiFailedError, match="ErrImagePull: pull: not found"):
+        cpi.create_vm(agent={**AGENT, "copy": True})
+
+    assert cluster.snapshot() == {}
+
+
+def test_a_pod_without_root_cannot_have_the_agent_over_its_image(cpi: Cpi, cluster: Cluster) -> None:
+    with pytest.raises(CpiFailedError, match="`agent` needs root.*set another tier"):
+        cpi.create_vm(agent=AGENT, tier="restricted")
+
+    assert cluster.snapshot() == {}
+
+
 def test_labels_annotations_and_volumes_reach_the_pod(cpi: Cpi, cluster: Cluster) -> None:
     volume = {"name": "dev", "mount_path": "/dev/x", "source": {"hostPath": {"path": "/dev"}}, "read_only": True}
 

@@ -20,8 +20,13 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
 
 
 @pytest.fixture(scope="session")
-def image(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return pods.build(podman, pods.base_image(podman, tmp_path_factory.mktemp("base")))
+def base(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return pods.base_image(podman, tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session")
+def image(podman: Podman, base: str) -> str:
+    return pods.build(podman, base)
 
 
 @pytest.fixture(scope="session")

@@ -76,24 +76,26 @@ def base_image(podman: Podman, where: Path) -> str:
     """
     if wanted := os.environ.get("TEST_BASE_IMAGE"):
         return wanted
-    tag = f"{BASE}:bookworm-{time.strftime('%Gw%V')}"
+    tag = f"{BASE}:bookworm-slim-{time.strftime('%Gw%V')}"
     if podman.run("image", "exists", tag).returncode != 0:
         archive = where / "base.tar"
-        subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", "bookworm", archive], check=True)
+        subprocess.run([ROOT / "stemcell_overlay/make/base", "bookworm", archive], check=True, capture_output=True)
         podman("import", "--quiet", str(archive), tag)
         archive.unlink()
     return tag
 
 
-def build(podman: Podman, base: str) -> str:
-    """Our image from the Dockerfile, without the compilers; the one it replaces goes."""
-    before = podman.run("image", "inspect", "--format", "{{.Id}}", IMAGE).stdout.decode().strip()
+def build(podman: Podman, base: str, target: str = "") -> str:
+    """Our image from the Dockerfile without the compilers, or a stage of it; the one it replaces goes."""
+    image = f"{IMAGE}-{target}" if target else IMAGE
+    before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
-    arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *secrets, "--tag", IMAGE]
+    stage = [f"--target={target}"] if target else []
+    arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *stage, *secrets, "--tag", image]
     podman("build", "--quiet", *arguments, str(ROOT))
-    if before and before != podman("image", "inspect", "--format", "{{.Id}}", IMAGE).strip():
+    if before and before != podman("image", "inspect", "--format", "{{.Id}}", image).strip():
         podman.run("rmi", before)
-    return IMAGE
+    return image
 
 
 def example(podman: Podman, image: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import tarfile
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_configuration_of_the_image(podman: Podman, image: str) -> None:
     assert not config.get("ExposedPorts")
     assert not config.get("User")
     assert config["Labels"]["io.bosh.stemcell.version"] == __version__
+
+
+MOST = 350_000_000
+"""Bytes of an image without compilers, with a base as small as Debian's."""
+
+
+@pytest.mark.skipif("TEST_BASE_IMAGE" in os.environ, reason="the base that was asked for has a size of its own")
+def test_size_of_the_image(podman: Podman, image: str) -> None:
+    assert int(podman("image", "inspect", "--format", "{{.Size}}", image)) < MOST
 
 
 @pytest.mark.parametrize(

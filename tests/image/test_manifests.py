@@ -16,6 +16,8 @@ DEPLOY = ROOT / "deploy/kubernetes"
 OLDEST = {
     **dict.fromkeys(("base", "privileged", "restricted", "cpi", "example"), "1.25"),
     "userns": "1.30",
+    "unmodified": "1.31",
+    "unmodified-copy": "1.25",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
 """Directories for clusters, with the oldest supported version that the validator has."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,16 +18,17 @@ def sbom(*arguments: str) -> str:
     return subprocess.run(program, capture_output=True, text=True, check=True).stdout
 
 
-def test_every_package_of_the_lock_is_in_it_with_its_hashes() -> None:
-    """The lock is what the image is installed from."""
-    lock = (ROOT / "requirements/runtime.lock").read_text()
+@pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
+def test_every_package_of_the_lock_is_in_it_with_its_hashes(name: str, file: str) -> None:
+    """The lock is what the image, or the release of the CPI, is installed from."""
+    lock = (ROOT / "requirements" / file).read_text()
     pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE))
 
-    document = json.loads(sbom())
+    document = json.loads(sbom("--name", name, "--lock", str(ROOT / "requirements" / file)))
 
     assert {(one["name"], one["version"]) for one in document["components"]} == pinned
     assert sum(len(one["hashes"]) for one in document["components"]) == lock.count("--hash=sha256:")
-    assert document["metadata"]["component"]["name"] == "agent-shim"
+    assert document["metadata"]["component"]["name"] == name
 
 
 def test_no_licence_forbids_what_is_done_here() -> None:

@@ -325,6 +325,18 @@ def test_dry_run_of_a_built_overlay(debian: Path, built: Path) -> None:
     assert not (debian / "opt/agent_shim/lib").exists()
 
 
+def test_program_in_a_volume_stays_as_it_is(debian: Path) -> None:
+    """The volume is read-only, and its top directory may have any mode; all the rest of the overlay is applied."""
+    (debian / "opt/agent_shim").chmod(0o555)
+    before = snapshot(debian / "opt")
+    applied(debian, "--without-program")
+
+    assert snapshot(debian / "opt") == before
+    assert stat.S_IMODE((debian / "opt/agent_shim").stat().st_mode) == 0o555
+    assert str((debian / "usr/sbin/runsvdir-start").readlink()) == "/opt/agent_shim/launch"
+    assert applied(debian, "--without-program") == []
+
+
 def test_user_ubuntu_makes_room(debian: Path) -> None:
     """The user that Ubuntu's images bring under our number goes, from everywhere."""
     put(debian, "etc/passwd", "root:x:0:0::/root:/bin/sh\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")

@@ -1,0 +1,1 @@
+"""``./dev release``: everything that a release publishes."""

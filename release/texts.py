@@ -1,0 +1,58 @@
+"""Release notes, checksums and sizes. Pure but for reading the files that they list."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+SUMS: Final = "SHA256SUMS"
+_CHUNK: Final = 1 << 20
+
+
+def notes(changelog: str, version: str) -> str:
+    """Return the section of a version in CHANGELOG.md, or "Unreleased" where that version has none yet."""
+    sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
+    found = {one.partition("\n")[0].strip(): one.partition("\n")[2].strip() for one in sections}
+    text = found.get("Unreleased") or found.get(version)
+    if not text:
+        raise ValueError(f"CHANGELOG.md has no section for {version} or Unreleased; write one")
+    return f"# agent_shim {version}\n\n{text}\n"
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def sums(directory: Path) -> str:
+    """Return the lines of ``sha256sum`` for all files of a directory, by name."""
+    return "".join(f"{digest(path)}  {path.name}\n" for path in _files(directory))
+
+
+def sizes(directory: Path) -> str:
+    """Return a table of sizes and names."""
+    return "".join(f"{path.stat().st_size / 1e6:9.2f} MB  {path.name}\n" for path in _files(directory))
+
+
+def differing(before: str, after: str) -> Mapping[str, str]:
+    """Return what differs between two lists of checksums, by name: "content", "only before" or "only after"."""
+    old, new = _by_name(before), _by_name(after)
+    changed = {name: "content" for name in old.keys() & new.keys() if old[name] != new[name]}
+    gone = dict.fromkeys(old.keys() - new.keys(), "only before")
+    come = dict.fromkeys(new.keys() - old.keys(), "only after")
+    return dict(sorted((changed | gone | come).items()))
+
+
+def _by_name(lines: str) -> dict[str, str]:
+    return {name: value for value, _, name in (line.partition("  ") for line in lines.splitlines())}
+
+
+def _files(directory: Path) -> Iterable[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file() and path.name != SUMS)

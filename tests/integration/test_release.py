@@ -1,0 +1,54 @@
+"""The parts of ``./dev release`` that need no container: twice, they are the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+from agent_shim import __version__
+from tests.structure.source import ROOT
+
+
+def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "release", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
+
+
+def test_wheel_and_source_twice(tmp_path: Path) -> None:
+    """Both have the mark of typed packages, the checksums are right, and a second run gives the same files."""
+    for place in ("first", "second"):
+        done = release("--only=wheel", "--only=notes", f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
+        assert done.returncode == 0, done.stderr
+    first = tmp_path / "first"
+    wheel, source = first / f"agent_shim-{__version__}-py3-none-any.whl", first / f"agent_shim-{__version__}.tar.gz"
+    with zipfile.ZipFile(wheel) as packed:
+        members = set(packed.namelist())
+    with tarfile.open(source) as unpacked:
+        sources = {name.partition("/")[2] for name in unpacked.getnames()}
+
+    assert {"agent_shim/py.typed", "kubernetes_cpi/py.typed"} <= members & sources
+    assert "CHANGELOG.md" in sources
+    assert not any(name.startswith(("tests/", "release/")) for name in members)
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=first, check=True)
+    assert wheel.name in done.stdout
+    assert release("--compare", str(first), str(tmp_path / "second")).returncode == 0
+    (first / "SHA256SUMS").write_text(f"0  {wheel.name}\n")
+    compared = release("--compare", str(first), str(tmp_path / "second"))
+    assert compared.returncode == 1
+    assert {f"{source.name}: only after", f"{wheel.name}: content"} <= set(compared.stdout.splitlines())
+
+
+def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
+    """The digest of an OCI archive is that of its manifest, which a push keeps."""
+    index = {"manifests": [{"digest": "sha256:" + "a" * 64}]}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with tarfile.open(tmp_path / "image.tar", "w") as archive:
+        archive.add(tmp_path / "index.json", "index.json")
+    from release.__main__ import manifest_digest
+
+    assert manifest_digest(tmp_path / "image.tar") == "sha256:" + "a" * 64

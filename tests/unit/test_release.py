@@ -1,0 +1,51 @@
+"""Texts of a release."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from release import texts
+from tests.structure.source import ROOT
+
+CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
+
+
+def test_notes_are_the_section_of_the_next_version() -> None:
+    assert texts.notes(CHANGELOG, "0.3.0") == "# agent_shim 0.3.0\n\n- new\n"
+
+
+def test_notes_of_a_version_that_has_its_section() -> None:
+    """Parts of a section belong to it."""
+    text = CHANGELOG.replace("## Unreleased\n\n- new\n\n", "")
+
+    assert texts.notes(text, "0.2.0") == "# agent_shim 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
+
+
+def test_a_version_without_notes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no section for 9.9.9 or Unreleased"):
+        texts.notes("# Changelog\n\n## 0.2.0\n\n- a\n", "9.9.9")
+
+
+def test_our_own_changelog_has_notes() -> None:
+    assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), "0.2.0")
+
+
+def test_checksums_and_sizes_name_every_file(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"two")
+    (tmp_path / "a").write_bytes(b"x" * 5_000_000)
+    (tmp_path / texts.SUMS).write_text("old\n")
+    lines = texts.sums(tmp_path).splitlines()
+
+    assert [line.split("  ")[1] for line in lines] == ["a", "b"]
+    assert lines[1].split("  ")[0] == hashlib.sha256(b"two").hexdigest()
+    assert texts.sizes(tmp_path).splitlines()[0].split() == ["5.00", "MB", "a"]
+
+
+def test_what_differs_between_two_releases() -> None:
+    before, after = "1  same\n2  changed\n3  gone\n", "1  same\n9  changed\n4  come\n"
+
+    assert texts.differing(before, after) == {"changed": "content", "come": "only after", "gone": "only before"}
+    assert texts.differing(before, before) == {}
