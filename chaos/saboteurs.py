@@ -200,7 +200,7 @@ NETWORK: Final = (
         "N-13",
         "runs each copy of a request",
         "agent_shim/actions/dispatch.py",
-        "return known[1] if known is not None and _is_of_a_director(request.reply_to) else None",
+        "return known[1] if known is not None and _is_of_a_director(reply_to) else None",
         "return None",
         "the script ran",
     ),

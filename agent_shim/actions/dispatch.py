@@ -189,11 +189,11 @@ class Dispatcher:
             raise ActionError(f"cannot run {found.method}: {self.refusing}")
         if not found.is_task(request.protocol):
             return await self._run(found, request, None), ""
-        begun = self._known(request, data)
+        message = hashlib.blake2b(data, digest_size=16).digest()
+        begun = self._known(message, request.reply_to)
         if begun is None:
             begun = asyncio.ensure_future(self._begin(found, request, data))
             # Registered before any await: another connection may deliver the same request meanwhile.
-            message = _fingerprint(data)
             self._recent.pop(message, None)  # insertion order is age
             self._recent[message] = time.monotonic(), begun
         task = await asyncio.shield(begun)
@@ -208,16 +208,16 @@ class Dispatcher:
         await self._agent.state_backup.update()
         return task
 
-    def _known(self, request: wire.Request, data: bytes) -> asyncio.Future[Task] | None:
-        """Return the task of an identical earlier message: each request on the bus has its own ``reply_to``."""
+    def _known(self, message: bytes, reply_to: str) -> asyncio.Future[Task] | None:
+        """Return the task of an earlier message with this digest: each request on the bus has its own ``reply_to``."""
         old = time.monotonic() - DUPLICATE_WINDOW_S
         while self._recent:
             oldest = next(iter(self._recent))
             if self._recent[oldest][0] > old and len(self._recent) < MAX_RECENT:
                 break
             del self._recent[oldest]
-        known = self._recent.get(_fingerprint(data))
-        return known[1] if known is not None and _is_of_a_director(request.reply_to) else None
+        known = self._recent.get(message)
+        return known[1] if known is not None and _is_of_a_director(reply_to) else None
 
     async def _run_task(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Any:
         begun_at = time.monotonic()
@@ -262,10 +262,6 @@ class Dispatcher:
     def _failed(self, method: str, exc: BaseException) -> str:
         text = self.failure(method, exc)
         return text if isinstance(exc, UnknownActionError) else f"Action Failed {method}: {text}"
-
-
-def _fingerprint(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _is_of_a_director(reply_to: str) -> bool:

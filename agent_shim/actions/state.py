@@ -78,9 +78,13 @@ def _process_entry(process: Any) -> dict[str, Any]:
 
 
 async def record_health(agent: Agent) -> None:
-    """Write ``instance/health.json`` for bosh-dns; ignores a failed write (wrapper_job_supervisor.go)."""
+    """Write ``instance/health.json`` for bosh-dns; ignores a failed write (wrapper_job_supervisor.go).
+
+    It is not synced: another boot writes it again.
+    """
+    health = msgspec.json.encode({"state": agent.supervisor.job_state()})
     try:
-        await files.save(agent.paths.health, msgspec.json.encode({"state": agent.supervisor.job_state()}), mode=0o644)
+        await files.save(agent.paths.health, health, mode=0o644, is_synced=False)
     except HostError:
         return
 

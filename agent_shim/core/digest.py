@@ -41,8 +41,17 @@ class MultipleDigest:
     @classmethod
     def parse(cls, text: str) -> MultipleDigest:
         """Parse a digest string; raises ``DigestError`` with the text of the Go agent."""
-        parsed = cls(tuple(_parse_piece(piece) for piece in text.split(";") if piece))
-        if not parsed.digests:
+        digests = []
+        for piece in filter(None, text.split(";")):
+            before, colon, after = piece.partition(":")
+            algorithm, value = (before, after) if colon else ("sha1", before)
+            if not (_WORD.fullmatch(algorithm) and _WORD.fullmatch(value)):
+                raise DigestError(
+                    "unable to parse digest string. Digest and algorithm key can only contain alpha-numeric characters"
+                )
+            digests.append(Digest(algorithm, value))
+        parsed = cls(tuple(digests))
+        if not digests:
             raise DigestError("no digest algorithm found. Supported algorithms: sha1, sha256, sha512")
         for name, count in Counter(digest.algorithm for digest in parsed.digests).items():
             if count > 1:
@@ -94,13 +103,3 @@ class Hasher:
     def digest(self) -> MultipleDigest:
         """Return the digests of all bytes so far, in the order of the algorithms."""
         return MultipleDigest(tuple(Digest(name, each.hexdigest()) for name, each in self._hashes.items()))
-
-
-def _parse_piece(piece: str) -> Digest:
-    before, colon, after = piece.partition(":")
-    words = (before, after) if colon else ("sha1", before)
-    if not all(map(_WORD.fullmatch, words)):
-        raise DigestError(
-            "unable to parse digest string. Digest and algorithm key can only contain alpha-numeric characters"
-        )
-    return Digest(*words)

@@ -37,8 +37,3 @@ def wall_time() -> float:
 def wall_time_of(start_ticks: int) -> float:
     """Convert ticks to the wall clock as it is set now, in seconds since 1970."""
     return time.time() - (boot_time() - start_ticks / TICKS)
-
-
-def mail_date() -> str:
-    """Format the current time as monit does: ``Sun, 22 May 2011 20:07:41 +0500``."""
-    return time.strftime("%a, %d %b %Y %H:%M:%S %z")

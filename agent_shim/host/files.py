@@ -131,10 +131,11 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
-    It is synced before the rename: a crash leaves the old file or the new one. A link at ``path`` is replaced.
+    It is synced before the rename: a crash leaves the old file or the new one. Unless ``is_synced`` a crash of the
+    machine may leave it empty: for files that are written again. A link at ``path`` is replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -143,13 +144,15 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None) -> Ite
             yield file
             file.flush()
             _settle(fd, mode, owner)
-            os.fsync(fd)
+            if is_synced:
+                os.fsync(fd)
         temp.replace(path)
     except BaseException:
         with suppress(FileNotFoundError):
             temp.unlink()
         raise
-    sync_directory(path.parent)
+    if is_synced:
+        sync_directory(path.parent)
 
 
 def behind(path: Path) -> Path:
@@ -157,8 +160,10 @@ def behind(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
-    """Replace the content of ``path`` atomically.
+def write_atomic(
+    path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True
+) -> None:
+    """Replace the content of ``path`` atomically, by default on disk too (:func:`replacing`).
 
     A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced: it is written in place and keeps
     its mode and owner.
@@ -167,15 +172,15 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, owner: str | Non
         if is_mount_point(path):
             _write_in_place(path, data)
             return
-        with replacing(path, mode=mode, owner=owner) as file:
+        with replacing(path, mode=mode, owner=owner, is_synced=is_synced) as file:
             file.write(data)
     except OSError as exc:
         raise failed(f"write {path}", exc) from exc
 
 
-async def save(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
+async def save(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> None:
     """Call :func:`write_atomic` in a thread, for the event loop."""
-    await asyncio.to_thread(write_atomic, path, data, mode=mode, owner=owner)
+    await asyncio.to_thread(write_atomic, path, data, mode=mode, owner=owner, is_synced=is_synced)
 
 
 def version(path: Path) -> tuple[int, int, int] | None:

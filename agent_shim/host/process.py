@@ -289,7 +289,7 @@ def spawn(
     """
     with contextlib.ExitStack() as opened:
         try:
-            out, err = (_output(opened, target) for target in (stdout, stderr))
+            out, err = (_opened(opened, each) if isinstance(each, Path) else each for each in (stdout, stderr))
             ids = _ids(user, group) if (user or group) and os.geteuid() == 0 else _Ids()
             setup = _ChildSetup(ids, user, limits, nice, cgroups, opened)
             if setup.is_needed:
@@ -302,8 +302,8 @@ def spawn(
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL if stdin is None else stdin,
-                stdout=out,
-                stderr=err,
+                stdout=subprocess.DEVNULL if out is None else out,
+                stderr=subprocess.DEVNULL if err is None else err,
                 umask=umask,
                 start_new_session=session,
                 process_group=None if session else 0,
@@ -497,11 +497,10 @@ def _exit_info(pidfd: int | None) -> int | None:
     return 128 + code if (code := words[15] & 0x7F) else words[15] >> 8 & 0xFF
 
 
-def _output(opened: contextlib.ExitStack, target: int | Path | None) -> int:
-    if isinstance(target, Path):
-        target = guarded.open_log(target, 0o640)
-        opened.callback(os.close, target)
-    return subprocess.DEVNULL if target is None else target
+def _opened(opened: contextlib.ExitStack, path: Path) -> int:
+    descriptor = guarded.open_log(path, 0o640)
+    opened.callback(os.close, descriptor)
+    return descriptor
 
 
 class _Ids(NamedTuple):

@@ -77,10 +77,12 @@ class Bundles:
     ) -> None:
         self._paths = paths
         self._work = work
+        self._installed: dict[Kind, Path] = {"job": paths.data_jobs, "package": paths.data_packages}
+        self._links: dict[Kind, Path] = {"job": paths.jobs, "package": paths.packages}
 
     def path(self, bundle: Bundle) -> Path:
         """Return the path of a bundle, installed or not."""
-        return self._installed(bundle.kind) / checked_name(bundle.kind, bundle.name) / bundle.directory
+        return self._installed[bundle.kind] / bundle.name / bundle.directory
 
     async def install(
         self, wanted: Sequence[Bundle], store: Blobstore, parallel: int, *, doing: str = "Preparing {0.kind} {0.name}"
@@ -108,10 +110,7 @@ class Bundles:
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         """Link exactly these, link every package into every job, and remove all other bundles."""
-        await self.link(jobs, packages)
-        await self._in_thread(self._keep_only, "job", jobs)
-        await self._in_thread(self._keep_only, "package", packages)
-        await self._in_thread(install_bpm_wrapper, self._paths)
+        await self._in_thread(self._link_only, jobs, packages)
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
         """Return the bundles that are not installed."""
@@ -119,10 +118,7 @@ class Bundles:
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         """Link these and every package into every job; other links stay."""
-        await self._in_thread(self._activate, "package", packages)
-        await self._in_thread(self._activate, "job", jobs)
-        await self._in_thread(self._link_packages, jobs, packages)
-        await self._in_thread(install_bpm_wrapper, self._paths)
+        await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
         """Link exactly these packages, and remove all others and all strays in the directory of links.
@@ -195,14 +191,20 @@ class Bundles:
         except OSError as exc:
             raise ActionError(str(exc)) from exc
 
-    def _installed(self, kind: Kind) -> Path:
-        return self._paths.data_jobs if kind == "job" else self._paths.data_packages
+    def _link_only(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
+        self._link_all(jobs, packages)
+        self._keep_only("job", jobs)
+        self._keep_only("package", packages)
+        install_bpm_wrapper(self._paths)
 
-    def _links(self, kind: Kind) -> Path:
-        return self._paths.jobs if kind == "job" else self._paths.packages
+    def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
+        self._activate("package", packages)
+        self._activate("job", jobs)
+        self._link_packages(jobs, packages)
+        install_bpm_wrapper(self._paths)
 
     def _activate(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
-        links = self._links(kind)
+        links = self._links[kind]
         files.make_dir(links, DIRECTORY_MODE[kind], self._paths.shared_owner)
         for bundle in bundles:
             if not (path := self.path(bundle)).is_dir():
@@ -234,11 +236,11 @@ class Bundles:
     def _versions(self, kind: Kind) -> Iterator[Path]:
         """Yield the directories that hold all versions of one job or package."""
         with suppress(FileNotFoundError):
-            yield from (path for path in self._installed(kind).iterdir() if path.is_dir() and not path.is_symlink())
+            yield from (path for path in self._installed[kind].iterdir() if path.is_dir() and not path.is_symlink())
 
     def _uninstall(self, kind: Kind, path: Path) -> None:
         """Remove the link, rename the bundle, then remove it."""
-        link = self._links(kind) / path.parent.name
+        link = self._links[kind] / path.parent.name
         if link.is_symlink() and link.readlink() == path:
             link.unlink()
         aside = files.sibling(path)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -45,7 +48,16 @@ class SpecStore:
         (agent/action/apply.go).
         """
         wanted = self.current
-        await asyncio.to_thread(files.make_dir, self._paths.instance, 0o755)
         members = {"id": wanted.id, "az": wanted.az, "name": wanted.name, "deployment": wanted.deployment}
-        for name, text in members.items():
-            await files.save(self._paths.instance / name, text.encode(), mode=0o644)
+        await asyncio.to_thread(_write_changed, self._paths.instance, members)
+
+
+def _write_changed(directory: Path, texts: Mapping[str, str]) -> None:
+    """Write files that differ: each write waits for the disk, and most specs change none."""
+    files.make_dir(directory, 0o755)
+    for name, text in texts.items():
+        path = directory / name
+        with suppress(OSError):
+            if path.read_bytes() == text.encode():
+                continue
+        files.write_atomic(path, text.encode(), mode=0o644)

@@ -105,7 +105,7 @@ class Programs:
         """
         env = {
             "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
-            "MONIT_DATE": clock.mail_date(),
+            "MONIT_DATE": time.strftime("%a, %d %b %Y %H:%M:%S %z"),
             "MONIT_SERVICE": name,
             "MONIT_HOST": socket.gethostname(),
             "MONIT_EVENT": event,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor import posix_regex
@@ -172,38 +172,30 @@ def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
     A job with an unusable file, alone or in combination with others, becomes one process with an ``error`` and the name
     of the job. Other jobs are unaffected: a dependency on its services is ignored.
     """
-    parsed, errors = _parse(files)
-    while found := _problems([file for job, file in parsed if job not in errors], parsed, errors):
+    parsed: list[tuple[str, values.MonitFile]] = []
+    errors: dict[str, str] = {}
+    for source in files:
+        origin = f"{source.job}/{source.name}.monit" if source.name else f"{source.job}/monit"
+        try:
+            parsed.append((source.job, parser.parse(source.text, origin=origin)))
+        except ConfigError as exc:
+            errors.setdefault(source.job, str(exc))
+    while found := _problems(parsed, errors):
         errors |= found
     specs: list[ProcessSpec] = []
-    for job in dict.fromkeys(file.job for file in files):
+    order = list(dict.fromkeys(file.job for file in files))
+    for job in order:
         if job not in errors:
             specs += [spec for owner, file in parsed if owner == job for spec in _specs(job, file)]
     taken = {spec.name.lower() for spec in specs}
     specs += [_failing(job, error, taken) for job, error in errors.items()]
-    order = list(dict.fromkeys(file.job for file in files))
     return tuple(sorted(specs, key=lambda spec: order.index(spec.job)))
 
 
-_Parsed: TypeAlias = list[tuple[str, values.MonitFile]]
-
-
-def _parse(files: Sequence[JobFile]) -> tuple[_Parsed, dict[str, str]]:
-    """Parse the files; returns the parsed ones with their jobs, and the first error of each other job."""
-    parsed: _Parsed = []
-    errors: dict[str, str] = {}
-    for file in files:
-        origin = f"{file.job}/{file.name}.monit" if file.name else f"{file.job}/monit"
-        try:
-            parsed.append((file.job, parser.parse(file.text, origin=origin)))
-        except ConfigError as exc:
-            errors.setdefault(file.job, str(exc))
-    return parsed, errors
-
-
-def _problems(good: Sequence[values.MonitFile], parsed: _Parsed, errors: Mapping[str, str]) -> dict[str, str]:
-    """Find conflicts between parsed files, by the job at fault."""
+def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[str, str]) -> dict[str, str]:
+    """Find conflicts between the parsed files of jobs without an error, by the job at fault."""
     jobs = {file.origin: job for job, file in parsed}
+    good = [file for job, file in parsed if job not in errors]
     return {
         jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
         for problem in parser.problems(good)

@@ -116,7 +116,8 @@ class ProcessRecord(msgspec.Struct):
 
     def widen(self, process: proc.Stat) -> None:
         """Record the session that a process of the service started."""
-        if process.session not in {0, *self.numbers()} and len(self.sessions) < MAX_SESSIONS:
+        is_known = any(process.session == session.pid for session in self.sessions)
+        if process.session != 0 and not is_known and len(self.sessions) < MAX_SESSIONS:
             is_led = process.pid == process.session
             self.sessions = [
                 *self.sessions,
@@ -134,7 +135,8 @@ class ProcessRecord(msgspec.Struct):
 
     def lives(self, session: int) -> None:
         """Record that a process of the service is alive in this session now."""
-        self._saw(session, clock.boot_ticks())
+        now = clock.boot_ticks()
+        self.sessions = [s._replace(seen=max(s.seen, now)) if s.pid == session else s for s in self.sessions]
 
     def ended(self, process: Identity, session: int, seen: int) -> None:
         """Record the exit of a process of the service, alive in this session until the tick ``seen``."""
@@ -142,15 +144,14 @@ class ProcessRecord(msgspec.Struct):
             self.known = None
         if process == self.program:
             self.program = None
-        self._saw(session, seen)
-        self.sessions = [s._replace(is_led=s.is_led and s[:2] != process) for s in self.sessions]
+        self.sessions = [
+            s._replace(seen=max(s.seen, seen) if s.pid == session else s.seen, is_led=s.is_led and s[:2] != process)
+            for s in self.sessions
+        ]
 
     def see_kin(self, processes: Iterable[Identity]) -> None:
         """Record the processes of the service now: they still belong to it after their proof has exited."""
         self.kin = sorted(set(processes) - {self.known, self.program})
-
-    def _saw(self, session: int, tick: int) -> None:
-        self.sessions = [s._replace(seen=max(s.seen, tick)) if s.pid == session else s for s in self.sessions]
 
     def is_fresh(self, pidfile: Pidfile) -> bool:
         """True if the pidfile was written since the last start."""

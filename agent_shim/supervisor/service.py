@@ -165,7 +165,8 @@ class Service:
     def reported(self) -> str:
         """The Director's process state; counts an exit that no step has handled yet."""
         process = self._finder.process
-        return reported(self.state, fails_a_check=bool(self.complaints) or (process is not None and process.is_over))
+        fails_a_check = bool(self.complaints) or (process is not None and process.is_over)
+        return reported(self.record.state, fails_a_check=fails_a_check)
 
     async def has_left(self, states: frozenset[State]) -> None:
         """Wait until the state is none of these."""

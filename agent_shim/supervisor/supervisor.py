@@ -117,6 +117,7 @@ class Supervisor:
         self._held: dict[str, str] = {}
         """The read of each service, by key, that blocked an earlier agent (``host.watchdog``)."""
         self._is_wanted = False
+        self._incarnation = ""
         self._is_dirty = False
         self._is_sealed = False
         self._saving: asyncio.Task[None] | None = None
@@ -398,7 +399,7 @@ class Supervisor:
         return service
 
     async def _trust(self, services: Iterable[Service]) -> None:
-        keys = {service.name.lower() for service in services} & self._held.keys()
+        keys = {service.spec.name.lower() for service in services} & self._held.keys()
         if not keys:
             return
         self._held = {key: what for key, what in self._held.items() if key not in keys}
@@ -467,7 +468,8 @@ class Supervisor:
             for service in starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
-            saved = Saved(SCHEMA, proc.incarnation(), self._is_wanted, list(self._files), services)
+            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
+            saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             try:
                 await files.save(self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600)
             except HostError as exc:
@@ -529,7 +531,7 @@ def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
     """Write the monit files where operators and scripts expect them, under the names of the Go agent.
 
     Numbers run from the last job to the first (applier/jobs/rendered_job_applier.go). The agent itself never reads
-    them.
+    them, and writes them at each start: they are not synced.
     """
     jobs = list(dict.fromkeys(job_file.job for job_file in job_files))
     try:
@@ -538,6 +540,6 @@ def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
             number = len(jobs) - 1 - jobs.index(job_file.job)
             label = f"_{job_file.name}" if job_file.name else ""
             path = directory / f"{number:04}_{job_file.job}{label}.monitrc"
-            files.write_atomic(path, job_file.text.encode("utf-8", "surrogateescape"))
+            files.write_atomic(path, job_file.text.encode("utf-8", "surrogateescape"), is_synced=False)
     except OSError as exc:
         logger.warning("cannot write monit files for operators: %s", exc)

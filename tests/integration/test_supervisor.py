@@ -74,6 +74,8 @@ async def test_environment_is_that_of_monit(world: World) -> None:
 
         assert variables["PATH"] == "/bin:/usr/bin:/sbin:/usr/sbin"
         assert variables["MONIT_SERVICE"] == "web"
+        date = variables["MONIT_DATE"]
+        assert re.fullmatch(r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}", date)
         assert variables["AGENT_SHIM_SERVICE"] == f"web@{world.base}"
         # PWD and its like are the shell's own.
         others = {name for name in variables if not name.startswith("MONIT_")}

@@ -184,20 +184,18 @@ def _word(match: re.Match[str], tokens: list[Token]) -> int:
     word = match[0]
     kind = _KINDS.get(word.lower()) if word.isascii() else None
     if kind is None:
-        tokens.append(Token(_kind_of(word), word, *match.span()))
+        if number := _NUMBER.fullmatch(word):
+            kind = "REAL" if number[1] else "NUMBER"
+        elif "@" in word:
+            kind = "MAIL"
+        else:
+            kind = "PATH" if word[0] == "/" else "STRING"
+        tokens.append(Token(kind, word, *match.span()))
     elif kind == "include":
         return _one(_PATTERN, "INCLUDE", match, tokens)
     elif kind:
         tokens.append(Token(kind, "", *match.span()))
     return match.end()
-
-
-def _kind_of(word: str) -> str:
-    if number := _NUMBER.fullmatch(word):
-        return "REAL" if number[1] else "NUMBER"
-    if "@" in word:
-        return "MAIL"
-    return "PATH" if word[0] == "/" else "STRING"
 
 
 def _quoted(match: re.Match[str], tokens: list[Token]) -> int:
@@ -224,15 +222,14 @@ def _program(match: re.Match[str], tokens: list[Token]) -> int:
     return at
 
 
-def _check(match: re.Match[str], tokens: list[Token]) -> int:
-    kind = (match["type"] or "process").lower().replace("device", "filesystem")
-    tokens.append(Token(f"check {kind}", "", *match.span()))
-    return _one(_NAME, "NAME", match, tokens)
-
-
-def _group(match: re.Match[str], tokens: list[Token]) -> int:
-    tokens.append(Token("group", "", *match.span()))
-    return _one(_GROUP, "NAME", match, tokens)
+def _named(match: re.Match[str], tokens: list[Token]) -> int:
+    """Tokenise ``check TYPE`` or ``group``, and the name that follows."""
+    kind, mode = "group", _GROUP
+    if match.lastgroup == "check":
+        subject = (match["type"] or "process").lower().replace("device", "filesystem")
+        kind, mode = f"check {subject}", _NAME
+    tokens.append(Token(kind, "", *match.span()))
+    return _one(mode, "NAME", match, tokens)
 
 
 def _one(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
@@ -310,9 +307,9 @@ _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     "start": _program,
     "stop": _program,
     "exec": _program,
-    "group": _group,
+    "group": _named,
     "depends": _depends,
-    "check": _check,
+    "check": _named,
     "loadavg": _loadavg,
     "cpu": _cpu,
     "mail": _mail,

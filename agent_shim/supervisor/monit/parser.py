@@ -94,11 +94,9 @@ def _options(reader: Reader, check: Check, alerts: list[Ignored]) -> Check:
     return check
 
 
-def _start(reader: Reader, check: Check) -> Check:
-    return replace(check, start=read_program(reader))
-
-
-def _stop(reader: Reader, check: Check) -> Check:
+def _program(reader: Reader, check: Check) -> Check:
+    if reader.kind == "start":
+        return replace(check, start=read_program(reader))
     return replace(check, stop=read_program(reader))
 
 
@@ -152,8 +150,8 @@ class _Option(NamedTuple):
 
 
 _OPTIONS: Final[Mapping[str, _Option]] = {
-    "start": _Option(_start, ALL - STATUS),
-    "stop": _Option(_stop, ALL - STATUS),
+    "start": _Option(_program, ALL - STATUS),
+    "stop": _Option(_program, ALL - STATUS),
     "group": _Option(_group),
     "depends": _Option(_depends),
     "mode": _Option(_mode, ALL - SYSTEM - STATUS),

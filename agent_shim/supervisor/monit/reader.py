@@ -19,7 +19,7 @@ MAX_SHOWN_CHARS: Final = 40
 
 
 class Reader:
-    """Token reader of one text. ``kind`` is that of the next token; ``include`` statements are set aside."""
+    """Token reader of one text. ``kind`` is that of the ``next`` token; ``include`` statements are set aside."""
 
     def __init__(self, text: str, origin: str) -> None:
         self.text = text
@@ -28,14 +28,11 @@ class Reader:
         self.includes = [token for token in tokens if token.kind == "INCLUDE"]
         self.tokens = [token for token in tokens if token.kind != "INCLUDE"] if self.includes else tokens
         self.at = 0
-        self.kind = self.tokens[0].kind
+        self.next = self.tokens[0]
+        self.kind = self.next.kind
         if "\0" in text:
             at = text.index("\0")
             raise self.error("text", Token("BAD", "a NUL byte", at, at + 1))
-
-    @property
-    def next(self) -> Token:
-        return self.tokens[self.at]
 
     @property
     def second(self) -> Token:
@@ -44,10 +41,11 @@ class Reader:
 
     def skip(self) -> Token:
         """Consume the next token of any kind."""
-        token = self.tokens[self.at]
+        token = self.next
         if token.kind != "END":
             self.at += 1
-            self.kind = self.tokens[self.at].kind
+            self.next = self.tokens[self.at]
+            self.kind = self.next.kind
         return token
 
     def take(self, *kinds: str) -> Token | None:
