@@ -17,8 +17,8 @@ CRASHES: Final = (
         "C-02",
         "takes a directory for an installed bundle before it is complete",
         "agent_shim/daemon/worker.py",
-        "    pieces = [_Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n    temps += [piece.temp for piece in pieces]\n",
-        "    pieces = [_Piece(target, Path(target.path)) for target in request.targets]\n",
+        "    return [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n",
+        "    return [Piece(target, Path(target.path)) for target in request.targets]\n",
         "not as after an apply|is not",
     ),
     Saboteur(

@@ -36,7 +36,7 @@ from agent_shim.core import settings, wire
 from agent_shim.core.errors import ActionError, BusError, HostError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
-from agent_shim.daemon import boot, job_recovery
+from agent_shim.daemon import boot, job_recovery, small_installs
 from agent_shim.daemon.orderly_stop import OrderlyStop
 from agent_shim.edges import alerts, heartbeat, monit_http
 from agent_shim.edges.bus import Bus
@@ -411,7 +411,7 @@ def assemble(
         spec=spec,
         tasks=Tasks(paths.tasks, paths.outcomes),
         supervisor=supervisor,
-        bundles=Bundles(paths),
+        bundles=Bundles(paths, small_installs.work),
         compiler=Compiler(paths, environ),
         scripts=Scripts(paths, environ),
         logs=Logs(paths),

@@ -41,6 +41,7 @@ from agent_shim.host.worker_client import (
 )
 
 if TYPE_CHECKING:
+    from agent_shim.host.archive import Limits
     from agent_shim.services.blobstore.blobs import Blobs
 
 
@@ -171,7 +172,7 @@ UNREACHED = Outcome("it was not reached")
 
 
 @dataclass(slots=True)
-class _Piece:
+class Piece:
     """One target, unpacked to ``temp``; renamed to ``target.path`` when all are on disk."""
 
     target: Target
@@ -179,14 +180,19 @@ class _Piece:
     outcome: Outcome = UNREACHED
 
 
+def pieces_of(request: Install) -> list[Piece]:
+    """Return the targets with their temporary names."""
+    return [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
+
+
 async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
     """Install all targets; those of one blob share its transfer. The failure of one does not affect the others."""
     from agent_shim.services.blobstore.blobs import Blobs
 
     paths = Paths(Path(request.base))
-    pieces = [_Piece(target, files.sibling(Path(target.path))) for target in request.targets]
+    pieces = pieces_of(request)
     temps += [piece.temp for piece in pieces]
-    of_blob: dict[tuple[str, str, str], list[_Piece]] = {}
+    of_blob: dict[tuple[str, str, str], list[Piece]] = {}
     for piece in pieces:
         source = piece.target.source
         of_blob.setdefault((source.blob_id, source.signed_url, source.digest), []).append(piece)
@@ -194,22 +200,23 @@ async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
     async with Blobs(request.store, paths) as blobs, asyncio.TaskGroup() as group:
         for those in of_blob.values():
             group.create_task(_fetch_and_unpack(blobs, those, gate, paths.shared_owner))
-    await asyncio.to_thread(_finish, [piece for piece in pieces if not piece.outcome.error])
+    await asyncio.to_thread(finish, [piece for piece in pieces if not piece.outcome.error])
     return [piece.outcome for piece in pieces]
 
 
-async def _fetch_and_unpack(blobs: Blobs, pieces: Sequence[_Piece], gate: asyncio.Semaphore, owner: str | None) -> None:
+async def _fetch_and_unpack(blobs: Blobs, pieces: Sequence[Piece], gate: asyncio.Semaphore, owner: str | None) -> None:
     async with gate:
         try:
             async with blobs.fetched(pieces[0].target.source) as file:
                 for piece in pieces:
-                    await asyncio.to_thread(_unpack, file, piece, owner)
+                    await asyncio.to_thread(unpack, file, piece, owner)
         except (ShimError, OSError) as exc:
             for piece in pieces:
                 piece.outcome = Outcome(f"{FETCHING[piece.target.kind]}{exc}")
 
 
-def _unpack(file: BinaryIO, piece: _Piece, owner: str | None) -> None:
+def unpack(file: BinaryIO, piece: Piece, owner: str | None, limits: Limits | None = None) -> None:
+    """Unpack one target to ``piece.temp``, by default with generous limits; the outcome is in ``piece``."""
     from agent_shim.host import archive
     from agent_shim.services import bundles
 
@@ -220,7 +227,11 @@ def _unpack(file: BinaryIO, piece: _Piece, owner: str | None) -> None:
         else:
             files.make_dir(piece.temp.parent, bundles.DIRECTORY_MODE[target.kind], owner)
         archive.unpack(
-            file, piece.temp, subtree=target.name if target.kind == "job" else "", outside_links=target.kind != "job"
+            file,
+            piece.temp,
+            subtree=target.name if target.kind == "job" else "",
+            outside_links=target.kind != "job",
+            limits=limits or archive.GENEROUS,
         )
         bundles.set_owners_and_modes(target.kind, piece.temp, owner)
         newest = _newest(piece.temp) if target.kind == "source" else 0
@@ -236,7 +247,7 @@ def _newest(tree: Path) -> int:
     return int(max((each.st_mtime for each in found if stat.S_ISREG(each.st_mode) and each.st_mtime <= now), default=0))
 
 
-def _finish(pieces: Sequence[_Piece]) -> None:
+def finish(pieces: Sequence[Piece]) -> None:
     """Sync unpacked directories, then rename them: a crash leaves complete directories or none."""
     places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
     for place in places.values():

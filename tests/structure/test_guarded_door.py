@@ -48,7 +48,7 @@ PROBE = "whether something is there; nothing of it is read or written"
 
 RAW: Mapping[str, Raw] = {
     "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
-    "services.blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put"})),
+    "services.blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put", "on_this_machine"})),
     "services.blobstore.providers": Raw(
         NAMED, frozenset({"Dav.put", "External._write_config", "External.get", "Local._copy", "_open"})
     ),
@@ -278,7 +278,8 @@ RAW: Mapping[str, Raw] = {
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
-    "daemon.worker": Raw(SCRATCH, frozenset({"_finish", "_copy_tree.report", "_newest", "_rotate"})),
+    "daemon.small_installs": Raw(SCRATCH, frozenset({"_install"})),
+    "daemon.worker": Raw(SCRATCH, frozenset({"finish", "_copy_tree.report", "_newest", "_rotate"})),
 }
 """Functions that open what no job can influence, or what the door has opened for them."""
 

@@ -1,4 +1,4 @@
-"""Fetching and storing of blobs: sources, their order, retries. Runs in worker processes only.
+"""Fetching and storing of blobs: sources, their order, retries. The agent itself fetches small local ones only.
 
 Order, retries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
 agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
@@ -20,7 +20,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host.worker_client import checked_blob_id
 from agent_shim.services.blobstore import BlobRef, Timing
-from agent_shim.services.blobstore.providers import environment, opened, provider, trusted_ca
+from agent_shim.services.blobstore.providers import environment, local_directory, opened, provider, trusted_ca
 
 if TYPE_CHECKING:
     from agent_shim.services.blobstore.transfer import Transfer
@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRIES: Final = 3
+
+
+def on_this_machine(ref: BlobRef, store: Blobstore, paths: Paths) -> Path | None:
+    """Return the file of a blob that needs no transfer; None for any other. Raises ``BlobError``."""
+    if ref.signed_url or not ref.blob_id:
+        return None
+    places = [paths.sensitive_blobs, paths.blobs]
+    if store.provider == "local":
+        places.append(local_directory(store, paths))
+    found = (place / checked_blob_id(ref.blob_id) for place in places)
+    return next((path for path in found if path.is_file()), None)
 
 
 class Blobs:

@@ -1,4 +1,4 @@
-"""Providers of blobstores in the settings (bosh-utils blobstore/provider.go). Runs in worker processes only."""
+"""Providers of blobstores in the settings (bosh-utils blobstore/provider.go). The agent itself uses local ones only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
         case "dummy":
             return Dummy()
         case "local":
-            return Local(_local_directory(store, paths))
+            return Local(local_directory(store, paths))
         case "dav":
             return Dav(_options(store, DavOptions), transfer)
         case name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
@@ -246,7 +246,8 @@ def _options(store: Blobstore, wanted: type[DavOptions]) -> DavOptions:
         raise BlobError(f"cannot use the blobstore {store.provider}: {exc}") from exc
 
 
-def _local_directory(store: Blobstore, paths: Paths) -> Path:
+def local_directory(store: Blobstore, paths: Paths) -> Path:
+    """Return the directory of a local blobstore; raises ``BlobError`` without one."""
     directory = store.options.get("blobstore_path")
     if directory is None:
         raise BlobError("Validating blobstore: missing blobstore_path")

@@ -23,7 +23,7 @@ def test_a_bundle_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path, mo
 
     monkeypatch.setattr(files, "sync_filesystem", synced)
     monkeypatch.setattr(files, "sync_directory", synced)
-    worker._finish([worker._Piece(Target("package", "p", str(bundle), BlobRef()), temp)])
+    worker.finish([worker.Piece(Target("package", "p", str(bundle), BlobRef()), temp)])
 
     assert seen == [False, True]
     assert (bundle / "file").read_text() == "x"
