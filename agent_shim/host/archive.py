@@ -190,6 +190,8 @@ class Member:
 
 
 class _Source(Protocol):
+    """Buffered: only its end makes a read shorter."""
+
     def read(self, size: int, /) -> bytes: ...
 
 
@@ -240,8 +242,6 @@ class _Reader:
         if self._members < 0:
             raise ArchiveError("it has too many members")
         block = self._stream.read(BLOCK_BYTES)
-        while 0 < len(block) < BLOCK_BYTES and (more := self._stream.read(BLOCK_BYTES - len(block))):
-            block += more
         if block in (b"", bytes(BLOCK_BYTES)):  # one empty block is enough for GNU tar, too
             return None
         try:

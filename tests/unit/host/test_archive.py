@@ -10,6 +10,7 @@ import subprocess
 import tarfile
 import tempfile
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_everything_belongs_to_whoever_unpacks(tmp_path: Path) -> None:
 def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> None:
     """The Director packs with ``./`` for the blobstore and without for the bus."""
     packed = zipped(
-        directory(f"{prefix}web", 0o700)
+        directory(f"{prefix}web", 0o750)
         + member(f"{prefix}web/bin/run", b"web", mode=0o755)
         + member(f"{prefix}web2/monit", b"other")
         + link(f"{prefix}web/twin", f"{prefix}web/bin/run", hard=True)
@@ -153,7 +154,28 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
 
     assert sorted(listing(tmp_path / "o")) == [".", "bin", "bin/run", "twin"]
     assert (tmp_path / "o" / "twin").read_bytes() == b"web"
-    assert stat.S_IMODE((tmp_path / "o").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "o").stat().st_mode) == 0o750
+
+
+@pytest.mark.parametrize("size", [1, 100, 511, 512, 513])
+def test_pieces_of_any_size_are_put_together(tmp_path: Path, size: int) -> None:
+    """A blob may be compressed in pieces, as pigz does: a header lies in several of them."""
+    data = member("a", b"x" * 700) + link("b", "a") + END
+    packed = b"".join(zipped(data[begin : begin + size]) for begin in range(0, len(data), size))
+    unpack(packed, tmp_path / "o", limits=replace(archive.GENEROUS, size=1 << 20))
+
+    assert sorted(listing(tmp_path / "o")) == [".", "a", "b"]
+    assert (tmp_path / "o" / "a").read_bytes() == b"x" * 700
+
+
+def test_what_just_fits_is_unpacked(tmp_path: Path) -> None:
+    """Bytes, members and an extended header that reach their bounds are no more than allowed."""
+    text = record("comment", "c" * (archive.MAX_EXTENSION_BYTES - 17))
+    assert len(text) == archive.MAX_EXTENSION_BYTES
+    data = pax(text) + member("a", b"x" * 1000) + END
+    unpack(data, tmp_path / "o", limits=archive.Limits(members=3, size=len(text) + 1000, names=1000))
+
+    assert (tmp_path / "o" / "a").read_bytes() == b"x" * 1000
 
 
 @pytest.mark.parametrize(

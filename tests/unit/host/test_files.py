@@ -44,6 +44,19 @@ def test_a_written_file_has_its_bytes_and_mode(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.json"]
 
 
+def test_half_a_secret_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    """The mode of the new file counts from its first byte: others could open it until it has its own."""
+    before = os.umask(0)
+    try:
+        with files.replacing(tmp_path / "a.json", mode=0o644) as file:
+            file.write(b"new")
+            half = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    finally:
+        os.umask(before)
+
+    assert half == 0o600
+
+
 def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
