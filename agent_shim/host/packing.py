@@ -44,6 +44,9 @@ MAX_JOB_ENTRIES: Final = 20_000
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Time for packing a live tree; after it the rest is left out."""
+MAX_FIXED_BYTES: Final = 20 * 1024**3
+"""Size of the files of a tree that is not live: no agent would unpack more, and a hole of terabytes keeps a worker for
+hours."""
 PERMISSIONS: Final = 0o777
 """Mode bits kept of a live file: setuid and setgid would give a job's program the rights of the unpacking user."""
 
@@ -128,6 +131,7 @@ class _Archive:
         self._remarks: dict[str, str] = {}
         self._first_names: dict[tuple[int, int], str] = {}
         self._files: set[tuple[int, int, int]] = set()
+        self._room = MAX_FIXED_BYTES
         self._give_up_at = time.monotonic() + LIVE_TIMEOUT_S
 
     def is_late(self) -> bool:
@@ -245,6 +249,9 @@ class _Archive:
             runs = list(guarded.segments(fd, 0, status.st_size))
         if header.isreg():
             header.size = sum(end - begin for begin, end in runs)
+            self._room -= header.size
+            if self._room < 0 and not self._is_live:
+                raise OSError(errno.EFBIG, f"the files exceed {MAX_FIXED_BYTES >> 30} GiB")
         self._sink.write_header(header)
         if header.isreg():
             self._write_content(name, fd, status, runs)

@@ -148,7 +148,22 @@ async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
     with pytest.raises(ActionError, match="is marked as disk a, not b"):
         await instance.disks.mount("b")
     assert await instance.disks.list() == []
-    assert instance.marker("a") == Marker("a")
+    markers.write(instance.volume("a"), Marker("a", "store"))
+    await instance.disks.unmount("b")
+    assert instance.marker("a") == Marker("a", "store")
+
+
+async def test_a_disk_on_the_store_gives_way_to_no_marker_alone(instance: Instance) -> None:
+    """It holds the files that jobs use, and nothing says that it was replaced."""
+    for cid in "ab":
+        instance.attach(cid)
+    await instance.disks.mount("b")
+    markers.remove(instance.volume("b"))
+    markers.write(instance.volume("a"), Marker("a", "store"))
+
+    with pytest.raises(ActionError, match="disk a belongs on .*, but disk b is there"):
+        await instance.disks.mount("a")
+    assert instance.paths.store.readlink() == instance.volume("b")
 
 
 async def test_files_where_no_disk_was_are_not_hidden_by_a_link(instance: Instance) -> None:
@@ -501,6 +516,7 @@ async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(inst
 
     assert await instance.disks.list() == ["a", "b"]
     assert instance.read("data") == "precious"
+    assert instance.marker("a") == Marker("a", "store")
 
 
 async def test_nothing_is_guessed_from_two_full_disks(instance: Instance) -> None:

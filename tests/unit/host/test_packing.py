@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import guarded, packing
+from agent_shim.host import archive, guarded, packing
 from agent_shim.host.worker_client import Tree
 from tests.support.users import as_ordinary_user
 
@@ -502,6 +502,17 @@ def test_what_is_said_is_as_old_as_the_logs(tmp_path: Path) -> None:
     os.utime(tmp_path / "a", (1_600_000_000, 1_600_000_000))
 
     assert entries(logs(tmp_path))["./remarks"].mtime == 1_600_000_000
+
+
+def test_files_that_no_agent_would_unpack_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    """Output of a compilation may hold a hole of terabytes, which would be read and sent as zeros."""
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(1 << 42)
+    make(tmp_path, ["b"])
+
+    with pytest.raises(HostError, match=r"cannot pack ./a: the files exceed 20 GiB"):
+        packed(Tree(str(tmp_path)))
+    assert archive.GENEROUS.size == packing.MAX_FIXED_BYTES
 
 
 # --- files that a job may plant among its logs -----------------------------------------------------------------------
