@@ -38,6 +38,26 @@ def test_operations_have_what_the_cli_wants(name: str) -> None:
         assert one["path"].startswith("/")
 
 
+@pytest.mark.parametrize("name", ["stemcell.yml", "director.yml"])
+def test_operations_for_the_docker_cpi(name: str) -> None:
+    for one in yaml.safe_load((ROOT / "deploy/docker" / name).read_text()):
+        assert one.keys() - {"value"} == {"type", "path"}
+        assert one["type"] in ("replace", "remove")
+        assert ("value" in one) == (one["type"] == "replace")
+
+
+def test_the_stemcell_for_the_docker_cpi_is_that_of_our_own_tarballs() -> None:
+    names = [
+        one["value"]
+        for one in yaml.safe_load((ROOT / "deploy/docker/stemcell.yml").read_text())
+        if "name" in one["path"]
+    ]
+    said = (ROOT / "stemcell_overlay/stemcell.py").read_text()
+
+    assert 'return f"bosh-warden-boshlite-{system}-agent-shim"' in said
+    assert names == ["bosh-warden-boshlite-ubuntu-noble-agent-shim"]
+
+
 def test_the_properties_of_the_operations_are_known() -> None:
     found = list(values("cpi.yml", "properties/kubernetes_cpi"))
     assert len(found) == 2
