@@ -68,7 +68,7 @@ def test_promtool_finds_no_fault_with_the_page() -> None:
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
-    assert checked("check", "metrics", given=made.render()) == ""
+    assert checked("check", "metrics", given=asyncio.run(made.render())) == ""
 
 
 def test_the_rules_pass_their_tests() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from agent_shim.core.errors import ConfigError
-from agent_shim.edges import http_server
+from agent_shim.edges import http_server, metrics
 from agent_shim.edges.bus import Stats
 from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, ProcessReading, Readings
 from agent_shim.host.host_stats import CpuTimes, Memory
@@ -66,7 +68,7 @@ def samples(page: bytes) -> dict[str, float]:
 
 def test_what_is_read_is_shown() -> None:
     """Each reading has its sample, in base units."""
-    found = samples(Metrics(lambda: FULL).render())
+    found = samples(asyncio.run(Metrics(lambda: FULL).render()))
 
     assert found["agent_shim_bus_connected"] == 1
     assert found["agent_shim_bus_reconnects_total"] == 2
@@ -120,7 +122,7 @@ def test_what_is_read_is_shown() -> None:
 
 
 def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
-    found = samples(Metrics(lambda: FULL).render())
+    found = samples(asyncio.run(Metrics(lambda: FULL).render()))
 
     assert found["process_resident_memory_bytes"] > 1 << 20
     assert found["process_open_fds"] > 2
@@ -130,7 +132,7 @@ def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
 def test_what_is_unknown_is_left_out() -> None:
     """A reading that could not be taken has no sample; zero would be a lie."""
     readings = Readings(bus=BusReading(None), processes=[ProcessReading("web", "running", True)])
-    found = samples(Metrics(lambda: readings).render())
+    found = samples(asyncio.run(Metrics(lambda: readings).render()))
 
     assert 'agent_shim_process_up{process="web"}' in found
     assert not {
@@ -155,9 +157,9 @@ def test_both_formats_hold_the_same() -> None:
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
-    families = list(parse_openmetrics(made.render(True).decode()))  # type: ignore[no-untyped-call]
+    families = list(parse_openmetrics(asyncio.run(made.render(True)).decode()))  # type: ignore[no-untyped-call]
 
-    assert sum(len(family.samples) for family in families) == len(samples(made.render()))
+    assert sum(len(family.samples) for family in families) == len(samples(asyncio.run(made.render())))
 
 
 def test_actions_are_counted() -> None:
@@ -166,7 +168,7 @@ def test_actions_are_counted() -> None:
     made.action_done("ping", "done", 0.001)
     made.action_done("ping", "failed", 0.005)
     made.action_done("apply", "done", 3.0)
-    found = samples(made.render())
+    found = samples(asyncio.run(made.render()))
 
     assert found['agent_shim_actions_total{method="ping",outcome="done"}'] == 1
     assert found['agent_shim_actions_total{method="ping",outcome="failed"}'] == 1
@@ -182,7 +184,8 @@ def test_callers_cannot_make_series() -> None:
     made = Metrics(Readings, ["ping"])
     for number in range(1000):
         made.action_done(f"invented_{number}", f"odd_{number}", 0.001)
-    found = {name: value for name, value in samples(made.render()).items() if name.startswith("agent_shim_actions")}
+    page = asyncio.run(made.render())
+    found = {name: value for name, value in samples(page).items() if name.startswith("agent_shim_actions")}
 
     assert found == {'agent_shim_actions_total{method="other",outcome="other"}': 1000}
 
@@ -190,7 +193,7 @@ def test_callers_cannot_make_series() -> None:
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
 def test_any_process_name_leaves_the_page_whole(name: str) -> None:
     """A name is data: quotes, line ends and broken bytes change no other line."""
-    page = Metrics(lambda: Readings(processes=[ProcessReading(name, "running", True)])).render()
+    page = asyncio.run(Metrics(lambda: Readings(processes=[ProcessReading(name, "running", True)])).render())
 
     assert len([key for key in samples(page) if key.startswith("agent_shim_process_up{")]) == 1
 
@@ -205,9 +208,9 @@ def test_page_is_kept_for_a_second() -> None:
 
     made = Metrics(read, clock=clock)
     for _ in range(10):
-        made.render()
+        asyncio.run(made.render())
     clock.now += 1.0
-    made.render()
+    asyncio.run(made.render())
 
     assert taken == [100.0, 101.0]
 
@@ -223,7 +226,7 @@ def test_series_stay_few() -> None:
     for number in range(40):
         made.action_done(f"method_{number}", "done", 1.0)
 
-    assert len(samples(made.render())) <= 4000
+    assert len(samples(asyncio.run(made.render()))) <= 4000
 
 
 def test_series_neither_come_nor_go_with_processes() -> None:
@@ -235,7 +238,7 @@ def test_series_neither_come_nor_go_with_processes() -> None:
         )
     )
 
-    assert samples(quiet.render()).keys() == samples(lively.render()).keys()
+    assert samples(asyncio.run(quiet.render())).keys() == samples(asyncio.run(lively.render())).keys()
 
 
 @pytest.mark.parametrize(
@@ -258,3 +261,17 @@ def test_wrong_address_is_named(text: str) -> None:
     """A wrong address says itself and what would be right."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: the address must be ADDR:PORT or off"):
         http_server.parse_address(text)
+
+
+async def test_text_is_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of 500 processes takes 30 ms, and any neighbour may ask once a second."""
+    threads = []
+
+    def generate(registry: object) -> bytes:
+        threads.append(threading.current_thread())
+        return b"page"
+
+    monkeypatch.setattr(metrics, "generate_latest", generate)
+
+    assert await Metrics(Readings).render() == b"page"
+    assert threads != [threading.current_thread()]
