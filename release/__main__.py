@@ -62,8 +62,11 @@ class Release:
                 "podman", "build", "--quiet", *given, *version, *self.build, "--tag", tag(architecture), str(ROOT)
             )
             archive = self.archive(architecture)
-            archive.unlink(missing_ok=True)
-            self._run("podman", "save", "--quiet", "--format=oci-archive", f"--output={archive}", tag(architecture))
+            saved = archive.with_suffix(".part")
+            saved.unlink(missing_ok=True)
+            self._run("podman", "save", "--quiet", "--format=oci-archive", f"--output={saved}", tag(architecture))
+            repack(saved, archive, int(self.epoch))
+            saved.unlink()
 
     def stemcells(self) -> None:
         """Make the heavy stemcell from the image for amd64, and the light one that points to it."""
@@ -120,6 +123,14 @@ PARTS: Final = {
 def tag(architecture: str) -> str:
     """Return the local name of a built image."""
     return f"localhost/agent-shim/release-{architecture}"
+
+
+def repack(source: Path, target: Path, epoch: int) -> None:
+    """Copy a tarball with its members in order and of one time: `podman save` gives them the time of the call."""
+    with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as new:
+        for member in sorted(old.getmembers(), key=lambda one: one.name):
+            member.mtime = epoch
+            new.addfile(member, old.extractfile(member) if member.isreg() else None)
 
 
 def manifest_digest(archive: Path) -> str:

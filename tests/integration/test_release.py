@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from agent_shim import __version__
+from release.__main__ import manifest_digest, repack
 from tests.structure.source import ROOT
 
 
@@ -49,6 +50,19 @@ def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps(index))
     with tarfile.open(tmp_path / "image.tar", "w") as archive:
         archive.add(tmp_path / "index.json", "index.json")
-    from release.__main__ import manifest_digest
-
     assert manifest_digest(tmp_path / "image.tar") == "sha256:" + "a" * 64
+
+
+def test_archives_of_equal_images_are_equal(tmp_path: Path) -> None:
+    """Neither the time of the call nor the order of the members is in them."""
+    for number, names in enumerate((("a", "b"), ("b", "a"))):
+        with tarfile.open(tmp_path / f"{number}.part", "w") as archive:
+            for name in names:
+                (tmp_path / name).write_text(name)
+                os.utime(tmp_path / name, (number, number))
+                archive.add(tmp_path / name, name)
+        repack(tmp_path / f"{number}.part", tmp_path / f"{number}.tar", 1_700_000_000)
+
+    assert (tmp_path / "0.tar").read_bytes() == (tmp_path / "1.tar").read_bytes()
+    with tarfile.open(tmp_path / "0.tar") as packed:
+        assert {member.mtime for member in packed.getmembers()} == {1_700_000_000}
