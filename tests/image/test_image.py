@@ -144,10 +144,19 @@ async def test_shells_of_operators(podman: Podman, image: str, way: str) -> None
     assert prompt in ("web/0815:~#", "web/0815:~$", "web/0815:/#", "web/0815:/$")
 
 
-def test_sudo_knows_the_commands_of_the_agent(podman: Podman, image: str) -> None:
-    said = podman("run", "--rm", "--network=none", image, "sudo", "sh", "-c", "command -v monit")
+@pytest.mark.parametrize("way", [[], ["sudo"]])
+def test_the_commands_of_the_agent_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
+    """``monit`` and ``bpm`` wherever ``agent-shim`` is."""
+    find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
+    said = podman("run", "--rm", "--network=none", image, *way, *find)
 
-    assert said == "/var/vcap/bosh/bin/monit\n"
+    assert said.split() == ["/usr/local/bin/agent-shim", "/usr/local/bin/monit", "/usr/local/bin/bpm"]
+
+
+def test_shells_complete_the_commands_of_the_agent(podman: Podman, image: str) -> None:
+    said = podman("run", "--rm", "--tty", "--network=none", image, "bash", "-ic", "complete -p agent-shim")
+
+    assert said.strip() == "complete -F _agent_shim agent-shim"
 
 
 async def test_wishes_of_a_manifest(site: Site) -> None:

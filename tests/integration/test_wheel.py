@@ -82,11 +82,11 @@ def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
 
 
 def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
-    """Both programs, their licence and nothing else."""
+    """Both programs, their licence, completion and manual, and nothing else."""
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = wheel.name.split("-")[1]
 
-    assert tops == {"agent_shim", "kubernetes_cpi", f"agent_shim-{version}.dist-info"}
+    assert tops == {"agent_shim", "kubernetes_cpi", f"agent_shim-{version}.data", f"agent_shim-{version}.dist-info"}
     for package in ("agent_shim", "kubernetes_cpi"):
         here = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
@@ -104,6 +104,18 @@ def test_every_module_can_be_imported(programs: Path) -> None:
     )
 
     assert str(programs.parent) in run(programs / "python", "-W", "error", "-c", code)
+
+
+def test_completion_and_manual_are_installed(programs: Path) -> None:
+    """Where shells and ``man`` look, below the prefix of the environment."""
+    installed_files = {
+        "bash-completion/completions/agent-shim": "agent-shim.bash",
+        "zsh/site-functions/_agent-shim": "_agent-shim",
+        "man/man1/agent-shim.1": "agent-shim.1",
+    }
+
+    for target, source in installed_files.items():
+        assert (programs.parent / "share" / target).read_bytes() == (ROOT / "share" / source).read_bytes()
 
 
 def test_its_commands_run(programs: Path, tmp_path: Path) -> None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tests.structure.source import FLOORS, Module, modules
-from tests.support.drawn import GENERATED, OBJECTS, PAGES, PROMETHEUS, module_tables, purpose, regenerated
+from tests.structure.source import FLOORS, ROOT, Module, modules
+from tests.support.drawn import (
+    FILES,
+    GENERATED,
+    PAGES,
+    PROMETHEUS,
+    dashboard,
+    module_tables,
+    prometheus_rule,
+    purpose,
+    regenerated,
+)
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
@@ -17,15 +27,17 @@ def test_page_is_current(page: str) -> None:
     assert regenerated(page, text) == text, "stale: ./dev run python -m tests.support.drawn"
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_object_is_current(name: str) -> None:
-    """Rules and dashboard have one source each, and the objects of a cluster say the same."""
-    text = (PROMETHEUS / name).read_text()
-    made, rules = yaml.safe_load(text), yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
-    board = (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()
+@pytest.mark.parametrize("name", FILES)
+def test_file_is_current(name: str) -> None:
+    assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tests.support.drawn"
 
-    assert OBJECTS[name]() == text, "stale: ./dev run python -m tests.support.drawn"
-    assert (made.get("spec") or made["data"]) in (rules, {"agent-shim.json": board})
+
+def test_rules_and_dashboard_have_one_source() -> None:
+    """The objects of a cluster say the same as the files for a Prometheus and a Grafana without one."""
+    rule, board = (yaml.safe_load(made()) for made in (prometheus_rule, dashboard))
+
+    assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
+    assert board["data"] == {"agent-shim.json": (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()}
 
 
 def test_missing_marker_is_an_error() -> None:

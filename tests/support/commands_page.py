@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from agent_shim.cli import commands
@@ -11,18 +11,33 @@ from agent_shim.cli import commands
 
 def tables() -> str:
     """A section for each command, in the order of ``--help``."""
-    top = commands.parser()
-    (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    return "\n".join(_section(name, parser) for name, parser in below.choices.items())
+    return "\n".join(_section(name, parser) for name, parser in parsers().items())
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
-    usage = " ".join(["agent-shim", name, *map(_usage, actions)])
-    lines = [f"## {name}", "", f"`{usage}`", "", parser.description or "", ""]
-    if actions:
-        lines += ["| argument | meaning | default |", "|---|---|---|", *map(_row, actions), ""]
+    found = arguments(parser)
+    lines = [f"## {name}", "", f"`{usage(name, parser)}`", "", parser.description or "", ""]
+    if found:
+        lines += ["| argument | meaning | default |", "|---|---|---|", *map(_row, found), ""]
     return "\n".join(lines)
+
+
+def parsers() -> Mapping[str, argparse.ArgumentParser]:
+    """The parser of each command, in the order of ``--help``."""
+    top = commands.parser()
+    (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    found: Mapping[str, argparse.ArgumentParser] = below.choices
+    return found
+
+
+def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The arguments of a command, without ``--help``."""
+    return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+
+
+def usage(name: str, parser: argparse.ArgumentParser) -> str:
+    """A command with all its arguments in one line."""
+    return " ".join(["agent-shim", name, *map(_usage, arguments(parser))])
 
 
 def _usage(action: argparse.Action) -> str:

@@ -1,4 +1,4 @@
-"""``./dev run python -m tests.support.drawn``: write the generated parts of ``docs/`` and ``deploy/``."""
+"""``./dev run python -m tests.support.drawn``: write the generated parts of ``docs/``, ``deploy/`` and ``share/``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import ast
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
 from agent_shim.edges import metrics
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
-from tests.structure.source import FLOORS, PACKAGE, Module, modules
-from tests.support import commands_page, limits_page
+from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
+from tests.support import commands_page, limits_page, shell_pages
 
-PAGES: Final = Path(__file__).parents[2] / "docs"
-PROMETHEUS: Final = Path(__file__).parents[2] / "deploy/prometheus"
+PAGES: Final = ROOT / "docs"
+PROMETHEUS: Final = ROOT / "deploy/prometheus"
 
 
 def floor_table() -> str:
@@ -133,11 +132,14 @@ def _inner(text: str, width: int) -> str:
     return textwrap.indent(text, " " * width)
 
 
-OBJECTS: Final[Mapping[str, Callable[[], str]]] = {
-    "prometheusrule.yaml": prometheus_rule,
-    "dashboard.yaml": dashboard,
+FILES: Final[Mapping[str, Callable[[], str]]] = {
+    "deploy/prometheus/prometheusrule.yaml": prometheus_rule,
+    "deploy/prometheus/dashboard.yaml": dashboard,
+    "share/agent-shim.bash": shell_pages.bash,
+    "share/_agent-shim": shell_pages.zsh,
+    "share/agent-shim.1": shell_pages.manual,
 }
-"""Generated files in ``deploy/prometheus``."""
+"""Generated files."""
 
 
 def regenerated(page: str, text: str) -> str:
@@ -158,8 +160,8 @@ def main() -> int:
     for page in {page for page, _ in GENERATED}:
         path = PAGES / page
         path.write_text(regenerated(page, path.read_text()))
-    for name, made in OBJECTS.items():
-        (PROMETHEUS / name).write_text(made())
+    for name, made in FILES.items():
+        (ROOT / name).write_text(made())
     return 0
 
 

@@ -6,3 +6,7 @@ esac
 if [ -n "${BASH-}" ] && [ -n "${PS1-}" ] && [ -s /var/vcap/instance/name ] && [ -s /var/vcap/instance/id ]; then
     PS1="$(cat /var/vcap/instance/name)/$(cat /var/vcap/instance/id):\\w\\\$ "
 fi
+# The package bash-completion, which would find this by itself, is not part of the image.
+if [ -n "${BASH-}" ] && [ -n "${PS1-}" ] && [ -r /usr/local/share/bash-completion/completions/agent-shim ]; then
+    . /usr/local/share/bash-completion/completions/agent-shim
+fi

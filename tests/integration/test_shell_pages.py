@@ -1,0 +1,120 @@
+"""Completion in a real bash and zsh (Debian package ``zsh``) with a running agent; the manual page in a real groff."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.world import AGENT, COMMAND, World
+from benchmarks.world import world as made
+from tests.structure.source import ROOT
+from tests.support.commands_page import parsers
+
+SHELLS = {
+    "bash": (["bash", "--noprofile", "--norc", "-i"], f"source {ROOT}/share/agent-shim.bash"),
+    "zsh": (
+        ["zsh", "-f", "-i"],
+        f"autoload -U compinit; compinit -u -D; setopt menu_complete; source {ROOT}/share/_agent-shim",
+    ),
+}
+END = "\x01printf '<%s>' \x05 ; echo end\r"
+"""To the begin of the line, a command that prints its words, to the end, and run."""
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with made(COMMAND) as one:
+        await one.start_agent()
+        await one.director.run(AGENT, "apply", one.spec(2, 0))
+        await one.run("start")
+        await one.until_running()
+        program = one.scratch / "bin/agent-shim"
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(shlex.split(COMMAND)[:3])} "$@"\n')
+        program.chmod(0o755)
+        yield one
+
+
+def typed(shell: str, scratch: Path, keys: str) -> list[str]:
+    """The words of the line after these keys."""
+    argv, begin = SHELLS[shell]
+    assert shutil.which(argv[0]), f"{shell} is missing: ./dev ci installs it"
+    environment = os.environ | {"PATH": f"{scratch}/bin:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(scratch)}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        argv, stdin=theirs, stdout=theirs, stderr=theirs, cwd=scratch, env=environment, start_new_session=True
+    ) as child:
+        os.close(theirs)
+        seen = ""
+        try:
+            os.write(ours, f"PS1=; {begin}; echo rea''dy\n".encode())
+            seen = _until(ours, "ready")
+            os.write(ours, f"{keys}{END}".encode())
+            seen = _until(ours, ">end")
+        finally:
+            child.kill()
+            os.close(ours)
+    return seen[seen.rindex("<agent-shim>") :].partition(">end")[0].strip("<").split("><")
+
+
+def _until(terminal: int, wanted: str, seconds: float = 60) -> str:
+    os.set_blocking(terminal, False)
+    seen, end = "", time.monotonic() + seconds
+    while wanted not in seen:
+        assert time.monotonic() < end, f"{wanted} does not appear: {seen!r}"
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(terminal, 65536).decode()
+        time.sleep(0.02)
+    return seen
+
+
+@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("agent-shim handb\t", ["handback"]),
+        ("agent-shim logs --si\t", ["logs", "--since"]),
+        ("agent-shim probe l\t", ["probe", "live"]),
+        ("agent-shim run --log-format j\t", ["run", "--log-format", "json"]),
+        ("agent-shim check agent.j\t", ["check", "agent.json"]),
+        ("agent-shim check --as sett\t", ["check", "--as", "settings"]),
+    ],
+)
+def test_words_are_completed(shell: str, keys: str, words: Sequence[str], tmp_path: Path) -> None:
+    (tmp_path / "agent.json").touch()
+
+    assert typed(shell, tmp_path, keys) == ["agent-shim", *words]
+
+
+@pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
+async def test_names_are_those_of_the_agent(shell: str, key: str, world: World) -> None:
+    """Services for ``stop``, jobs for ``logs``, of the agent that ``-b`` names."""
+    asked = [*shlex.split(COMMAND)[:3], "status", "--json", "-b", str(world.base)]
+    answer = await asyncio.to_thread(subprocess.check_output, asked)
+    names = sorted(one["name"] for one in json.loads(answer)["processes"])
+    for command in ("stop", "logs"):
+        line = f"agent-shim {command} -b {world.base} {names[0][:2]}{key}"
+        found = await asyncio.to_thread(typed, shell, world.scratch, line)
+
+        # The key inserts all words in bash, the first in zsh.
+        assert found[4:] == (names if shell == "bash" else names[:1])
+
+
+@pytest.mark.slow
+def test_the_manual_page_is_set_without_a_warning() -> None:
+    argv = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", str(ROOT / "share/agent-shim.1")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+
+    assert done.stderr == ""
+    assert [line.strip() for line in done.stdout.splitlines() if line.strip() in parsers()] == list(parsers())
