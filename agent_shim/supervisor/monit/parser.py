@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
+from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit.ast import Check, Connection, Ignored, Kind, Mode, MonitFile, Ping
 from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
-from agent_shim.supervisor.monit.reader import Reader
+from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import (
     ALL,
     FILE,
@@ -24,13 +25,20 @@ from agent_shim.supervisor.monit.rules import (
     read_rule,
 )
 
+MAX_MISTAKES: Final = 20
+"""Mistakes of one file that its error names."""
+
 LATER: Final = ("program", "network")
 """Check types of newer monit versions."""
 
 
 def parse(text: str, *, origin: str) -> MonitFile:
-    """Parse a control file; raises ``ConfigError``: ``cannot read ORIGIN: line L column C: found X, expected Y``."""
-    reader = Reader(text, origin)
+    """Parse a control file.
+
+    Raises ``ConfigError`` with the mistakes of all statements:
+    ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
+    """
+    reader = Reader(text)
     outside = [
         (token.start, Ignored(f"include {text[token.start : token.end]}", line=reader.line(token)))
         for token in reader.includes
@@ -40,21 +48,56 @@ def parse(text: str, *, origin: str) -> MonitFile:
     expected = "'check' or 'set'"
     while reader.kind != "END":
         first, token = reader.at, reader.next
-        if token.kind.startswith("check "):
-            check = _options(reader, _head(reader, services), alerts)
-            services[check.name.lower()] = check
-            expected = f"an option of {token.kind}, 'check', 'set' or the end of the file"
-        elif token.kind == "set":
-            read_set(reader)
-            outside.append((token.start, Ignored(reader.written(first), line=reader.line(token))))
-            expected = "'check', 'set' or the end of the file"
-        else:
-            raise reader.error(expected)
+        try:
+            if token.kind.startswith("check "):
+                check = _check(reader, services, alerts)
+                services.setdefault(check.name.lower(), check)
+            elif token.kind == "set":
+                read_set(reader)
+                outside.append((token.start, Ignored(reader.written(first), line=reader.line(token))))
+                expected = "'check', 'set' or the end of the file"
+            else:
+                raise reader.error(expected)
+        except MonitSyntaxError as exc:
+            _recover(reader, first, exc)
+    if found := reader.mistakes:
+        more = [f"and {len(found) - MAX_MISTAKES} more"] if len(found) > MAX_MISTAKES else []
+        raise ConfigError(f"cannot read {origin}: {'; '.join([*found[:MAX_MISTAKES], *more])}")
     outside.sort(key=lambda found: found[0])
     return MonitFile(tuple(services.values()), (*(statement for _, statement in outside), *alerts), origin)
 
 
+def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
+    """Note the mistake in the statement at token ``first``, and go on with the next one, which begins a line."""
+    reader.mistakes.append(str(exc))
+    if reader.at == first:
+        reader.skip()
+    while reader.kind not in ("END", "BAD") and not (reader.begins_line() and _begins_statement(reader.kind)):
+        reader.skip()
+    if reader.kind == "BAD":  # an open quote, after which nothing means what it says
+        reader.end()
+
+
+def _begins_statement(kind: str) -> bool:
+    return kind == "set" or kind in _OPTIONS or kind.startswith("check ")
+
+
 # --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check(reader: Reader, services: Mapping[str, Check], alerts: list[Ignored]) -> Check:
+    """Parse a check; after a mistake in its head, a nameless one for the mistakes in its options."""
+    check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
+    first, before = reader.at, len(reader.mistakes)
+    try:
+        check = _head(reader, services)
+    except MonitSyntaxError as exc:
+        _recover(reader, first, exc)
+    check = _options(reader, check, alerts)
+    is_whole = len(reader.mistakes) == before
+    if is_whole and check.kind == "host" and not any(isinstance(rule.test, Connection | Ping) for rule in check.rules):
+        raise reader.error(f"'if failed port' or 'if failed icmp' for the host {check.name}")
+    return check
 
 
 def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
@@ -84,13 +127,18 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
 
 def _options(reader: Reader, check: Check, alerts: list[Ignored]) -> Check:
     """Parse the options of a check, in any order and number; appends its alerts to ``alerts``."""
-    while (option := _OPTIONS.get(reader.kind)) and check.kind in option.kinds:
+    kind = f"check {check.kind}"
+    while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):
         first, token = reader.at, reader.next
-        check = option.read(reader, check)
-        if token.kind in ("alert", "noalert"):
-            alerts.append(Ignored(reader.written(first), check.name, reader.line(token)))
-    if check.kind == "host" and not any(isinstance(rule.test, Connection | Ping) for rule in check.rules):
-        raise reader.error(f"'if failed port' or 'if failed icmp' for the host {check.name}")
+        try:
+            option = _OPTIONS.get(token.kind)
+            if option is None or check.kind not in option.kinds:
+                raise reader.error(f"an option of {kind}, 'check', 'set' or the end of the file")
+            check = option.read(reader, check)
+            if token.kind in ("alert", "noalert"):
+                alerts.append(Ignored(reader.written(first), check.name, reader.line(token)))
+        except MonitSyntaxError as exc:
+            _recover(reader, first, exc)
     return check
 
 

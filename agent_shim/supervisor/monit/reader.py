@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit.lexer import KEYWORDS, URL, Token, lex
 
 MAX_DIGITS: Final = 36
@@ -18,21 +17,36 @@ MAX_SHOWN_CHARS: Final = 40
 """Length of a wrong word in an error."""
 
 
+class MonitSyntaxError(ValueError):
+    """A mistake in one statement: place, found text and the expected one."""
+
+
 class Reader:
     """Token reader of one text. ``kind`` is that of the ``next`` token; ``include`` statements are set aside."""
 
-    def __init__(self, text: str, origin: str) -> None:
+    def __init__(self, text: str) -> None:
         self.text = text
-        self.origin = origin
         tokens = lex(text)
         self.includes = [token for token in tokens if token.kind == "INCLUDE"]
         self.tokens = [token for token in tokens if token.kind != "INCLUDE"] if self.includes else tokens
         self.at = 0
         self.next = self.tokens[0]
         self.kind = self.next.kind
+        self.mistakes: list[str] = []
         if "\0" in text:
             at = text.index("\0")
-            raise self.error("text", Token("BAD", "a NUL byte", at, at + 1))
+            self.mistakes.append(str(self.error("text", Token("BAD", "a NUL byte", at, at + 1))))
+            self.end()
+
+    def end(self) -> None:
+        """Pass over the rest of the text."""
+        self.at = len(self.tokens) - 1
+        self.next = self.tokens[self.at]
+        self.kind = self.next.kind
+
+    def begins_line(self) -> bool:
+        """The next token is the first of its line."""
+        return not self.text[self.text.rfind("\n", 0, self.next.start) + 1 : self.next.start].strip()
 
     @property
     def second(self) -> Token:
@@ -97,12 +111,12 @@ class Reader:
         self.need("'seconds'", "second")
         return seconds
 
-    def error(self, expected: str, token: Token | None = None) -> ConfigError:
+    def error(self, expected: str, token: Token | None = None) -> MonitSyntaxError:
         """Build an error with the found text at ``token`` (default: the next one) and the expected one."""
         token = token or self.next
         column = token.start - self.text.rfind("\n", 0, token.start)
         place = f"line {self.line(token)} column {column}"
-        return ConfigError(f"cannot read {self.origin}: {place}: found {self._found(token)}, expected {expected}")
+        return MonitSyntaxError(f"{place}: found {self._found(token)}, expected {expected}")
 
     def line(self, token: Token) -> int:
         return self.text.count("\n", 0, token.start) + 1

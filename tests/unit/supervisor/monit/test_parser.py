@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from agent_shim.core.errors import ConfigError
@@ -249,3 +251,45 @@ def test_long_chains_are_no_problem() -> None:
 
     assert problems(chain) == []
     assert len(problems(chain + service("t", "t"))) == 1
+
+
+def test_all_mistakes_of_a_file_are_named_at_once() -> None:
+    """Reading resumes at the next statement that begins a line; what follows a mistake makes no other one."""
+    text = """check process web with pidfile run/web.pid
+  start program "/bin/true"
+  if totalmem > 5 GB for 2 cycles then start
+    else if recovered then alert
+  mode sometimes
+  group vcap
+check process web2 pidfile /b
+  frequency 3
+  every 1 cycles
+  if failed host 127.0.0.1 port 80 then restart
+check host c address 127.0.0.1
+  if failed prot 80 then alert
+"""
+    with pytest.raises(ConfigError) as refused:
+        parse(text, origin="monit")
+
+    begin, *rest = str(refused.value).split("; ")
+    places = [re.search(r"line \d+ column \d+: found .*?,", each) for each in (begin, *rest)]
+    assert begin.startswith("cannot read monit: line 1 column 32: found 'run/web.pid', expected ")
+    assert [place[0] for place in places if place] == [
+        "line 1 column 32: found 'run/web.pid',",
+        "line 5 column 8: found 'sometimes',",
+        "line 8 column 3: found 'frequency',",
+        "line 9 column 9: found '1',",
+        "line 12 column 13: found 'prot',",
+    ]
+
+
+def test_an_open_quote_ends_the_search_for_mistakes() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse("check process a pidfile b\n  if changed pid then exec '/b\n  mode c\n", origin="monit")
+
+    assert str(refused.value).count("found") == 2
+
+
+def test_twenty_mistakes_are_enough() -> None:
+    with pytest.raises(ConfigError, match="; line 21 column 8: found 'x', expected .*; and 4 more$"):
+        parse("check process a pidfile /a\n" + "  mode x\n" * 24, origin="monit")

@@ -22,12 +22,12 @@ from agent_shim.supervisor.monit.reader import Reader
 )
 def test_place_and_word(text: str, expected: str) -> None:
     """Lines and columns count characters from one."""
-    assert str(Reader(text, "a/monit").error("b")) == f"cannot read a/monit: {expected}, expected b"
+    assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 
 def test_the_end_stays() -> None:
     """Reading on at the end finds the end again."""
-    reader = Reader("a", "x")
+    reader = Reader("a")
 
     assert [reader.second.kind, reader.skip().kind, reader.skip().kind, reader.second.kind] == [
         "END",
@@ -39,7 +39,7 @@ def test_the_end_stays() -> None:
 
 def test_includes_are_put_aside() -> None:
     """They can stand between any two words."""
-    reader = Reader("set include /a daemon include /b", "x")
+    reader = Reader("set include /a daemon include /b")
 
     assert [token.value for token in reader.includes] == ["/a", "/b"]
     assert [reader.skip().kind for _ in range(3)] == ["set", "daemon", "END"]
