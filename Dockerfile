@@ -96,6 +96,7 @@ RUN apt-get update \
         -o "Dpkg::Options::=--path-include=/usr/share/locale/locale.alias" ${wanted} \
     && set +f \
     && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/ldconfig /etc/ssh/ssh_host_*_key* \
+        /var/log/apt/* /var/log/alternatives.log /var/log/dpkg.log \
     && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8 \
     && if [ "${TIER}" = slim ]; then rm -r /usr/share/i18n; fi
 
