@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
@@ -168,7 +170,7 @@ async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
         for begin in range(0, count, AGENTS_PER_PROCESS):
             await crowds.add(
                 {
-                    f"agent-{number}": asdict(server.mbus(f"agent-{number}"))
+                    f"agent-{number}": msgspec.structs.asdict(server.mbus(f"agent-{number}"))
                     for number in range(begin, min(count, begin + AGENTS_PER_PROCESS))
                 }
             )

@@ -394,8 +394,8 @@ JOBS: Final = (
         "S-10",
         "writes its log on the event loop",
         "agent_shim/core/log.py",
-        "        try:\n            self._lines.put_nowait(line)\n            self._dropped = 0\n",
-        "        try:\n            self._stream.write(f'{line}\\n')\n            self._stream.flush()\n            self._dropped = 0\n",
+        "        if self._lines.qsize() < MAX_WAITING:\n            self._lines.put(line)\n",
+        "        if True:\n            self._stream.write(f'{line}\\n')\n            self._stream.flush()\n",
         "no reply|RpcTimeout|no pong|TimeoutError",
     ),
     Saboteur(

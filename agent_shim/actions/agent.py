@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from agent_shim.actions.tasks import Tasks
 from agent_shim.core.paths import Paths
@@ -24,8 +25,7 @@ from agent_shim.services.vitals import Vitals
 from agent_shim.supervisor.supervisor import Supervisor
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeCallbacks:
+class EdgeCallbacks(msgspec.Struct, frozen=True):
     """Callbacks from actions to the edges above them."""
 
     announce_shutdown: Callable[[], Awaitable[None]]
@@ -36,8 +36,7 @@ class EdgeCallbacks:
     """Stay idle from now on: the Director has given up this instance."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
+class Agent(msgspec.Struct, frozen=True):
     """Services of the agent."""
 
     paths: Paths

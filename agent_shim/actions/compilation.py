@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Blobstore
@@ -15,8 +16,7 @@ from agent_shim.services.compiler import Compiler, Package
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Compilation:
+class Compilation(msgspec.Struct, frozen=True):
     """Compiles packages from ``store`` into ``store``; ``in_use`` are packages of jobs, which stay active."""
 
     bundles: Bundles

@@ -16,7 +16,6 @@ import types
 import typing
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, Final, NewType
@@ -55,8 +54,7 @@ class Mode(Enum):
     TASK = "task"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """An action of the protocol with the types of its arguments."""
 
     method: str

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,8 +34,7 @@ MAX_MEMORY_OUTCOME_BYTES: Final = 4096
 Work = Callable[[], Awaitable[Any]]
 
 
-@dataclass(slots=True)
-class Task:
+class Task(msgspec.Struct):
     """One long action. ``state`` is running (queued too), done or failed; the wire shows only running.
 
     Arguments are not kept: some are large or secret.
@@ -53,11 +51,10 @@ class Task:
     """Value, failure text, or path of a file with either as JSON: see ``Tasks.outcome``."""
     begun_at: float = 0.0
     ended_at: float = 0.0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Limits of the record of finished tasks: a Director repeats a poll after a lost reply, the CLI eleven times."""
 
     number: int = 1000

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from agent_shim import __version__
-from agent_shim.core import config_check, safetext
+from agent_shim.core import safetext
 from agent_shim.core.errors import (
     BadArgumentsError,
     BootError,
@@ -182,10 +182,10 @@ class Parser(argparse.ArgumentParser):
         """Print the usage and the error, and exit."""
         if found := re.search(r"invalid choice: '([^']*)'", message):
             known = [str(choice) for action in self._actions for choice in action.choices or ()]
-            message += config_check.did_you_mean(found[1], known)
+            message += _did_you_mean(found[1], known)
         elif found := re.match(r"unrecognized arguments: .*?(--[\w-]+)", message):
             known = [option for action in self._actions for option in action.option_strings]
-            message += config_check.did_you_mean(found[1], known)
+            message += _did_you_mean(found[1], known)
         super().error(message)
 
 
@@ -418,10 +418,16 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
             raise NotThereError(f"cannot {args.action} {name}: there is no such service{_hint(name, known)}")
 
 
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    from agent_shim.core import config_check  # late: only for an unknown word
+
+    return config_check.did_you_mean(word, known)
+
+
 def _hint(word: str, known: Iterable[str]) -> str:
     """The nearest known word, then all of them."""
     names = sorted(known)
-    return f"{config_check.did_you_mean(word, names)} (there are {', '.join(names) or 'none'})"
+    return f"{_did_you_mean(word, names)} (there are {', '.join(names) or 'none'})"
 
 
 def _probe(args: argparse.Namespace) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent_shim.core.errors import DigestError
 
@@ -21,8 +22,7 @@ KNOWN: Final = ("sha512", "sha256", "sha1")
 _WORD: Final = re.compile(r"[a-zA-Z\d]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(msgspec.Struct, frozen=True):
     """One algorithm and its value, spelled as received."""
 
     algorithm: str
@@ -32,8 +32,7 @@ class Digest:
         return self.value if self.algorithm == "sha1" else f"{self.algorithm}:{self.value}"
 
 
-@dataclass(frozen=True, slots=True)
-class MultipleDigest:
+class MultipleDigest(msgspec.Struct, frozen=True):
     """At least one digest, no two of the same algorithm, in the order received."""
 
     digests: tuple[Digest, ...]

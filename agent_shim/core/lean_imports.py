@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 
 @contextmanager
-def without(*absent: str, empty: str) -> Iterator[None]:
-    """Import as if some modules were not installed and one were empty."""
-    stand_ins: dict[str, Any] = dict.fromkeys(absent) | {empty: ModuleType(empty)}
+def without(*absent: str, empty: Sequence[str] = ()) -> Iterator[None]:
+    """Import as if some modules were not installed and others were empty."""
+    stand_ins: dict[str, Any] = dict.fromkeys(absent) | {name: ModuleType(name) for name in empty}
     own = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     sys.modules.update(own)
     try:
@@ -29,6 +28,8 @@ def without_authorities() -> Iterator[None]:
 
     Reading the authorities of a system takes 30 to 70 ms and 0.8 MB.
     """
+    import ssl  # late: a command without TLS does without it
+
     real = ssl.create_default_context
     ssl.create_default_context = lambda *_, **__: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:

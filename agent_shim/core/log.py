@@ -31,6 +31,8 @@ LARGEST: Final = 10_000_000
 
 MAX_WAITING: Final = 10_000
 """Limit of lines waiting for a reader of stderr."""
+WRITTEN_AT_ONCE: Final = 100
+"""Lines in one write to stderr."""
 FLUSH_TIMEOUT_S: Final = 1.0
 """For waiting lines to be written at exit."""
 
@@ -109,6 +111,20 @@ class _Json(logging.Formatter):
         return safetext.line(_encode(line))
 
 
+class _Once(logging.Formatter):
+    """Formats a record once for all handlers."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        text: str | None = getattr(record, "formatted", None)
+        if text is None:
+            text = record.formatted = self._inner.format(record)
+        return text
+
+
 class _File(logging.Handler):
     """Appends to a file as its only writer; a large file is renamed and kept for a while.
 
@@ -144,7 +160,7 @@ class _Stderr(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._stream = sys.stderr
-        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._dropped = 0
         self._writer = threading.Thread(target=self._write, name="log", daemon=True)
         self._writer.start()
@@ -154,28 +170,34 @@ class _Stderr(logging.Handler):
         try:
             line = self.format(record)
         except (TypeError, ValueError, LookupError):
-            return self.handleError(record)
+            self.handleError(record)
+            return
         if self._dropped:
             line += f" ({self._dropped} lines before this one were dropped: the reader is too slow)"
-        try:
-            self._lines.put_nowait(line)
+        if self._lines.qsize() < MAX_WAITING:
+            self._lines.put(line)
             self._dropped = 0
-        except queue.Full:
+        else:
             self._dropped += 1
 
     def close(self) -> None:
         """Wait briefly for the remaining lines."""
         if self._writer.is_alive():
-            with suppress(queue.Full):
-                self._lines.put_nowait(None)
+            self._lines.put(None)
             self._writer.join(FLUSH_TIMEOUT_S)
         super().close()
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
+            lines = [line]
+            with suppress(queue.Empty):
+                while len(lines) < WRITTEN_AT_ONCE and (line := self._lines.get_nowait()) is not None:
+                    lines.append(line)
             with suppress(OSError, ValueError):
-                self._stream.write(f"{line}\n")
+                self._stream.write("\n".join(lines) + "\n")
                 self._stream.flush()
+            if line is None:
+                return
 
 
 def is_json(form: str) -> bool:
@@ -220,8 +242,9 @@ def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> N
         root.removeHandler(old)
         if isinstance(old, _Stderr | _File):
             old.close()
+    formatter = _Once(_Json() if is_json(form) else _Text())
     for handler in handlers:
-        handler.setFormatter(_Json() if is_json(form) else _Text())
+        handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")

@@ -7,7 +7,6 @@ Unused keys are ignored; null means absent.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -373,8 +372,7 @@ def _is_bus(url: str) -> bool:
 # --- what follows from both -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mbus:
+class Mbus(msgspec.Struct, frozen=True):
     """Addresses and credentials of the message bus."""
 
     urls: tuple[str, ...]
@@ -388,8 +386,7 @@ class Mbus:
         return self.urls[0].partition("://")[0] if self.urls else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Effective:
+class Effective(msgspec.Struct, frozen=True):
     """The settings of the CPI combined with ``update_settings``."""
 
     source: Settings

@@ -38,7 +38,7 @@ TRUNCATED: Final = "\n...[truncated]...\n"
 TOO_LONG: Final = "Response exceeded maximum allowed length"
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request. ``arguments`` is any JSON value: the binding checks it, not the decoder."""
 
     method: str = ""
@@ -51,8 +51,15 @@ class RequestError(ValueError):
     """Bytes that are not a request: dropped over NATS, answered with status 500 over HTTPS."""
 
 
+_decode_usual: Final = msgspec.json.Decoder(Request).decode
+
+
 def decode_request(data: bytes) -> Request:
     """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
+    try:
+        return _decode_usual(data)
+    except (ValueError, RecursionError):
+        pass  # a document that only a lenient reader accepts
     try:
         document = decode_json(data)
         return convert({} if document is None else document, Request)

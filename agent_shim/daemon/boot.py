@@ -13,9 +13,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.jobs import bundles_of
@@ -46,8 +47,7 @@ GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """One idempotent action. ``run`` returns why it was skipped, or None; only a ``vital`` one may stop the boot.
 
     A ``late`` step is required neither by the bus nor by a request: it runs in parallel with the connection.

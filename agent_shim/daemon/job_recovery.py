@@ -11,8 +11,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.jobs import missing_files, monit_files
@@ -31,8 +32,7 @@ GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "st
 """Actions of the Director that end an attempt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """Seconds: the first and the longest pause between attempts; the interval of checks for a waiting Director."""
 
     first: float = 1.0

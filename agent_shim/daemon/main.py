@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -53,8 +52,7 @@ RIVAL_POLL_S: Final = 1.0
 """Interval of checks for the end of another agent on the same volumes, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """The command line of ``agent-shim run``; None or "" means the value of agent.json."""
 
     config: Path | None

@@ -13,8 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.scripts import drain_spec
@@ -32,13 +33,12 @@ NEXT_STATES: Final = dict.fromkeys(
 )
 
 
-@dataclass
-class OrderlyStop:
+class OrderlyStop(msgspec.Struct):
     """One stop; ``hurry`` cuts the scripts short, ``reasons`` list deviations from a clean stop."""
 
     grace: float
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
-    reasons: list[str] = field(default_factory=list)
+    hurry: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    reasons: list[str] = msgspec.field(default_factory=list)
     ends_at: float = 0.0
     """Monotonic time of the end of the grace."""
 

@@ -17,7 +17,6 @@ import signal
 import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -171,8 +170,7 @@ MOST_SYNCS = 4
 UNREACHED = Outcome("it was not reached")
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """One target, unpacked to ``temp``; renamed to ``target.path`` when all are on disk."""
 
     target: Target

@@ -13,10 +13,10 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import httptools
+import msgspec
 
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
@@ -49,8 +49,7 @@ _STATUS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A request; ``target`` is the path with its query, names of ``headers`` are in lower case."""
 
     method: str
@@ -59,14 +58,13 @@ class Request:
     body: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(msgspec.Struct, frozen=True):
     """An answer; ``headers`` complement those of every answer."""
 
     status: int
     body: bytes
     kind: str = PLAIN
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 Answer: TypeAlias = Callable[[Request], Response | Awaitable[Response]]

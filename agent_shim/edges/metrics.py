@@ -17,10 +17,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Final
+
+import msgspec
 
 from agent_shim import __version__
 from agent_shim.core import safetext
@@ -84,18 +86,16 @@ with _bare(
 # --- readings -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BusReading:
+class BusReading(msgspec.Struct, frozen=True):
     """Bus connection since the start of the agent; ``heartbeat_age`` is None before the first heartbeat."""
 
     connected: bool | None = False
     """None without a Director."""
     heartbeat_age: float | None = None
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats = msgspec.field(default_factory=Stats)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessReading:
+class ProcessReading(msgspec.Struct, frozen=True):
     """One supervised process: values of the process itself, then of its process tree; bytes, seconds.
 
     Tree values are 0 while nothing runs: series that come and go complicate queries.
@@ -106,7 +106,7 @@ class ProcessReading:
     is_up: bool
     job: str = ""
     restarts: int = 0
-    exits: Mapping[str, int] = field(default_factory=dict)
+    exits: Mapping[str, int] = msgspec.field(default_factory=dict)
     oom_kills: int = 0
     started_at: float = 0.0
     open_files: int = 0
@@ -116,8 +116,7 @@ class ProcessReading:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DiskReading:
+class DiskReading(msgspec.Struct, frozen=True):
     """Persistent disk; ``migrated`` is the completed fraction of the current migration phase."""
 
     is_mounted: bool = False
@@ -125,31 +124,30 @@ class DiskReading:
     migrated: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Readings:
+class Readings(msgspec.Struct, frozen=True):
     """Values of one scrape. Gathering them must be cheap: no disk access, no waiting."""
 
     bus: BusReading = BusReading()
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures = msgspec.field(default_factory=Figures)
     stemcell: tuple[str, str] | None = None
     """Operating system and version of the stemcell."""
-    instance: Mapping[str, str] = field(default_factory=dict)
+    instance: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Values of ``INSTANCE``; empty before the first ``apply``."""
     processes: Sequence[ProcessReading] = ()
     tasks_running: int = 0
     tasks_waiting: int = 0
     firewall_enforced: bool = False
-    failures: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Failures and restarts of the agent's endless tasks, by task."""
     addresses_missing: int = 0
     """Expected addresses that no interface has."""
-    certificates: Mapping[str, float] = field(default_factory=dict)
+    certificates: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Expiry of the bus certificates, in seconds since 1970."""
     disk: DiskReading = DiskReading()
-    blobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    blobs: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict)
     """Transferred blobs by direction and outcome."""
-    blob_bytes: Mapping[str, int] = field(default_factory=dict)
-    alerts: Mapping[str, int] = field(default_factory=dict)
+    blob_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
+    alerts: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Alerts by outcome, one of ``ALERT_OUTCOMES``."""
 
 
@@ -467,8 +465,7 @@ _OF_INFO: Final = {
 # --- HTTP -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
+class Routes(msgspec.Struct, frozen=True):
     """Answers by path; ``ready(level)`` (``jobs`` or ``agent``) returns the readiness and its reason."""
 
     render: Callable[[bool], Awaitable[bytes]]

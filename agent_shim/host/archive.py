@@ -16,10 +16,10 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
+import msgspec
 from isal import igzip, isal_zlib
 
 from agent_shim.core.errors import ArchiveError
@@ -45,8 +45,7 @@ MAX_PATH_PARTS: Final = 256
 """Limit of the parts of a path: recursive code could not remove a deeper tree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Limits that no legitimate archive reaches. Sizes in bytes, unpacked."""
 
     members: int = 1_000_000
@@ -174,8 +173,7 @@ def _place(tree: _Tree, reader: _Reader, member: Member, parts: _Parts, wanted: 
 _Parts = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """A header with its extensions applied.
 
     ``kind`` is the type of ``tarfile``, ``size`` in bytes, ``mtime`` in nanoseconds since 1970.
@@ -331,8 +329,7 @@ def _quoted(name: str) -> str:
 # --- placing --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Tree:
+class _Tree(msgspec.Struct):
     """The tree unpacked so far into the directory with descriptor ``fd``.
 
     Symbolic links are made last: until then no path can lead through one. Modes and times of directories follow: a
@@ -343,8 +340,8 @@ class _Tree:
     outside_links: bool
     room: int
     """Bytes of names that may still be kept."""
-    directories: dict[str, Member | None] = field(default_factory=dict)
-    links: dict[str, Member] = field(default_factory=dict)
+    directories: dict[str, Member | None] = msgspec.field(default_factory=dict)
+    links: dict[str, Member] = msgspec.field(default_factory=dict)
 
     def directory(self, parts: _Parts, member: Member) -> None:
         self._enter(parts)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+import msgspec
 
 from agent_shim.host import host_stats
 from agent_shim.host import proc as processes
@@ -20,8 +21,7 @@ from agent_shim.host.mounts import Mount, parse
 _INACTIVE: Final = {1: "total_inactive_file", 2: "inactive_file"}
 
 
-@dataclass(frozen=True, slots=True)
-class Hierarchy:
+class Hierarchy(msgspec.Struct, frozen=True):
     """One controller: its cgroup version and the directories from our own cgroup up to the top of the mount."""
 
     version: int
@@ -32,8 +32,7 @@ class Hierarchy:
         return self.levels[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Cgroup:
+class Cgroup(msgspec.Struct, frozen=True):
     """Cgroups of this process; None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
 
     memory: Hierarchy | None = None
@@ -63,8 +62,7 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
     return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"), hierarchy("pids"))
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(msgspec.Struct, frozen=True):
     """A hierarchy that can track processes; ``controller`` is ``""`` in version 2.
 
     ``path`` is our own cgroup as ``/proc/PID/cgroup`` shows it.

@@ -15,9 +15,10 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
@@ -37,8 +38,7 @@ _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
 """Extended attributes that are data; labels given by a mount (SELinux, NFS) are not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """Progress of a copy; ``phase`` is counting, copying or comparing, sizes are bytes of data without holes."""
 
     phase: str
@@ -207,12 +207,12 @@ class _Mirror:
         return frozenset() if path else self._spared
 
     def _begin(self, phase: str) -> None:
-        self._progress = replace(self._progress, phase=phase, files=0, size=0)
+        self._progress = msgspec.structs.replace(self._progress, phase=phase, files=0, size=0)
         self._reported_at = 0.0
 
     def _advance(self, status: os.stat_result) -> None:
         done = self._progress
-        self._progress = replace(done, files=done.files + 1, size=done.size + _weight(status))
+        self._progress = msgspec.structs.replace(done, files=done.files + 1, size=done.size + _weight(status))
         if time.monotonic() - self._reported_at >= REPORT_PERIOD_S:
             self._reported_at = time.monotonic()
             self._report(self._progress)

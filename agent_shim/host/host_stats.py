@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+import msgspec
+
 PROC: Final = Path("/proc")
 
 
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
+class CpuTimes(msgspec.Struct, frozen=True):
     """Cumulative CPU time; ``total`` is the available time, used or not."""
 
     user: float
@@ -25,8 +25,7 @@ class CpuTimes:
     total: float
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """Total and used bytes, of memory and of swap."""
 
     total: int

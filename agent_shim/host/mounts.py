@@ -10,9 +10,10 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from agent_shim.core.errors import HostError
 
@@ -33,8 +34,7 @@ CLONE_NEWNS: Final = 0x20000
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo (proc(5)).
 
     ``device`` is ``major:minor``, ``root`` the mounted part of the file system; ``options`` are those of this mount,

@@ -10,9 +10,10 @@ import socket
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import command
@@ -28,8 +29,7 @@ _LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{so
 """In the kernel's format: words in the machine's byte order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(msgspec.Struct, frozen=True):
     """Texts of a dynamic network as the Director expects them."""
 
     ip: str

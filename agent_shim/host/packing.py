@@ -18,9 +18,9 @@ import tarfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import BinaryIO, Final
 
+import msgspec
 from isal import isal_zlib
 
 from agent_shim.core.digest import Hasher, MultipleDigest
@@ -86,8 +86,7 @@ def pack(
         return archive.finish(remarks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Root:
+class _Root(msgspec.Struct, frozen=True):
     """A directory to pack: an open descriptor, and the paths by which absolute links may name it."""
 
     fd: int
@@ -112,8 +111,7 @@ class _Root:
         return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True):
     """An entry below a root; ``kind`` is its file type when it was listed."""
 
     root: _Root

@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -147,8 +146,7 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Census:
+class Census(msgspec.Struct, frozen=True):
     """One pass over all processes: their stat, their children, and the pids by value of an environment variable."""
 
     processes: Mapping[int, Stat]

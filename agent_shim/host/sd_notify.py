@@ -9,8 +9,9 @@ import logging
 import os
 import socket
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +19,7 @@ BEATS: Final = 3
 """Beats sent within systemd's watchdog timeout."""
 
 
-@dataclass(frozen=True, slots=True)
-class Notifier:
+class Notifier(msgspec.Struct, frozen=True):
     """Client of systemd's socket ``address``, or "" without one; ``patience`` is its watchdog timeout in seconds, 0 for
     none.
     """

@@ -11,9 +11,10 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, mounts, proc
@@ -134,8 +135,7 @@ def _remount(place: Path, flags: int) -> None:
 # --- who is there ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """A user of a volume; ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
 
     pid: int

@@ -16,9 +16,10 @@ import shlex
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import msgspec
 
 from agent_shim.core.digest import MultipleDigest
 from agent_shim.core.errors import ActionError, DigestError, HostError
@@ -35,14 +36,13 @@ DIRECTORY_MODE: Final[dict[Kind, int]] = {"job": 0o750, "package": 0o755}
 """Mode of a bundle, of the directory of its versions, and of the directory of links to bundles in use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(msgspec.Struct, frozen=True):
     """A version of a job or package, and the archive that contains it."""
 
     kind: Kind
     name: str
     version: str
-    source: BlobRef = BlobRef()  # noqa: RUF009 - frozen
+    source: BlobRef = BlobRef()
 
     @property
     def directory(self) -> str:

@@ -14,7 +14,6 @@ import os
 import re
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -46,8 +45,7 @@ _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,18}")
 _NEXT_STATE: Final = "BOSH_JOB_NEXT_STATE"
 
 
-@dataclass(frozen=True, slots=True)
-class DrainSpec:
+class DrainSpec(msgspec.Struct, frozen=True):
     """Part of an apply spec passed to drain scripts; ``packages`` maps names to digests, the disk is in MiB."""
 
     has_jobs: bool
@@ -56,8 +54,7 @@ class DrainSpec:
     persistent_disk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Errand:
+class Errand(msgspec.Struct, frozen=True):
     """Outcome of an errand; ``exit_code`` is 128+N after signal N."""
 
     stdout: str

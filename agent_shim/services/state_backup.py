@@ -24,7 +24,6 @@ import secrets
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -57,8 +56,7 @@ class Stamp(msgspec.Struct, frozen=True):
     """On the root file system: the pre-start scripts of the jobs have run on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackedUpFile:
+class BackedUpFile(msgspec.Struct, frozen=True):
     """A file to back up, with the mode and owner for its restore."""
 
     path: Path

@@ -12,10 +12,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import cgroups, clock, host_stats, proc
@@ -35,19 +36,18 @@ CONTAINER: Final = "container"
 HOST: Final = "host"
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(msgspec.Struct, frozen=True):
     """The vitals as numbers: bytes and seconds, by scope (``container``, ``host``), minutes and role of a disk.
 
     A figure that cannot be read is missing; without limits the memory of the container is that of the machine.
     """
 
-    memory: Mapping[str, Memory] = field(default_factory=dict)
-    cpu: Mapping[str, CpuTimes] = field(default_factory=dict)
+    memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
+    cpu: Mapping[str, CpuTimes] = msgspec.field(default_factory=dict)
     """Cumulative; ``total`` is 0 if the available time is unknown."""
-    processors: Mapping[str, float] = field(default_factory=dict)
-    load: Mapping[str, float] = field(default_factory=dict)
-    disks: Mapping[str, os.statvfs_result] = field(default_factory=dict)
+    processors: Mapping[str, float] = msgspec.field(default_factory=dict)
+    load: Mapping[str, float] = msgspec.field(default_factory=dict)
+    disks: Mapping[str, os.statvfs_result] = msgspec.field(default_factory=dict)
     """From the last sample."""
     oom_kills: int | None = None
 

@@ -27,7 +27,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -59,8 +58,7 @@ class Lease(msgspec.Struct, frozen=True):
         return f"agent {self.agent_id or '(without settings yet)'} on {self.host or 'an unnamed host'}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """Seconds between renewals, and without a change until a lease expires."""
 
     period: float = 10.0
@@ -69,20 +67,18 @@ class Pace:
     """Time that a lock on this kernel must stay free: a restarting agent takes it again sooner."""
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(msgspec.Struct):
     """Lease of another agent, and the time of its last change."""
 
     raw: bytes
     since: float
 
 
-@dataclass(slots=True)
-class _Hold:
+class _Hold(msgspec.Struct):
     """An open file, used by one thread at a time: a closed descriptor may be reused for another file."""
 
     descriptor: int
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     count: int = 0
 
 

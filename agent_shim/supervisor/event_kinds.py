@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent_shim.supervisor.monit.ast import (
     Changed,
@@ -20,8 +21,7 @@ from agent_shim.supervisor.monit.ast import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """An event kind; ``bit`` is its ``status`` bit in the XML, the texts are its names in alerts."""
 
     bit: int
@@ -67,8 +67,7 @@ _CHANGES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Complaint:
+class Complaint(msgspec.Struct, frozen=True):
     """A failed rule of a running service."""
 
     kind: Kind

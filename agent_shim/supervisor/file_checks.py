@@ -10,9 +10,10 @@ import pwd
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent_shim.host import clock, guarded, mounts
 from agent_shim.supervisor import posix_regex
@@ -46,11 +47,10 @@ class Finding(NamedTuple):
     text: str
 
 
-@dataclass(slots=True)
-class Memory:
+class Memory(msgspec.Struct):
     """State of the last check, needed by ``changed`` and ``match``."""
 
-    values: dict[tuple[Change | str, str], object] = field(default_factory=dict)
+    values: dict[tuple[Change | str, str], object] = msgspec.field(default_factory=dict)
     read_to: int = -1
     """Offset up to which the content has been searched; -1 before the first check."""
     inode: int = 0

@@ -20,9 +20,10 @@ import enum
 import os
 import pwd
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor.posix_regex import Pattern
@@ -82,8 +83,7 @@ Verdict: TypeAlias = str | Unproven
 """The label of the owning service, or the classification without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kinship:
+class Kinship(msgspec.Struct, frozen=True):
     """Ownership of the processes of one pass, by process number."""
 
     verdicts: Mapping[int, Verdict]
@@ -337,8 +337,7 @@ class Ownership:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """One pass over all processes: their stats, children, marks and cgroups."""
 
     processes: Mapping[int, proc.Stat]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor import posix_regex
@@ -27,8 +28,7 @@ _BPM_ARGUMENTS: Final = re.compile(
 """Arguments of ``bpm start`` and ``bpm stop``, joined by NUL."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobFile:
+class JobFile(msgspec.Struct, frozen=True):
     """A monit file of a job: ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
 
     job: str
@@ -36,8 +36,7 @@ class JobFile:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class BpmCall:
+class BpmCall(msgspec.Struct, frozen=True):
     """``bpm start JOB -p PROCESS`` or its ``stop``."""
 
     verb: Literal["start", "stop"]
@@ -45,8 +44,7 @@ class BpmCall:
     process: str
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(msgspec.Struct, frozen=True):
     """A command to run. ``user`` and ``group`` are names or numbers, ``timeout`` is in seconds."""
 
     argv: tuple[str, ...]
@@ -57,16 +55,14 @@ class Program:
     """The equivalent action if the command is bpm."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reaction:
+class Reaction(msgspec.Struct, frozen=True):
     """Action of a rule; ``exec`` has a program."""
 
     kind: values.ActionKind
     program: Program | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RestartLimit:
+class RestartLimit(msgspec.Struct, frozen=True):
     """Action after ``count`` restarts within ``cycles`` monit cycles."""
 
     count: int
@@ -74,8 +70,7 @@ class RestartLimit:
     reaction: Reaction
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
+class ProcessSpec(msgspec.Struct, frozen=True):
     """One supervised unit; with an ``error`` it is unusable, and only its names are valid.
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
@@ -226,7 +221,7 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
             and not spec.stop
         ):
             unsupported.append("restart when it ends (it has no stop program)")
-        found.append(replace(spec, unsupported=tuple(unsupported)))
+        found.append(msgspec.structs.replace(spec, unsupported=tuple(unsupported)))
     return found
 
 

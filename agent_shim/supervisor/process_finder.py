@@ -8,10 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, watchdog
@@ -27,8 +28,7 @@ MAX_POLL_S: Final = 0.05
 """Poll interval during a start; grows from the minimum to the maximum."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """Timeouts and intervals in seconds."""
 
     settle: float = 10.0

@@ -14,7 +14,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -51,8 +50,7 @@ MAX_RECORDED_RESTARTS: Final = 64
 """Restart times kept for ``if N restarts within M cycles``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """An event for operators in monit's words (monit 5.2.5 event.c); ``action`` is the agent's reaction."""
 
     service: str
@@ -91,8 +89,7 @@ class StopRequest(NamedTuple):
     """The stop is part of a stop of all jobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceContext:
+class ServiceContext(msgspec.Struct, frozen=True):
     """State and callbacks shared by all services of a supervisor."""
 
     base: Path

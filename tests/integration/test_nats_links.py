@@ -9,11 +9,11 @@ import random
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent_shim.core.errors import BusError
 from agent_shim.core.settings import Mbus

@@ -6,10 +6,10 @@ import asyncio
 import faulthandler
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus

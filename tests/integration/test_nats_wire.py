@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import tls

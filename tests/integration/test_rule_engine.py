@@ -8,11 +8,11 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process
 from agent_shim.supervisor import rule_engine

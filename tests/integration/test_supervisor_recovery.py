@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor.supervisor import Supervisor

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent_shim.host import proc, process
 from agent_shim.supervisor.supervisor import JobFile, Supervisor

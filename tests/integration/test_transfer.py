@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gzip
 import hashlib
 import os
@@ -11,6 +10,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent_shim.core.digest import Hasher
@@ -23,7 +23,7 @@ from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 
 FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
-SURE = dataclasses.replace(FAST, stall=30)
+SURE = msgspec.structs.replace(FAST, stall=30)
 """Where a busy machine is not to be taken for a peer that stalls."""
 BLOB = os.urandom(200_000)
 SECRET = "sig=s3cr3t"
@@ -132,7 +132,7 @@ async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: 
     """Only the recent rate counts, not the whole duration."""
     server.blobs["/slow"] = b"slow and steady"
     server.plan = [http.DRIBBLE]
-    async with Transfer("", dataclasses.replace(FAST, least=1), tmp_path) as transfer:
+    async with Transfer("", msgspec.structs.replace(FAST, least=1), tmp_path) as transfer:
         assert await got(transfer, f"{server.url}/slow") == b"slow and steady"
 
 
@@ -229,7 +229,7 @@ async def test_a_put_that_nobody_takes_ends(server: Server, transfer: Transfer, 
 async def test_a_put_that_nobody_answers_ends(server: Server, tmp_path: Path) -> None:
     """After the time an answer may take."""
     server.plan = [http.SILENT]
-    async with Transfer("", dataclasses.replace(FAST, answer=0.2), tmp_path) as transfer:
+    async with Transfer("", msgspec.structs.replace(FAST, answer=0.2), tmp_path) as transfer:
         with pytest.raises(BlobError, match=f"Executing PUT request: {server.host}: it stalled"):
             await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 

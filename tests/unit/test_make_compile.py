@@ -53,6 +53,9 @@ def test_docstrings_are_gone_and_assertions_stay(tmp_path: Path) -> None:
     assert names["half"](4) == 2
     with pytest.raises(AssertionError):
         names["half"](3)
+    positions = list(names["half"].__code__.co_positions())
+    assert not any(begin or end for *_, begin, end in positions)
+    assert {line for line, *_ in positions} == {10, 12, 13}
     assert names["half"].__code__.co_firstlineno == MODULE.splitlines().index("def half(number: int) -> int:") + 1
 
 

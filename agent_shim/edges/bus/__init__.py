@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
+
+import msgspec
 
 from agent_shim.core.settings import Mbus
 
@@ -12,8 +13,7 @@ Handle = Callable[[bytes], Awaitable[tuple[str, bytes] | None]]
 """Handles a request; returns reply subject and reply, or None to drop it."""
 
 
-@dataclass(slots=True)
-class Stats:
+class Stats(msgspec.Struct):
     """Counters of a bus since its creation."""
 
     attempts: int = 0

@@ -20,11 +20,12 @@ import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 from agent_shim.core import lean_imports, wire
 from agent_shim.core.errors import ActionError, BlobError, BusError
@@ -42,8 +43,7 @@ logger = logging.getLogger(__name__)
 TEXT: Final = {"Content-Type": "text/plain; charset=utf-8"}
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Limits for callers; tests shrink them."""
 
     request: int = 16 * 1024 * 1024

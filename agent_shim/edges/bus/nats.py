@@ -21,10 +21,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 from urllib.parse import ParseResult, SplitResult, urlsplit
+
+import msgspec
 
 from agent_shim.core import lean_imports
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
@@ -33,7 +34,7 @@ from agent_shim.edges.bus import Handle, Stats, tls
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 # Used for websockets (aiohttp), a version number (importlib.metadata) and JetStream (nats.js) only: saves 15 MB.
-with lean_imports.without("aiohttp", "importlib.metadata", empty="nats.js"):
+with lean_imports.without("aiohttp", "importlib.metadata", empty=["nats.js"]):
     from nats import errors as nats_errors
     from nats.aio.client import Client
     from nats.aio.transport import TcpTransport
@@ -59,8 +60,7 @@ DISABLED_TIMER_S: Final = 10 * 365 * 24 * 3600
 """Interval that disables the timers of nats-py."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """Timeouts and intervals of the bus; tests shrink them."""
 
     connect: float = 10.0

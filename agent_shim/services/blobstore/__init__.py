@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from agent_shim.host.worker_client import BlobRef
 
 __all__ = ["BlobRef", "Timing"]
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """Timeouts in seconds, sizes in bytes."""
 
     connect: float = 10.0

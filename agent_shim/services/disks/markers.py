@@ -21,7 +21,6 @@ import errno
 import logging
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -93,8 +92,7 @@ def remove(volume: Path) -> None:
 # --- the decision ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
+class Disk(msgspec.Struct, frozen=True):
     """A disk named by the settings or a hint; ``volume`` is None while no volume is at ``place``."""
 
     cid: str
@@ -119,8 +117,7 @@ class Disk:
         return None if self.marker is None or self.is_another else self.marker.role
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Disks (cids, or "") that belong on the store and on the migration target.
 
     ``replaced`` are disks that claim the store although a finished copy of them does too; ``problem`` is the reason why

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -31,8 +30,7 @@ class InUseError(ActionError):
     """Another agent uses the volume, or its lease has not expired yet (``volume_lease``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """State found by one look: disks by cid, the one mounted last, and the mounted ones (cids, or "").
 
     ``has_stranger``: the store holds a volume unknown to the Director, for example one of a StatefulSet.

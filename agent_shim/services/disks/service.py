@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
@@ -32,8 +33,7 @@ DEVICES: Final = Path("/dev")
 SHARED_MEMORY: Final = DEVICES / "shm"
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0

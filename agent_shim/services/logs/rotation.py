@@ -17,10 +17,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
+
+import msgspec
 
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
@@ -54,8 +55,7 @@ def size(text: str) -> int:
     return int(found[1]) * UNITS[found[2].lower()]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Rotation limits: ``size`` of a file, ``keep`` archives of each, ``total`` bytes of all; ``period`` in seconds."""
 
     size: int = 50 << 20

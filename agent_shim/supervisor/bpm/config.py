@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Final, Literal, cast
 
+import msgspec
 import yaml
 
 from agent_shim.core import config_check
@@ -27,8 +28,7 @@ MAX_MISTAKES: Final = 20
 """Mistakes of a file that its error shows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Volume:
+class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
     A missing one is created as a directory owned by vcap, unless it is ``mount_only`` or unrestricted. With ``shared``,
@@ -42,8 +42,7 @@ class Volume:
     shared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Resource limits; ``memory`` and ``core_file_size`` in bytes, ``processes`` includes threads; None: no limit."""
 
     memory: int | None = None
@@ -52,8 +51,7 @@ class Limits:
     core_file_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Unsafe:
+class Unsafe(msgspec.Struct, frozen=True):
     """Exceptions from the sandbox: root with all capabilities, volumes anywhere (also globs), the host's pids."""
 
     privileged: bool = False
@@ -86,8 +84,7 @@ class Process:
     line: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class BpmFile:
+class BpmFile(msgspec.Struct, frozen=True):
     """Processes of a job; an empty file runs nothing."""
 
     processes: tuple[Process, ...] = ()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import glob
 import json
 import logging
@@ -22,9 +23,10 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
@@ -98,8 +100,7 @@ class UnknownProcessError(ConfigError):
     """The bpm.yml of the job has no process of this name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A line of ``bpm list``; ``pid`` is 0 unless it is running."""
 
     name: str
@@ -107,8 +108,7 @@ class Row:
     status: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryKill:
+class MemoryKill(msgspec.Struct, frozen=True):
     """A process killed because its tree exceeded its memory limit; sizes in bytes."""
 
     job: str
@@ -251,7 +251,7 @@ class Bpm:
                 return 0
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
             more = (*wanted.additional_volumes, *volumes)
-            wanted = replace(wanted, env={**wanted.env, **env}, additional_volumes=more)
+            wanted = dataclasses.replace(wanted, env={**wanted.env, **env}, additional_volumes=more)
             running = await self._launch(call, wanted, has_pidfile=False)
             self._runs[call.job, call.process] = running
             try:
@@ -394,8 +394,8 @@ class Bpm:
         found = self.find(job, wanted.name)
         if found is None:
             raise HostError("process is not running or could not be found")
-        limits = replace(wanted.limits, memory=None, processes=None)
-        order = await asyncio.to_thread(self.order, job, replace(wanted, limits=limits), isolation)
+        limits = msgspec.structs.replace(wanted.limits, memory=None, processes=None)
+        order = await asyncio.to_thread(self.order, job, dataclasses.replace(wanted, limits=limits), isolation)
         order["enter"] = found[0] if order["namespaces"] else None
         return order
 
@@ -639,7 +639,7 @@ def _most(which: int, wanted: int, held: Container[str]) -> int:
 
 def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
     """Expand the glob of each volume; no match is no error."""
-    return [replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
+    return [msgspec.structs.replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:

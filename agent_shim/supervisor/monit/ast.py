@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+import msgspec
+
 Kind: TypeAlias = Literal["process", "file", "filesystem", "directory", "fifo", "host", "system", "status"]
 Mode: TypeAlias = Literal["active", "passive", "manual"]
 Operator: TypeAlias = Literal[">", "<", "=", "!="]
@@ -21,8 +23,7 @@ PING_COUNT: Final = 3
 MAX_FORWARD: Final = 70
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(msgspec.Struct, frozen=True):
     """A command without a shell; ``uid`` and ``gid`` are names or numbers, "" is root; ``timeout`` is in seconds."""
 
     argv: tuple[str, ...]
@@ -31,8 +32,7 @@ class Program:
     timeout: int = START_TIMEOUT
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """An action; ``program`` belongs to ``exec``. ``ignore`` has no effect and no syntax."""
 
     kind: ActionKind
@@ -43,8 +43,7 @@ ALERT: Final = Action("alert")
 IGNORE: Final = Action("ignore")
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(msgspec.Struct, frozen=True):
     """``count`` of the last ``cycles`` checks, at most 64."""
 
     count: int = 1
@@ -54,29 +53,25 @@ class Rate:
 ONCE: Final = Rate()
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(msgspec.Struct, frozen=True):
     """The subject does not exist; a process does not run. Replaces the built-in restart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(msgspec.Struct, frozen=True):
     """Differs from the last check; ``algorithm`` (``md5``, ``sha1``, "" for monit's choice) belongs to a checksum."""
 
     what: Change
     algorithm: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Restarts:
+class Restarts(msgspec.Struct, frozen=True):
     """Restarted ``count`` times within ``cycles`` checks."""
 
     count: int
     cycles: int
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """Comparison with a limit in percent, bytes, seconds (``timestamp``: the age) or a plain number.
 
     Metrics: of a process ``cpu totalcpu memory totalmemory children``; of any check ``loadavg1 loadavg5 loadavg15``; of
@@ -90,8 +85,7 @@ class Limit:
     percent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Protocol:
+class Protocol(msgspec.Struct, frozen=True):
     """Protocol of a connection: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
     ``request``, ``checksum`` (md5 or sha1 in hexadecimal) and ``hostheader`` belong to http; ``content`` is a regular
@@ -112,8 +106,7 @@ class Protocol:
     dialogue: tuple[tuple[Literal["send", "expect"], str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
+class Connection(msgspec.Struct, frozen=True):
     """No answer at ``host`` and ``port``, or at ``unixsocket``, within ``timeout`` seconds."""
 
     host: str = ""
@@ -125,39 +118,34 @@ class Connection:
     url: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(msgspec.Struct, frozen=True):
     """None of ``count`` echo requests is answered within ``timeout`` seconds."""
 
     count: int = PING_COUNT
     timeout: int = NET_TIMEOUT
 
 
-@dataclass(frozen=True, slots=True)
-class Checksum:
+class Checksum(msgspec.Struct, frozen=True):
     """Differs from ``expected`` (lower-case hexadecimal), or without it from the sum at the start."""
 
     algorithm: str = ""
     expected: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Permission:
+class Permission(msgspec.Struct, frozen=True):
     """The mode bits are not these."""
 
     mode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """The owner (``uid``) or group (``gid``) is not ``name``, a name or a number."""
 
     what: Literal["uid", "gid"]
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """A new line of the file matches ``pattern`` (or one in the file ``path``), or does not (``negated``).
 
     The action ``ignore`` skips such lines.

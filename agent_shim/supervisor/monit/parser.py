@@ -7,8 +7,10 @@ of users, groups and files, and name resolution. ``problems`` checks the files o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Literal, NamedTuple, cast
+
+import msgspec
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit.ast import Check, Connection, Ignored, Kind, Mode, MonitFile, Ping
@@ -214,8 +216,7 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
 # --- several files --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """A conflict between files; ``service`` is at ``origin`` and ``line``.
 
     A ``duplicate`` is the later definition; a ``missing`` dependency names an undefined service; a ``cycle`` is

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Final, Literal, NamedTuple, cast
+
+import msgspec
 
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit import ast as values
@@ -108,7 +109,7 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule:
     while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _resource(reader)
     if isinstance(test, values.Connection) and not (test.host or test.unixsocket):
-        test = replace(test, host=address or "localhost")
+        test = msgspec.structs.replace(test, host=address or "localhost")
     is_count = isinstance(test, values.Restarts)
     rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")

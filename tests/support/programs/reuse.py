@@ -10,9 +10,10 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor

@@ -10,13 +10,13 @@ import subprocess
 import tarfile
 import tempfile
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent_shim.core.errors import ArchiveError
 from agent_shim.host import archive
