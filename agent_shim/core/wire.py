@@ -11,6 +11,7 @@ import json
 import re
 import types
 import typing
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Final, NoReturn, TypeVar
 
@@ -51,15 +52,16 @@ class RequestError(ValueError):
     """Bytes that are not a request: dropped over NATS, answered with status 500 over HTTPS."""
 
 
-_decode_usual: Final = msgspec.json.Decoder(Request).decode
+_SHORT_BYTES: Final = 4096
+"""Size up to which one pass reads a usual request; the bounds of ``decode_json`` concern longer ones."""
+_SHORT: Final = msgspec.json.Decoder(Request, float_hook=float)
 
 
 def decode_request(data: bytes) -> Request:
     """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
-    try:
-        return _decode_usual(data)
-    except (ValueError, RecursionError):
-        pass  # a document that only a lenient reader accepts
+    if len(data) <= _SHORT_BYTES:
+        with suppress(ValueError, RecursionError):  # a document that only a lenient reader accepts
+            return _SHORT.decode(data)
     try:
         document = decode_json(data)
         return convert({} if document is None else document, Request)
