@@ -414,7 +414,7 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
     """It may be large, and would remain until the next boot."""
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
-        sparse.truncate(1 << 40)
+        sparse.truncate(16 << 30)
     packing = asyncio.create_task(worker_client.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
     await eventually(lambda: left_half_made(paths))
     workers[0].send(signal.SIGKILL)
