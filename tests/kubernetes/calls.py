@@ -17,6 +17,8 @@ from typing import Any, Final
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """The PATH that the Director gives (external_cpi.rb)."""
+START: Final = "from kubernetes_cpi.__main__ import run; run()"
+"""The argument of ``-c`` in cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
 LIMIT_S: Final = 180.0
 """Bound of a call. The Director has none."""
 
@@ -88,8 +90,8 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """The program of this tree."""
-    return Cpi([sys.executable, "-m", "kubernetes_cpi", "--config", str(config)], home, **members)
+    """The program of this tree, started as by the job of the release."""
+    return Cpi([sys.executable, "-c", START, "--config", str(config)], home, **members)
 
 
 def _result(response: Any) -> Any:
