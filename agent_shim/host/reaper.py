@@ -46,6 +46,8 @@ def reaping() -> Iterator[None]:
             reap_on()
 
     loop.add_signal_handler(signal.SIGCHLD, child_ended)
+    # A storm of ends fills the loop's buffer of signals. One in it is enough, and a message for each further is noise.
+    signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
     reap_on()
     try:
         yield

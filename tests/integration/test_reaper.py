@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import signal
 import time
 from pathlib import Path
+
+import pytest
 
 from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor.ctl_programs import MAX_CONCURRENT_SPAWNS
@@ -59,3 +62,12 @@ async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path:
         await child.terminate(0.05)
 
         assert not is_alive(member)
+
+
+async def test_a_storm_of_ends_writes_no_message_for_each(capfd: pytest.CaptureFixture[str]) -> None:
+    with reaper.reaping():
+        for _ in range(5000):
+            os.kill(os.getpid(), signal.SIGCHLD)
+        await asyncio.sleep(0)
+
+    assert "wakeup" not in capfd.readouterr().err
