@@ -1,0 +1,160 @@
+"""A thief with the certificate of an agent beside that agent, on a real bus: refused and admitted attempts.
+
+The permissions are those of a user, so that a thief has those of its victim: it hears the requests to it and may answer
+them. It takes nothing away from the agent, and reaches no one but the Director and the Health Monitor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agent_shim.demo.director import Peer, joined
+from agent_shim.demo.pki import DIRECTOR, Authority
+from tests.support.bus import connected, on_bus, talking, until
+
+LONG_S = 20.0
+"""Length of the request that the thief answers first."""
+
+
+@pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
+async def test_a_thief_hears_requests_and_takes_none_away(tmp_path: Path, subject: str) -> None:
+    """A member of a queue group would take requests from other members alone: the agent is in none."""
+    async with talking(tmp_path) as talk:
+        heard: list[str] = []
+        async with joined(talk.server.mbus("agent"), (subject,), lambda _, data: heard.append(data.decode())):
+            values = [await talk.director.value("agent", f"secret {n}") for n in range(50)]
+            await until(lambda: len(heard) == 50)
+
+        assert values == [f"secret {n}" for n in range(50)]
+        assert talk.bus.stats.received == 50
+        assert talk.bus.stats.connects == 1
+
+
+@pytest.mark.parametrize(
+    "subject",
+    "agent.agent agent.other agent.* director.x.other.y hm.agent.alert.other hm.director.alert _INBOX.x"
+    " $SYS.REQ.USER.INFO $JS.API.INFO".split(),
+)
+async def test_a_thief_asks_no_agent_and_speaks_for_no_other(tmp_path: Path, subject: str) -> None:
+    """Neither for the Director towards its victim."""
+    async with talking(tmp_path) as talk:
+        await talk.server.add_agent("other")
+        async with (
+            on_bus(talk.server.mbus("other"), "other") as other,
+            joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief,
+        ):
+            await connected(other)
+            await thief.publish(subject, b'{"method":"ping","reply_to":"director.x.agent.y"}')
+            await until(lambda: "iolation" in talk.server.log.read_text())
+
+            assert await talk.director.value("other", "ping") == "ping"
+            assert await talk.director.value("agent", "ping") == "ping"
+            assert (talk.bus.stats.received, other.stats.received) == (1, 1)
+        assert talk.monitor.notices == []
+
+
+@pytest.mark.parametrize(
+    "subject", ["agent.other", "agent.*", "agent.>", "director.>", "hm.>", "_INBOX.>", "$SYS.>", ">", "agent.other x"]
+)
+async def test_a_thief_overhears_no_other_agent(tmp_path: Path, subject: str) -> None:
+    async with talking(tmp_path) as talk:
+        await talk.server.add_agent("other")
+        thief = talk.server.mbus("agent")
+        heard: list[object] = []
+        async with on_bus(talk.server.mbus("other"), "other") as other:
+            await connected(other)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3), joined(thief, (subject,), lambda *news: heard.append(news)):
+                    pass
+            assert "Subscription Violation" in talk.server.log.read_text()
+            assert await talk.director.value("other", "ping") == "ping"
+            assert await talk.director.value("agent", "ping") == "ping"
+        assert heard == []
+
+
+async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp_path: Path) -> None:
+    """No mechanism of the protocol or of the agent prevents that: the holder of the key is the agent."""
+    async with talking(tmp_path) as talk:
+        sent: list[asyncio.Task[None]] = []
+
+        def forge(_: str, data: bytes) -> None:
+            reply_to = json.loads(data)["reply_to"]
+            sent.append(asyncio.create_task(thief.publish(reply_to, b'{"value":"forged"}')))
+
+        async with joined(talk.server.mbus("agent"), ("agent.agent",), forge) as thief:
+            assert await talk.director.value("agent", "sleep", LONG_S) == "forged"
+
+
+async def test_a_thief_that_floods_and_never_reads_holds_up_no_request(tmp_path: Path) -> None:
+    """The server closes its connection alone; each request and reply between Director and agent arrives."""
+    async with talking(tmp_path) as talk:
+        async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
+            assert thief._writer is not None
+            transport = thief._writer.transport
+            assert isinstance(transport, asyncio.Transport)
+            transport.pause_reading()
+            flood = asyncio.create_task(_flood(thief))
+            values = [await talk.director.value("agent", "count", "x" * 500_000) for _ in range(200)]
+            flood.cancel()
+
+        assert "Slow Consumer" in talk.server.log.read_text()
+        assert values == ["count"] * 200
+        assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 200)
+
+
+async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the_second(tmp_path: Path) -> None:
+    """The certificate in the settings of the CPI ends with the Director's ``update_settings``.
+
+    Another certificate of the same name ends nothing: names are compared, so that the authority must change.
+    """
+    async with talking(tmp_path) as talk:
+        heard: list[object] = []
+        async with joined(
+            talk.server.mbus("agent", bootstrap=True), ("agent.agent",), lambda *news: heard.append(news)
+        ):
+            await talk.bus.rotate(talk.server.mbus("agent"))
+            await talk.server.add_agent("agent", bootstrap=False)
+
+            assert await talk.director.value("agent", "ping") == "ping"
+            assert heard == []
+        async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *news: heard.append(news)):
+            await talk.bus.rotate(talk.server.mbus("agent"))
+
+            assert await talk.director.value("agent", "ping") == "ping"
+            await until(lambda: heard != [])
+
+
+async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
+    """The name is that of the certificate, whatever the client claims; one from another authority is none."""
+    async with talking(tmp_path) as talk:
+        pair = Authority().client(DIRECTOR)
+        forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3), joined(forged, ("director.>",), lambda *_: None):
+                pass
+
+        assert "unknown authority" in talk.server.log.read_text()
+        assert await talk.director.value("agent", "ping") == "ping"
+
+
+async def test_two_agents_of_one_id_both_answer(tmp_path: Path) -> None:
+    """As a former container that is not gone yet: neither loses its link, and the first reply counts."""
+    async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:
+        await connected(twin)
+
+        assert [await talk.director.value("agent", "ping") for _ in range(20)] == ["ping"] * 20
+        await until(lambda: (talk.bus.stats.received, twin.stats.received) == (20, 20))
+        assert (talk.bus.stats.connects, twin.stats.connects) == (1, 1)
+        assert talk.bus.stats.unanswered + twin.stats.unanswered == 0
+
+
+async def _flood(thief: Peer) -> None:
+    """Send heartbeats as fast as the server takes them."""
+    while True:
+        await thief.publish("hm.agent.heartbeat.agent", b'"%b"' % (b"x" * 100_000))
+        await asyncio.sleep(0)
