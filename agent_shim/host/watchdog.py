@@ -152,6 +152,7 @@ class Watchdog:
             self._trace = (directory / DUMP).open("w")
             faulthandler.register(signal.SIGVTALRM, self._trace, all_threads=True, chain=True)
             self._map_page(directory / PAGE)
+            self._arm()
         except (OSError, HostError, ValueError) as exc:
             logger.warning("cannot record in %s which service blocks the event loop: %s", directory, exc)
 
@@ -182,8 +183,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(self._step):
-            if self._trace is not None:
-                signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
+            self._arm()
             if self._has_turned:
                 if self._held_s >= TELL_AFTER_S:
                     self._aside(self._recovered, self._held_s)
@@ -198,6 +198,11 @@ class Watchdog:
             if self._held_s >= END_AFTER_S:
                 self._end()
             self._feed()
+
+    def _arm(self) -> None:
+        """Restart the kernel timer, once there is a place for its dump."""
+        if self._trace is not None:
+            signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
 
     def _turned(self) -> None:
         self._has_turned = True

@@ -16,7 +16,7 @@ from agent_shim.host import watchdog
 from agent_shim.supervisor import process_record
 
 MODE = sys.argv.pop(1)
-END_AFTER_S = {"slow": 60.0, "patient": 3.0}.get(MODE, 1.4)
+END_AFTER_S = {"slow": 60.0}.get(MODE, 3.0)
 watchdog.STEP_S = 0.2  # type: ignore[misc]
 watchdog.TELL_AFTER_S = 2.6 if MODE == "patient" else 0.8  # type: ignore[misc]
 watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
