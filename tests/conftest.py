@@ -87,7 +87,7 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     A program that forks and exits without end would take a processor from all later tests of this machine.
     """
     yield
-    base = os.fsencode(tmp_path_factory.getbasetemp()) + b"/"  # or pytest-1 would end what belongs to pytest-10
+    base = os.fsencode(tmp_path_factory.getbasetemp()) + b"/"  # or pytest-1 would end processes of pytest-10
     give_up_at = time.monotonic() + EXIT_WAIT_S
     while (left := _processes_of(base)) and time.monotonic() < give_up_at:
         for pid in left:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from agent_shim.demo.pki import Authority
-from agent_shim.edges.bus import tls
+from agent_shim.edges.bus import nats, tls
 from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus, until
 from tests.support.old_tls import lenient, outdated
 
@@ -247,6 +249,28 @@ async def test_server_that_is_none(info: bytes) -> None:
         assert bus.stats.last_error.startswith("cannot connect to the bus at 127.0.0.1:")
 
     assert seen == []
+
+
+async def test_an_end_in_the_midst_of_a_failed_attempt_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaning_up, closed = asyncio.Event(), asyncio.Event()
+
+    async def interrupted(*_: asyncio.Task[Any]) -> None:
+        if not cleaning_up.is_set():
+            cleaning_up.set()
+            await asyncio.sleep(20)
+
+    async def script(wire: Wire) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                await wire.expect("")
+        closed.set()
+
+    fake = FakeServer(script, authority=Authority())
+    async with fake.serving() as server:
+        async with on_bus(server.mbus, timing=replace(FAST, connect=0.2)):
+            monkeypatch.setattr(nats, "_ended", interrupted)
+            await asyncio.wait_for(cleaning_up.wait(), 30)
+        await asyncio.wait_for(closed.wait(), 30)
 
 
 async def test_plain_server_is_not_talked_to() -> None:

@@ -605,8 +605,10 @@ class NatsBus:
             if link.has_greeted:
                 self._greeted_at = number
                 self._attempted.set()
-            await _ended(opening)
-            await link.abandon()
+            try:
+                await _ended(opening)
+            finally:
+                await link.abandon()
             raise
         return link
 
