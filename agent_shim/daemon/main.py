@@ -127,7 +127,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(daemon_thread.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            process.on_signal(number, self._signalled)
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
             loop.add_signal_handler(number, log.turn, steps)
         with exclusive_agent(self._paths, "start"):

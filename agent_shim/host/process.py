@@ -354,6 +354,20 @@ def default_signals() -> None:
             signal.signal(number, _ignore)
 
 
+def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
+    """Call ``call`` on the running loop after each signal ``number``. Main thread only.
+
+    ``add_signal_handler`` of the loop loses a signal while a storm of SIGCHLD fills the loop's buffer.
+    """
+    loop = asyncio.get_running_loop()
+
+    def handle(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: the process is ending
+            loop.call_soon_threadsafe(call)
+
+    signal.signal(number, handle)
+
+
 def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for scripts of releases: without the variables that configure this program."""
     return {name: value for name, value in environ.items() if not name.startswith(("AGENT_SHIM_", "MALLOC_"))}

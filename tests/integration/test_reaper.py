@@ -71,3 +71,16 @@ async def test_a_storm_of_ends_writes_no_message_for_each(capfd: pytest.CaptureF
         await asyncio.sleep(0)
 
     assert "wakeup" not in capfd.readouterr().err
+
+
+async def test_a_storm_of_ends_takes_no_place_from_another_signal() -> None:
+    before, heard = signal.getsignal(signal.SIGTERM), asyncio.Event()
+    process.on_signal(signal.SIGTERM, heard.set)
+    try:
+        with reaper.reaping():
+            for _ in range(5000):
+                os.kill(os.getpid(), signal.SIGCHLD)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(heard.wait(), 10)
+    finally:
+        signal.signal(signal.SIGTERM, before)
