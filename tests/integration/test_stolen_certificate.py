@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent_shim.demo.director import Peer, joined
+from agent_shim.demo.director import joined
 from agent_shim.demo.pki import DIRECTOR, Authority
 from tests.support.bus import connected, on_bus, talking, until
 
@@ -90,7 +90,7 @@ async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp
             assert await talk.director.value("agent", "sleep", LONG_S) == "forged"
 
 
-async def test_a_thief_that_floods_and_never_reads_holds_up_no_request(tmp_path: Path) -> None:
+async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> None:
     """The server closes its connection alone; each request and reply between Director and agent arrives."""
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
@@ -98,9 +98,7 @@ async def test_a_thief_that_floods_and_never_reads_holds_up_no_request(tmp_path:
             transport = thief._writer.transport
             assert isinstance(transport, asyncio.Transport)
             transport.pause_reading()
-            flood = asyncio.create_task(_flood(thief))
             values = [await talk.director.value("agent", "count", "x" * 500_000) for _ in range(200)]
-            flood.cancel()
 
         assert "Slow Consumer" in talk.server.log.read_text()
         assert values == ["count"] * 200
@@ -151,10 +149,3 @@ async def test_two_agents_of_one_id_both_answer(tmp_path: Path) -> None:
         await until(lambda: (talk.bus.stats.received, twin.stats.received) == (20, 20))
         assert (talk.bus.stats.connects, twin.stats.connects) == (1, 1)
         assert talk.bus.stats.unanswered + twin.stats.unanswered == 0
-
-
-async def _flood(thief: Peer) -> None:
-    """Send heartbeats as fast as the server takes them."""
-    while True:
-        await thief.publish("hm.agent.heartbeat.agent", b'"%b"' % (b"x" * 100_000))
-        await asyncio.sleep(0)
