@@ -29,6 +29,7 @@ from agent_shim.core import safetext
 from agent_shim.edges import http_server
 from agent_shim.edges.bus import Stats
 from agent_shim.edges.http_server import Request, Response
+from agent_shim.host import clock
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.process_finder import KINDS
 
@@ -178,7 +179,7 @@ class Histogram:
 
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-LAG_PERIOD_S: Final = 1.0
+LAG_PERIOD_S: Final = 2.0
 PAGE_TTL_S: Final = 1.0
 """Cache lifetime of a rendered page: ten scrapers cost as much as one."""
 
@@ -229,8 +230,9 @@ class Metrics:
     async def watch_lag(self) -> None:
         """Measure how late the event loop wakes a sleeper; endless, runs as a root task."""
         while True:
-            due = self._clock() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
+            pause = clock.until_beat(LAG_PERIOD_S)
+            due = self._clock() + pause
+            await asyncio.sleep(pause)
             self._lag.add(max(0.0, self._clock() - due))
 
     async def render(self, is_openmetrics: bool = False) -> bytes:

@@ -12,6 +12,15 @@ from typing import Final
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Ticks per second."""
+_BEGUN_AT: Final = time.monotonic()
+"""Origin of the beats: agents of one node do not beat together."""
+
+
+def until_beat(period: float) -> float:
+    """Return the seconds until the next beat of ``period``. Sleepers with periods that divide each other wake together,
+    in one turn of the loop.
+    """
+    return period - (time.monotonic() - _BEGUN_AT) % period
 
 
 def boot_time() -> float:

@@ -20,7 +20,7 @@ import msgspec
 from agent_shim.core import settings
 from agent_shim.core.errors import HostError, SettingsError
 from agent_shim.core.paths import Paths
-from agent_shim.host import files
+from agent_shim.host import clock, files
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class SettingsStore:
         seen = self._stamps()
         told = self._current
         while True:
-            await asyncio.sleep(IDLE_POLL_FACTOR * self._look)
+            await asyncio.sleep(clock.until_beat(IDLE_POLL_FACTOR * self._look))
             stamps = self._stamps()
             if stamps == seen:
                 continue

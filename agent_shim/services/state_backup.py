@@ -32,7 +32,7 @@ import msgspec
 from agent_shim.core import wire
 from agent_shim.core.errors import BootError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, proc
+from agent_shim.host import clock, files, proc
 
 logger = logging.getLogger(__name__)
 
@@ -199,14 +199,16 @@ class StateBackup:
     async def watch(self) -> NoReturn:
         """Copy files changed outside actions, and those that could not be copied before, for ever."""
         while True:
-            await asyncio.sleep(POLL_S)
-            await self.update()
+            await asyncio.sleep(clock.until_beat(POLL_S))
+            if self._changed():  # not in a thread, which takes longer than these calls of stat
+                await self.update()
+
+    def _changed(self) -> list[tuple[str, BackedUpFile, tuple[int, int, int] | None]]:
+        found = [(name, file, files.version(file.path)) for name, file in self._files.items()]
+        return [(name, file, seen) for name, file, seen in found if self._copied.get(name, ()) != seen]
 
     def _update(self) -> None:
-        for name, file in self._files.items():
-            seen = files.version(file.path)
-            if name in self._copied and self._copied[name] == seen:
-                continue
+        for name, file, seen in self._changed():
             try:
                 _make_equal(self._paths.mirror / name, file.path)
             except OSError as exc:

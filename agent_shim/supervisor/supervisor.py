@@ -19,7 +19,7 @@ import msgspec
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, proc, watchdog
+from agent_shim.host import clock, files, proc, watchdog
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
@@ -152,7 +152,7 @@ class Supervisor:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TRIM_PERIOD_S):
+                    async with asyncio.timeout(clock.until_beat(TRIM_PERIOD_S)):
                         await self._has_bug.wait()
                 for life in self._lives.values():
                     if life.done() and not life.cancelled():
@@ -167,7 +167,7 @@ class Supervisor:
     async def _see_kin(self) -> None:
         """Record descendants once a cycle: the kernel forgets parentage when the parent exits."""
         while True:
-            await asyncio.sleep(self._shared.timing.cycle)
+            await asyncio.sleep(clock.until_beat(self._shared.timing.cycle))
             await self._programs.see_kin()
 
     async def _watch_memory(self) -> None:
@@ -176,7 +176,7 @@ class Supervisor:
             is_in_use = self.bpm.is_in_use
             for hog in await asyncio.to_thread(self.bpm.kill_hogs) if is_in_use else ():
                 self._shared.notify(self._event_of(hog))
-            await asyncio.sleep(MEMORY_PERIOD_S * (1 if is_in_use else UNUSED_BPM_FACTOR))
+            await asyncio.sleep(clock.until_beat(MEMORY_PERIOD_S * (1 if is_in_use else UNUSED_BPM_FACTOR)))
 
     def _event_of(self, hog: MemoryKill) -> Event:
         label = plan.bpm_label(hog.job, hog.process)

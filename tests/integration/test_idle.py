@@ -1,0 +1,108 @@
+"""A real daemon at rest with five jobs: its modules, its memory beside a bare interpreter, the wakes of its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+from agent_shim.host import process
+from benchmarks.idle import free_port, scrape
+from benchmarks.world import ENVIRONMENT, world
+
+JOBS: Final = 5
+LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
+"""From outside the standard library."""
+ABSENT: Final = {
+    *("agent_shim.demo", "agent_shim.daemon.worker", "agent_shim.edges.bus.https", "agent_shim.host.archive"),
+    *("agent_shim.host.packing", "agent_shim.host.sandbox", "agent_shim.services.blobstore.transfer"),
+    *("agent_shim.supervisor.bpm.config", "email", "http.client", "http.server", "multiprocessing", "sqlite3"),
+    *("tarfile", "unittest", "urllib.request", "xml", "zipfile"),
+}
+"""Modules of this package and of the standard library for other processes, or for single requests."""
+MEMORY: Final = 2.5
+"""Times a bare interpreter; 2.2 when written. A library that nothing at rest needs takes more than the difference."""
+WAKES: Final = 28
+"""In a window; 20 when written, and 32 with a clock for each task."""
+WINDOW_S: Final = 10.0
+WINDOWS: Final = 4
+"""The best one counts: a heartbeat, a renewal or a slow machine is in some of them, a poll is in all."""
+
+_WATCHED = """
+import json, os, selectors, sys, threading
+pipe, *argv = sys.argv[1:]
+real, wakes = selectors.EpollSelector.select, 0
+
+def select(self, timeout=None):
+    global wakes
+    found = real(self, timeout)
+    wakes += timeout is None or timeout > 0
+    return found
+
+def tell():
+    while True:
+        reader = os.open(pipe, os.O_WRONLY)
+        os.write(reader, json.dumps([wakes, sorted(sys.modules)]).encode())
+        os.close(reader)
+        os.close(os.open(pipe + ".read", os.O_RDONLY))
+
+selectors.EpollSelector.select = select
+threading.Thread(target=tell, daemon=True).start()
+from agent_shim.cli.main import main
+sys.exit(main(argv))
+"""
+"""The daemon, with a thread that sleeps in ``open`` until the test reads."""
+
+
+async def test_a_daemon_at_rest_is_light(tmp_path: Path) -> None:
+    pipe, program = tmp_path / "told", tmp_path / "watched.py"
+    program.write_text(_WATCHED)
+    os.mkfifo(pipe)
+    os.mkfifo(f"{pipe}.read")
+
+    def told() -> tuple[int, set[str]]:
+        wakes, modules = json.loads(pipe.read_bytes())
+        Path(f"{pipe}.read").write_bytes(b"")
+        return wakes, set(modules)
+
+    words = [sys.executable, str(program), str(pipe), "run", "-C", "{config}", "-b", "{base}"]
+    still = "import asyncio, ssl; asyncio.run(asyncio.sleep(3600))"
+    bare = process.spawn([sys.executable, "-c", still], env=ENVIRONMENT)
+    try:
+        async with world(shlex.join(words)) as w:
+            w.http = await free_port()
+            await w.start_agent()
+            await w.run("apply", w.spec(JOBS, 6, 64 * 1024))
+            await w.run("start")
+            await w.until_running()
+            await asyncio.to_thread(scrape, w.http)
+            best = sys.maxsize
+            for _ in range(WINDOWS):
+                before, _ = await asyncio.to_thread(told)
+                await asyncio.sleep(WINDOW_S)
+                wakes, modules = await asyncio.to_thread(told)
+                best = min(best, wakes - before)
+                if best <= WAKES:
+                    break
+            memory = _own(w.pid) / _own(bare.pid)
+    finally:
+        bare.send(signal.SIGKILL)
+        await bare.wait()
+
+    known = {*sys.stdlib_module_names, "agent_shim", "cython_runtime"}
+    libraries = {name.partition(".")[0] for name in modules if not name.startswith("_")} - known
+    assert libraries == LIBRARIES
+    assert modules & ABSENT == set()
+    assert 1 < memory <= MEMORY, memory
+    assert 0 < best <= WAKES, best
+
+
+def _own(pid: int) -> int:
+    """Kilobytes of a process without the pages of files, whose share depends on other interpreters."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
