@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,13 +35,16 @@ PROPERTIES: Final = frozenset(name for name, value in vars(Service).items() if i
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """The code of the agent that the block enters, in all threads that start within it and in this one."""
+    """The code of the agent that the block enters, in this thread and all that start within it: also those of a new
+    executor, as the threads of the old one would not be seen.
+    """
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(f"{HOME}/"):
             found.add(frame.f_code)
 
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     threading.setprofile(see)
     sys.setprofile(see)
     try:

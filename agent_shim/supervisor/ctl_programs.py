@@ -120,7 +120,10 @@ class Programs:
         groups: list[str] = []
         if not is_aside:
             env[process_record.MARK] = process_record.mark(label or name, self._base)
-            groups = await self._cgroups(label or name)
+            try:
+                groups = await asyncio.to_thread(self.ownership.cage(label or name).make)
+            except OSError as exc:
+                logger.warning("cannot make a cgroup for %s, tracking its processes by descent: %s", label or name, exc)
         async with self._gate:
             await asyncio.sleep(0)
             with contextlib.ExitStack() as opened:
@@ -142,13 +145,6 @@ class Programs:
                         raise
                     logger.warning("%s: cannot use its cgroup, tracking processes by descent: %s", name, exc)
                     return spawn()
-
-    async def _cgroups(self, label: str) -> list[str]:
-        try:
-            return await asyncio.to_thread(self.ownership.cage(label).make)
-        except OSError as exc:
-            logger.warning("cannot make a cgroup for %s, tracking its processes by descent: %s", label, exc)
-            return []
 
     # --- processes of a service -------------------------------------------------------------------------------------
 

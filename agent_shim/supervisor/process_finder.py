@@ -80,13 +80,23 @@ class ProcessFinder:
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, traces: ProcessRecord) -> bool:
-        """True if the process or path exists; adopts a process of another agent, a late pidfile or a successor."""
+        """True if the process or path exists; adopts a process of another agent, a late pidfile or a successor.
+
+        Records living and exited processes, and drops the handle of an exited one.
+        """
         if not spec.is_process:
             return self._is_there
         with watchdog.reading(spec.name, "its pidfile and process"):
-            self._take_note(spec, traces)
-            if self.process is not None:
+            if self.program is not None and not self.program.is_alive:
+                traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
+            if self.process is not None and self.process.is_alive:
+                traces.lives(self._session)
                 return True
+            if self.process is not None:
+                traces.ended(self.process.identity, self._session, self.process.seen_ticks)
+                if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
+                    traces.heeded = last  # even if rewritten: it never means the next process of this number
+                self.process = None
             self.refused = ""
             pidfile = process_record.read(spec.pidfile) if spec.pattern is None else None
         found = await self._find(spec, traces, pidfile)
@@ -96,7 +106,9 @@ class ProcessFinder:
         leads_session = tie is Tie.OWNED and await asyncio.to_thread(self._ownership.leads_session, one, spec.label)
         if not self._take_up(one):
             return False
-        traces.found(one, pidfile, is_guest=tie is not Tie.OWNED, leads_session=leads_session)
+        traces.known, traces.heeded, traces.is_guest = one.identity, pidfile, tie is not Tie.OWNED
+        if leads_session:  # it started with it or with an ancestor of the service
+            traces.widen(one)
         self._changed()
         return True
 
@@ -108,20 +120,6 @@ class ProcessFinder:
         self.up_at = time.monotonic() - clock.uptime_of(found.start_ticks)
         self._session = found.session
         return True
-
-    def _take_note(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
-        """Record living and exited processes; drop the handle of an exited one."""
-        if self.program is not None and not self.program.is_alive:
-            traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
-        if self.process is None:
-            return
-        if self.process.is_alive:
-            traces.lives(self._session)
-        else:
-            traces.ended(self.process.identity, self._session, self.process.seen_ticks)
-            if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
-                traces.heeded = last  # even if rewritten: it never means the next process of this number
-            self.process = None
 
     async def gone(self, spec: ProcessSpec) -> str:
         """Wait for the exit of the process or the loss of the path, then describe it."""

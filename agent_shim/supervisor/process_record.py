@@ -105,15 +105,6 @@ class ProcessRecord(msgspec.Struct):
         self.before = pidfile
         self.sessions = [*self.sessions, Session(*program)][-MAX_SESSIONS:]
 
-    def found(self, process: proc.Stat, pidfile: Pidfile | None, *, is_guest: bool, leads_session: bool) -> None:
-        """Record the service's process.
-
-        With ``leads_session`` its session started with it or with an ancestor of the service.
-        """
-        self.known, self.heeded, self.is_guest = process.identity, pidfile, is_guest
-        if leads_session and not is_guest:
-            self.widen(process)
-
     def widen(self, process: proc.Stat) -> None:
         """Record the session that a process of the service started."""
         is_known = any(process.session == session.pid for session in self.sessions)

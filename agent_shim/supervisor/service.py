@@ -294,7 +294,7 @@ class Service:
     async def live(self) -> None:
         """Run the lifecycle until cancelled; cancellation leaves the process running."""
         while True:
-            self._step = step = asyncio.create_task(self._work(), name=f"work of {self.name}")
+            self._step = step = asyncio.create_task(self._work(), name=f"work of {self.spec.name}")
             try:
                 await asyncio.wait([step])
             finally:
@@ -432,7 +432,12 @@ class Service:
         record.last_exit = how
         record.reason = reason
         text = "process is not running"
-        if killer := self._killer(how):
+        call = self.spec.start.bpm if self.spec.start else None
+        by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
+        # Claim in any case: a nested cgroup counts here too.
+        by_kernel = how == signal.SIGKILL.name and self._shared.was_oom()
+        if by_limit or by_kernel:
+            killer = "its limit of memory" if by_limit else "the kernel"
             record.oom_kills += 1
             record.last_exit = f"{how}, out of memory"
             record.reason = f"{killer} killed the process: out of memory ({how})"
@@ -447,14 +452,6 @@ class Service:
                     dependant.bounce()
             if not self._delay():
                 self.on(Trigger.RETRIED)
-
-    def _killer(self, how: str) -> str:
-        """Name the cause of an out-of-memory kill of the process or its descendants; empty without one."""
-        call = self.spec.start.bpm if self.spec.start else None
-        by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Claim in any case: a nested cgroup counts here too.
-        by_kernel = how == signal.SIGKILL.name and self._shared.was_oom()
-        return "its limit of memory" if by_limit else "the kernel" if by_kernel else ""
 
     async def _wait_and_retry(self) -> None:
         """Restart after a growing wait; adopt a process that appears meanwhile."""
