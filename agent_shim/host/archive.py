@@ -57,6 +57,9 @@ class Limits(msgspec.Struct, frozen=True):
     names: int = 64 * 1024**2
     """Paths of directories and links with their targets, which are kept until all is unpacked."""
 
+    extensions: int = 20 * 1024**3
+    """Extended headers of all members together; their records take the interpreter for 10 microseconds each."""
+
     def room(self, packed: int) -> int:
         """Return the bytes that may be unpacked from ``packed`` bytes."""
         return min(self.size, max(self.size_without_ratio, packed * self.ratio))
@@ -143,7 +146,7 @@ def _reader(source: BinaryIO, limits: Limits) -> _Reader:
     stream: _Source = source
     if is_gzip(source):
         stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
-    return _Reader(stream, limits.members, room)
+    return _Reader(stream, limits, room)
 
 
 def _place(tree: _Tree, reader: _Reader, member: Member, parts: _Parts, wanted: _Parts) -> None:
@@ -196,9 +199,10 @@ class _Source(Protocol):
 class _Reader:
     """Members of a tar stream, read forward only, with a limit on every byte."""
 
-    def __init__(self, stream: _Source, members: int, room: int) -> None:
+    def __init__(self, stream: _Source, limits: Limits, room: int) -> None:
         self._stream = stream
-        self._members = members
+        self._members = limits.members
+        self._extensions = limits.extensions
         self._room = room
         self._left = 0
         """Data bytes of the current member that are not read yet."""
@@ -251,7 +255,8 @@ class _Reader:
         return header
 
     def _extension(self, size: int) -> bytes:
-        if size > MAX_EXTENSION_BYTES:
+        self._extensions -= size
+        if size > MAX_EXTENSION_BYTES or self._extensions < 0:
             raise ArchiveError("an extended header is too long")
         self._begin(size)
         return b"".join(self.data())

@@ -97,6 +97,21 @@ async def test_beyond_a_limit_a_worker_does_it(paths: Paths, asked: Asked, membe
     assert all(len(list(Path(each.path).iterdir())) for each in wanted)
 
 
+async def test_extended_headers_of_many_records_are_read_by_a_worker(paths: Paths, asked: Asked) -> None:
+    """A blob of a few kilobytes has hundreds of thousands of them, which would slow the event loop for seconds."""
+    wanted = target(paths, {}, "p")
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, 8 * 12 * 1024
+    tar = header.tobuf(tarfile.USTAR_FORMAT) + b"8 abc=d\n" * (12 * 1024) + tarfile.TarInfo("./file").tobuf()
+    blob = gzip.compress(tar + bytes(1024), mtime=0)
+    (paths.sensitive_blobs / "p").write_bytes(blob)
+    digest = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+
+    assert await installed(paths, Target("package", "p", wanted.path, BlobRef("p", digest=digest))) == [""]
+    assert asked.count == 1
+    assert Path(wanted.path, "file").exists()
+
+
 async def test_many_and_remote_ones_go_to_a_worker(paths: Paths, asked: Asked) -> None:
     """The agent itself fetches nothing over the network."""
     many = [target(paths, {"file": b"x"}, f"p{number}") for number in range(MAX_TARGETS + 1)]
