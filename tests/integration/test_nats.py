@@ -183,7 +183,8 @@ async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
         assert talk.bus.stats.flooded > 0
         await until(lambda: sum(task.done() for task in held) == 10 - talk.bus.stats.flooded)
-        assert await talk.director.value("agent", "ping") == "ping"
+        for _ in range(20):
+            assert await talk.director.value("agent", "ping") == "ping"
         for task in held:
             task.cancel()
 
