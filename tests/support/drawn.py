@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from agent_shim.edges import metrics
+from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
 from tests.support import commands_page, limits_page, shell_pages
@@ -95,6 +96,17 @@ def _mark(holds: bool) -> str:
     return "yes" if holds else ""
 
 
+def statements() -> str:
+    """The words that begin a statement or the test of a rule, and the checks that have them."""
+    words = {word: option.kinds for word, option in parser._OPTIONS.items() if word != "if"}
+    tests = {f"if {'N restarts' if word == 'NUMBER' else word}": reading.kinds for word, reading in rules.TESTS.items()}
+    rows = [
+        f"| `{word}` | {'all' if kinds == rules.ALL else ', '.join(sorted(kinds))} |"
+        for word, kinds in sorted((words | tests).items())
+    ]
+    return "\n".join(["| statement | in a `check` of |", "|---|---|", *rows, ""])
+
+
 GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
@@ -102,6 +114,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("commands.md", "commands"): commands_page.tables,
     ("lifecycle.md", "boot steps"): boot_steps,
     ("limits.md", "limits"): limits_page.table,
+    ("monit-deviations.md", "statements"): statements,
     ("metrics.md", "metrics"): lambda: f"{metrics.table()}\n",
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
