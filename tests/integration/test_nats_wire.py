@@ -234,8 +234,8 @@ async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
         b"220 mail\r\n",
     ],
 )
-async def test_server_that_is_none(info: bytes) -> None:
-    """Something else that listens there is an error that lasts, not an end."""
+async def test_server_that_is_none(info: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Something else that listens there is an error that lasts, not an end; the log has it once."""
     seen = []
 
     async def script(wire: Wire) -> None:
@@ -249,6 +249,7 @@ async def test_server_that_is_none(info: bytes) -> None:
         assert bus.stats.last_error.startswith("cannot connect to the bus at 127.0.0.1:")
 
     assert seen == []
+    assert [record.message for record in caplog.records] == [bus.stats.last_error]
 
 
 async def test_an_end_in_the_midst_of_a_failed_attempt_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
