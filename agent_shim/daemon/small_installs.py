@@ -24,8 +24,8 @@ MAX_UNPACKED_BYTES: Final = 4 * 1024 * 1024
 """Limit of each target."""
 MAX_MEMBERS: Final = 200
 """Limit of each target: a member takes the interpreter for 0.1 ms."""
-MAX_EXTENSION_BYTES: Final = 64 * 1024
-"""Limit of each target's extended headers, which have thousands of records then."""
+MAX_RECORDS: Final = 2000
+"""Limit of each target's records in extended headers: ten for each member."""
 
 
 async def work(request: Request) -> Done:
@@ -45,7 +45,7 @@ def _install(request: Install) -> list[Outcome] | None:
     from agent_shim.services.blobstore import blobs
 
     paths = Paths(Path(request.base))
-    limits = archive.Limits(MAX_MEMBERS, MAX_UNPACKED_BYTES, extensions=MAX_EXTENSION_BYTES)
+    limits = archive.Limits(MAX_MEMBERS, MAX_UNPACKED_BYTES, records=MAX_RECORDS)
     pieces = worker.pieces_of(request)
     room = MAX_PACKED_BYTES
     try:

@@ -56,9 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Size below which the ratio is ignored."""
     names: int = 64 * 1024**2
     """Paths of directories and links with their targets, which are kept until all is unpacked."""
-
-    extensions: int = 20 * 1024**3
-    """Extended headers of all members together; their records take the interpreter for 10 microseconds each."""
+    records: int = 16_000_000
+    """Records of all extended headers: thousands fit into a kilobyte of gzip, and each takes microseconds to parse."""
 
     def room(self, packed: int) -> int:
         """Return the bytes that may be unpacked from ``packed`` bytes."""
@@ -202,7 +201,7 @@ class _Reader:
     def __init__(self, stream: _Source, limits: Limits, room: int) -> None:
         self._stream = stream
         self._members = limits.members
-        self._extensions = limits.extensions
+        self._records = limits.records
         self._room = room
         self._left = 0
         """Data bytes of the current member that are not read yet."""
@@ -218,7 +217,7 @@ class _Reader:
                 text = self._extension(header.size).partition(b"\0")[0]
                 extended[name] = os.fsdecode(text)
             elif header.type in PAX:
-                records = _pax_records(self._extension(header.size))
+                records = self._pax_records(self._extension(header.size))
                 (defaults if header.type == tarfile.XGLTYPE else extended).update(records)
             elif header.type != LABEL:
                 member = _member(header, {**defaults, **extended})
@@ -255,11 +254,29 @@ class _Reader:
         return header
 
     def _extension(self, size: int) -> bytes:
-        self._extensions -= size
-        if size > MAX_EXTENSION_BYTES or self._extensions < 0:
+        if size > MAX_EXTENSION_BYTES:
             raise ArchiveError("an extended header is too long")
         self._begin(size)
         return b"".join(self.data())
+
+    def _pax_records(self, data: bytes) -> dict[str, str]:
+        """Parse records ``LENGTH KEY=VALUE\n``; LENGTH counts the whole record. Returns those that are used."""
+        records = {}
+        at = 0
+        while at < len(data) and data[at] != 0:
+            self._records -= 1
+            if self._records < 0:
+                raise ArchiveError("it has too many records in extended headers")
+            match = _PAX_RECORD.match(data, at)
+            end = at + int(match[1]) if match else at
+            if match is None or end <= match.end() or data[end - 1 : end] != b"\n":
+                raise ArchiveError("an extended header is broken")
+            if match[2] in _PAX_KEYS:
+                records[match[2].decode()] = os.fsdecode(data[match.end() : end - 1])
+            elif match[2].startswith(_PAX_HOLES):
+                records[_PAX_HOLES.decode()] = ""
+            at = end
+        return records
 
     def _begin(self, size: int) -> None:
         self._room -= size
@@ -297,23 +314,6 @@ def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:
 _PAX_KEYS: Final = frozenset({b"path", b"linkpath", b"size", b"mtime"})
 _PAX_HOLES: Final = b"GNU.sparse."
 _PAX_RECORD: Final = re.compile(rb"(\d{1,7}) ([^=\n]+)=")
-
-
-def _pax_records(data: bytes) -> dict[str, str]:
-    """Parse records ``LENGTH KEY=VALUE\n``; LENGTH counts the whole record. Returns those that are used."""
-    records = {}
-    at = 0
-    while at < len(data) and data[at] != 0:
-        match = _PAX_RECORD.match(data, at)
-        end = at + int(match[1]) if match else at
-        if match is None or end <= match.end() or data[end - 1 : end] != b"\n":
-            raise ArchiveError("an extended header is broken")
-        if match[2] in _PAX_KEYS:
-            records[match[2].decode()] = os.fsdecode(data[match.end() : end - 1])
-        elif match[2].startswith(_PAX_HOLES):
-            records[_PAX_HOLES.decode()] = ""
-        at = end
-    return records
 
 
 def _parts(name: str) -> _Parts:

@@ -251,6 +251,26 @@ async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, term
                 assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
 
 
+async def test_lists_and_errors_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
+    """Names and values of a bpm.yml come from a release."""
+    async with machine(tmp_path) as found:
+        deploy(tmp_path, "true")
+        named = r'processes: [{name: "x\e]0;owned", executable: /x}]'
+        for job, config in (("listed", named), ("bad", r'"\e]0;owned"')):
+            place = tmp_path / f"vcap/jobs/{job}/config/bpm.yml"
+            place.parent.mkdir(parents=True)
+            place.write_text(f"{config}\n")
+        with Terminal() as terminal:
+            listing = _spawn(found, "list", stdout=terminal.theirs, stderr=terminal.theirs)
+            async with asyncio.timeout(30):
+                assert await listing.wait() == 0
+            shown = terminal.read()
+
+        assert b"stopped" in shown
+        assert b"invalid config for bad" in shown
+        assert b"\x1b" not in shown
+
+
 async def test_trace_is_of_the_process_and_all_below_it(tmp_path: Path) -> None:
     """``strace`` gets each number; it fails where the program is missing or fails."""
     async with machine(tmp_path) as found:

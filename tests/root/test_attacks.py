@@ -39,6 +39,22 @@ with socket.socket(socket.AF_UNIX) as asked:
     except (ConnectionResetError, BrokenPipeError):
         print("hung up")
 """
+TOUCH = """
+import ctypes, os
+from pathlib import Path
+touched = set()
+for entry in Path("/proc").glob("[0-9]*"):
+    if int(entry.name) == os.getpid() or b"agent_shim" not in (entry / "cmdline").read_bytes():
+        continue
+    try:
+        (entry / "mem").open("rb").close()
+        touched.add("read")
+    except PermissionError:
+        touched.add("not read")
+    if os.geteuid():
+        touched.add("not traced" if ctypes.CDLL(None).ptrace(16, int(entry.name), None, None) else "traced")  # ATTACH
+print(sorted(touched))
+"""
 LIAR = """
 check process liar
   with pidfile /var/vcap/sys/run/liar/liar.pid
@@ -158,8 +174,10 @@ async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_no
     assert await pod.director.value(AGENT, "ping") == "pong"
     told = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
     logs = pod.machine.run(f"{sys.executable} -m agent_shim.cli.bpm logs -a caged 2>&1 || true")
-    assert "BEGIN" not in told + logs + pod.log
-    assert CANARY not in told + logs + pod.log
+    ran = pod.machine.run(f"timeout 20 {sys.executable} -m agent_shim.cli.bpm run caged 2>&1; echo code $?")
+    assert "BEGIN" not in told + logs + ran + pod.log
+    assert CANARY not in told + logs + ran + pod.log
+    assert ran.endswith("code 1\n")
     assert re.match(r"Error: cannot .*caged\.stderr\.log: .*(not a regular file|a symbolic link)", logs)
 
     pod.kill()
@@ -254,6 +272,17 @@ async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> No
 
     assert pod.machine.run(f"{sys.executable} {place}") == "answered\n"
     assert pod.machine.run(f"{AS_VCAP} {sys.executable} {place}") == "hung up\n"
+
+
+async def test_the_memory_of_the_agent_is_closed_to_its_jobs(pod: Pod) -> None:
+    """The certificate of the bus is in it."""
+    await pod.start()
+    (pod.vcap / "data/touch.py").write_text(TOUCH)
+    place = "/var/vcap/data/touch.py"
+    pod.machine.run(f"chmod 755 /var/vcap /var/vcap/data; chmod 644 {place}")
+
+    assert pod.machine.run(f"{sys.executable} {place}") == "['read']\n"
+    assert pod.machine.run(f"{AS_VCAP} {sys.executable} {place}") == "['not read', 'not traced']\n"
 
 
 async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:

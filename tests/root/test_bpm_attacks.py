@@ -217,3 +217,14 @@ def test_shell_is_one_for_people(inside: Inside, level: int) -> None:
     assert "code 7\r\nEND" in seen
     assert "no job control" not in seen
     assert same
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_modes_that_a_shell_changes_are_not_the_operators(inside: Inside, level: int) -> None:
+    """Raw and without echo: nothing that the operator types after it would be seen."""
+    operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo EN''D"
+    seen, same = in_shell(inside, level, WORKING, operator, [(b"% ", b"stty raw -echo && echo chan''ged; exit\n")])
+
+    assert "changed" in seen, "the attack was not tried"
+    assert "END" in seen
+    assert same

@@ -289,7 +289,7 @@ def with_wrong_sum() -> bytes:
     return bytes(block)
 
 
-SMALL = archive.Limits(members=20, size=50_000, ratio=10, size_without_ratio=10_000, names=10_000)
+SMALL = archive.Limits(members=20, size=50_000, ratio=10, size_without_ratio=10_000, names=10_000, records=50)
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "absolute": (member("/etc/passwd", b"x"), "'/etc/passwd': it does not lie below the archive"),
@@ -340,6 +340,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "name too long": (member("a" * 300), "File name too long"),
     "many members": (b"".join(member(str(number)) for number in range(21)), "it has too many members"),
     "many extended headers": (pax(record("path", "a")) * 21 + member("a"), "it has too many members"),
+    "many records": (
+        (pax(record("comment", "") * 17) + member("a")) * 3,
+        "it has too many records in extended headers",
+    ),
     "zeros": (zipped(member("a", bytes(40_000))), "it is too large when unpacked"),
     "too large": (member("a", os.urandom(60_000)), "it is too large when unpacked"),
     "large only in its header": (member("a", size=2**40), "it is too large when unpacked"),
