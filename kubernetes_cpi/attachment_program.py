@@ -26,7 +26,7 @@ UMOUNT_NOFOLLOW = 8
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000
 OPEN_TREE_CLONE = 1
-MOVE_MOUNT_F_EMPTY_PATH = 4
+MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
 MOUNT_ATTR_IDMAP = 0x00100000
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 MOUNTED = "/tmp/mounted"  # noqa: S108 - of a container with one process
@@ -54,13 +54,17 @@ def attach(disk: str, target: str, uid: str) -> None:
     """Mount the disk, create a file that says so, and wait for SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.makedirs(target, mode=0o755, exist_ok=True)
+    place = directory(target)
     if is_mounted(target):
         # An earlier container of this pod has mounted it and was killed.
         if not is_same_file_system(disk, target):
             raise SystemExit(f"cannot mount the disk: another file system is mounted on {target}")
     else:
-        mount(disk, target, uid)
+        mount(disk, place, uid)
+        if not is_mounted(target):
+            libc.umount2(f"/proc/self/fd/{place}".encode(), 0)
+            raise SystemExit(f"cannot mount the disk: the VM has moved {target} meanwhile")
+    os.close(place)
     with open(MOUNTED, "w"):
         pass
     say("mounted")
@@ -90,19 +94,35 @@ def detach(target: str, uid: str) -> None:
     say("unmounted")
 
 
-def mount(disk: str, target: str, uid: str) -> None:
+def directory(target: str) -> int:
+    """Return a descriptor of the directory to mount on; root of the VM writes to the directory above, also links."""
+    above, name = os.path.split(target)
+    os.makedirs(above, mode=0o755, exist_ok=True)
+    parent = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode=0o755, dir_fd=parent)
+        return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except NotADirectoryError:
+        raise SystemExit(f"cannot mount the disk: something in the VM has put a link or a file at {target}") from None
+    finally:
+        os.close(parent)
+
+
+def mount(disk: str, place: int, uid: str) -> None:
     """Bind the disk; idmapped if the VM has its own user namespace."""
     userns = foreign_userns(uid)
     if userns is None:
-        check(libc.mount(disk.encode(), target.encode(), None, MS_BIND, None), "mount the disk")
+        target = f"/proc/self/fd/{place}".encode()
+        check(libc.mount(disk.encode(), target, None, MS_BIND, None), "mount the disk")
         return
     tree = check(libc.syscall(OPEN_TREE, AT_FDCWD, disk.encode(), OPEN_TREE_CLONE | os.O_CLOEXEC), "clone the mount")
     try:
         attr = MountAttr(attr_set=MOUNT_ATTR_IDMAP, userns_fd=userns)
         size = ctypes.c_size_t(ctypes.sizeof(attr))
         check(libc.syscall(MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, ctypes.byref(attr), size), "idmap the mount")
-        moved = libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
-        check(moved, "mount the disk")
+        flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
+        check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), "mount the disk")
     finally:
         # Both keep the mount busy.
         os.close(tree)
@@ -110,14 +130,18 @@ def mount(disk: str, target: str, uid: str) -> None:
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Return a descriptor of the user namespace of the VM's processes; None if it is this program's."""
+    """Return a descriptor of the user namespace of the VM; None if it is this program's.
+
+    That is the one of its oldest process: a job can make a user namespace of its own.
+    """
     own = os.stat("/proc/self/ns/user").st_ino
-    for pid in processes(uid):
+    for pid in sorted(processes(uid), key=lambda pid: int(start_of(pid) or sys.maxsize)):
         with contextlib.suppress(OSError):
             fd = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
             if os.fstat(fd).st_ino != own:
                 return fd
             os.close(fd)
+            return None
     return None
 
 
@@ -155,11 +179,11 @@ def processes(uid: str) -> Iterator[int]:
 
 
 def is_first(pid: int) -> bool:
-    """True for process 1 of a container of the pod, not that of its sandbox."""
+    """True for process 1 of a container of the pod, not that of its sandbox or of a namespace within the container."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         fields = dict(line.rstrip("\n").split(":", 1) for line in file if ":" in line)
         numbers = fields.get("NSpid", "").split()
-        return len(numbers) > 1 and numbers[-1] == "1" and fields["Name"].strip() != "pause"
+        return numbers[1:] == ["1"] and fields["Name"].strip() != "pause"
     return False
 
 
@@ -172,8 +196,9 @@ def start_of(pid: int) -> str:
 
 
 def is_mounted(target: str) -> bool:
-    """True if a file system is mounted there, perhaps that of its parent."""
-    real = os.path.realpath(target)
+    """True if a file system is mounted there, perhaps that of its parent; a link is not followed."""
+    above, name = os.path.split(target)
+    real = os.path.join(os.path.realpath(above), name)
     with open("/proc/self/mountinfo") as file:
         return any(unescaped(line.split()[4]) == real for line in file)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kubernetes_cpi import attachment_program
 from tests.structure.source import ROOT
 
 pytestmark = pytest.mark.root
@@ -20,8 +21,8 @@ PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from kubernetes_cpi import attachment_program as program
-vm = int(sys.argv[2])
-program.processes = lambda uid: iter([vm] if os.path.exists(f"/proc/{vm}/ns") else [])
+vm = sys.argv[2].split(",")
+program.processes = lambda uid: (int(pid) for pid in vm if os.path.exists(f"/proc/{pid}/ns"))
 program.MOUNTED = sys.argv[3] + "/mounted"
 program.main(sys.argv[4:])
 """
@@ -42,14 +43,20 @@ class World:
         (place / "seen").mkdir()
         self.node = self._start(["unshare", "-m", "--propagation", "private", "sh", "-c", NODE, str(place)])
         self.vm = self._start(self.on_node("unshare", "-m", "--propagation", "unchanged", "sh", "-c", VM, str(place)))
-        self.owner = subprocess.Popen(["unshare", "--user", "sleep", "999"]) if userns else self.vm
-        if userns:
-            own = Path("/proc/self/ns/user").readlink()
-            while Path(f"/proc/{self.owner.pid}/ns/user").readlink() == own:
-                time.sleep(0.01)
-            for kind in ("uid_map", "gid_map"):
-                Path(f"/proc/{self.owner.pid}/{kind}").write_text("0 100000 65536")
+        self.users: list[subprocess.Popen[str]] = []
+        self.pids = [self.in_user_namespace() if userns else self.vm.pid]
         self.helpers: list[subprocess.Popen[str]] = []
+
+    def in_user_namespace(self) -> int:
+        """A process in a user namespace of its own."""
+        made = subprocess.Popen(["unshare", "--user", "sleep", "999"], text=True)
+        self.users.append(made)
+        own = Path("/proc/self/ns/user").readlink()
+        while Path(f"/proc/{made.pid}/ns/user").readlink() == own:
+            time.sleep(0.01)
+        for kind in ("uid_map", "gid_map"):
+            Path(f"/proc/{made.pid}/{kind}").write_text("0 100000 65536")
+        return made.pid
 
     def on_node(self, *command: str) -> list[str]:
         """The command as one in the node's mount namespace."""
@@ -57,13 +64,18 @@ class World:
 
     def attach(self) -> subprocess.Popen[str]:
         """A helper that has mounted the disk."""
+        started = self.start()
+        assert started.stdout is not None
+        assert started.stdout.readline() == "mounted\n"
+        return started
+
+    def start(self) -> subprocess.Popen[str]:
+        """A helper that will mount the disk."""
         target = str(self.place / "bosh/vm/disk-1")
-        helper = [sys.executable, "-c", PROGRAM, str(ROOT), str(self.owner.pid), str(self.place)]
+        helper = [sys.executable, "-c", PROGRAM, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
         command = self.on_node(*helper, "attach", str(self.place / "disk"), target, "uid")
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.helpers.append(started)
-        assert started.stdout is not None
-        assert started.stdout.readline() == "mounted\n"
         return started
 
     def in_vm(self, command: str) -> str:
@@ -80,7 +92,7 @@ class World:
         return sum(1 for line in text.splitlines() if line.split()[4] == str(self.place / "seen/disk-1"))
 
     def close(self) -> None:
-        for process in (*self.helpers, self.owner, self.vm, self.node):
+        for process in (*self.helpers, *self.users, self.vm, self.node):
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
@@ -127,6 +139,20 @@ def test_helper_that_was_killed_does_not_stack_mounts(world: World) -> None:
     assert world.mounts() == 1
 
 
+@pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
+def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(world: World, planted: str) -> None:
+    others = world.place / "bosh/other/disk-2"
+    world.in_vm(planted.format(world.place / "seen/disk-1"))
+    subprocess.run(world.on_node("mkdir", "-p", str(others)), check=True)
+
+    helper = world.start()
+    out, _ = helper.communicate(timeout=LIMIT_S)
+
+    assert "cannot mount the disk: something in the VM has put a link or a file at" in out
+    assert helper.returncode == 1
+    assert str(others) not in Path(f"/proc/{world.node.pid}/mountinfo").read_text()
+
+
 def test_disk_in_use_is_not_unmounted(world: World) -> None:
     helper = world.attach()
     world.in_vm(f"exec 9>>{world.place}/seen/disk-1/file")
@@ -167,3 +193,36 @@ def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
         assert (out, helper.returncode) == ("unmounted\n", 0)
     finally:
         world.close()
+
+
+def test_user_namespace_of_a_job_is_not_that_of_the_vm(world: World) -> None:
+    """The disk had the ids of the namespace of the job: no file was of root, and the VM could not write."""
+    world.pids.insert(0, world.in_user_namespace())
+
+    world.attach()
+
+    assert world.in_vm(f"stat -c %u {world.place}/seen/disk-1/file") == "0"
+
+
+def test_first_process_of_a_jail_is_not_that_of_the_container() -> None:
+    """A reboot ended the jails of jobs, too, before the agent had stopped them in order."""
+    nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
+    container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
+    try:
+        while len(firsts := inits_below(container.pid)) < 2:
+            time.sleep(0.01)
+
+        assert [attachment_program.is_first(pid) for pid in firsts] == [True, False]
+    finally:
+        container.kill()
+        container.wait()
+
+
+def inits_below(pid: int) -> list[int]:
+    """The processes below one that are number 1 of a namespace, the outer before the inner ones."""
+    found = []
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())
+        found += [child] if status["NSpid"].split()[-1] == "1" and status["Name"].strip() == "sleep" else []
+        found += inits_below(child)
+    return found
