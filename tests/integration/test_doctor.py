@@ -103,3 +103,35 @@ def test_a_configuration_that_was_named_and_is_not_there_is_an_error(tmp_path: P
     assert done.stderr.decode() == (
         f"agent-shim: cannot read the agent's configuration from {tmp_path}/none: No such file or directory\n"
     )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nats://user:CANARY@127.0.0.1:1",
+        "nats://user:CANARY/more@127.0.0.1:1",
+        "nats://user:#CANARY@127.0.0.1:1",
+        "nats://user:4222?CANARY@127.0.0.1:1",
+        "nats://user:CANARY@127.0.0.1:99999",
+        "nats://user:CANARY@[::1",
+        "nats://user:CANARY@[\u2100]:1",
+        "nats://user:CANARY@:1",
+        f"nats://user:CANARY@{'x' * 70}..invalid:1",
+        "nats://user:CANARY@\x1b]0;CANARY\x07\x9b2J\u202e:1",
+        "https://user:CANARY@0.0.0.0:1",
+        "\ud800nats://user:CANARY@127.0.0.1:1",
+    ],
+)
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_addresses_that_are_none_show_no_secret_and_give_no_orders(tmp_path: Path, url: str, form: tuple[str]) -> None:
+    settled(tmp_path, url, "none")
+    argv = [sys.executable, "-m", "agent_shim.cli", "doctor", *form, "-b", str(tmp_path)]
+
+    done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
+
+    assert done.returncode in (0, 1)
+    assert done.stderr == b""
+    out = done.stdout.decode()
+    assert "addresses" in out
+    assert "CANARY" not in out.replace("0;CANARY", "")
+    assert [each for each in out if not each.isprintable() and each != "\n"] == []

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
+from agent_shim.cli import doctor
+from agent_shim.core.paths import Paths
 from tests.support.machine import CODE, Machine
 
 pytestmark = pytest.mark.root
 
 FEW = "chown,dac_override,fowner,setuid,setgid,kill,net_bind_service,sys_chroot,audit_write"
+
+THIEF = """
+import socket, sys
+server = socket.create_server(("", 0))
+print(server.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
 
 
 def examined(box: Machine, *prefix: str) -> dict[str, Any]:
@@ -73,3 +84,21 @@ def test_vcap_is_restricted_and_may_not_write_where_nobody_made_it_room(box: Mac
     assert verdict(report, "confinement")[1].startswith("no new privileges")
     assert verdict(report, "/var/vcap/data") == ("wrong", "cannot be written: Permission denied")
     assert verdict(report, "bpm isolation")[0] == "good"
+
+
+def test_a_job_in_the_place_of_the_agent_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent runs without its port, and the doctor found that the agent listens there."""
+    thief = subprocess.Popen(
+        ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True
+    )
+    with thief:
+        assert thief.stdout is not None
+        port = int(thief.stdout.readline())
+        (tmp_path / "agent.json").write_text(json.dumps({"AgentShim": {"http": f"0.0.0.0:{port}"}}))
+        monkeypatch.setattr(doctor, "_status", lambda _: {"jobs": []})
+
+        report = doctor.examine(Paths(tmp_path), tmp_path / "agent.json")
+        thief.communicate()
+
+    found = next(one for one in report.findings if one.topic == f"port {port}")
+    assert (found.verdict, found.found) == ("wrong", "metrics and probes: another program listens there")

@@ -308,7 +308,9 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
             "metrics and probes",
             int(port),
             error_of(privilege_probes.listen, host.strip("[]"), int(port)),
-            is_ours=is_running and not _connection_error(host.strip("[]"), int(port)),
+            is_ours=is_running
+            and not _connection_error(host.strip("[]"), int(port))
+            and network.listeners(int(port)) <= {os.geteuid()},
         )
     yield verdicts.low_ports(error_of(privilege_probes.listen_low))
 

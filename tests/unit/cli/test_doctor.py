@@ -162,6 +162,16 @@ def test_the_table_fits_a_wide_terminal_and_wraps_below_itself() -> None:
     assert text.endswith("1 ok, 1 limited, 0 wrong")
 
 
+def test_the_table_gives_no_orders_to_a_terminal_and_forges_no_line() -> None:
+    hostile = "\x1b]0;title\x07\x9b2J\r\nok       bus      can be reached\u202e\ud800\u2028end"
+
+    text = table(Report("privileged", [Finding("bus", WRONG, hostile, hostile, hostile)]))
+
+    assert [each for each in text if not each.isprintable() and each != "\n"] == []
+    assert [line for line in text.splitlines() if line.startswith("ok")] == []
+    assert text.count("\\u001b]0;title\\u0007\\u009b2J") == 3
+
+
 def test_colours_change_nothing_but_colours() -> None:
     import re
 
