@@ -12,8 +12,9 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 import yaml
@@ -265,12 +266,7 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
         with path.open("rb") as file:
             header = _header(f"{COMPILED}/{name}.tgz", size=file.seek(0, 2))
             file.seek(0)
-            sink.write_member(header, _pieces(file))
-
-
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    while piece := file.read(files.CHUNK_BYTES):
-        yield piece
+            sink.write_member(header, iter(partial(file.read, files.CHUNK_BYTES), b""))
 
 
 def _header(path: str, member: archive.Member | None = None, *, size: int = 0) -> tarfile.TarInfo:

@@ -141,11 +141,7 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
 
 
 def _urgency(process: dict[str, Any]) -> int:
-    return (
-        ["wrong", "limited"].index(colour)
-        if (colour := _COLOURS.get(shown_state(process))) in ("wrong", "limited")
-        else 2
-    )
+    return {"wrong": 0, "limited": 1}.get(_COLOURS.get(shown_state(process), ""), 2)
 
 
 def _aligned(column: str, text: str, columns: int) -> str:

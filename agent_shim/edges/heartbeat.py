@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -59,7 +59,7 @@ class Heartbeat(Generic[V]):
 
     def __init__(
         self,
-        collect: Callable[[], Awaitable[V]],
+        collect: Callable[[], Coroutine[Any, Any, V]],
         compose: Callable[[V | None], bytes],
         publish: Callable[[bytes], Awaitable[None]],
         *,
@@ -114,12 +114,9 @@ class Heartbeat(Generic[V]):
     def _measure(self) -> asyncio.Task[V]:
         """Start a measurement unless one is in progress."""
         if self._measuring is None or self._measuring.done():
-            self._measuring = asyncio.create_task(self._collected(), name="vitals")
+            self._measuring = asyncio.create_task(self._collect(), name="vitals")
             self._measuring.add_done_callback(self._measured)
         return self._measuring
-
-    async def _collected(self) -> V:
-        return await self._collect()
 
     def _measured(self, measuring: asyncio.Task[V]) -> None:
         if measuring.cancelled():

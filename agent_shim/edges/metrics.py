@@ -267,7 +267,8 @@ class Metrics:
             instance.add_metric([], {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE})
         yield instance
         yield from _of_bus(readings.bus)
-        yield _of_certificates(readings.certificates)
+        text = "Expiry of a bus certificate, in seconds since 1970."
+        yield _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(readings.certificates), "certificate")
         yield from _of_machine(readings.figures)
         yield from _of_disk(readings.disk)
         yield from _of_processes(readings.processes)
@@ -337,11 +338,6 @@ INSTANCE: Final = ("deployment", "group", "index", "id", "az")
 """Labels of ``agent_shim_instance_info``."""
 STATES: Final = ("running", "starting", "failing", "unknown")
 """Process states as reported to the Director."""
-
-
-def _of_certificates(ends: Mapping[str, float]) -> Metric:
-    text = "Expiry of a bus certificate, in seconds since 1970."
-    return _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(ends), "certificate")
 
 
 def _of_machine(figures: Figures) -> Iterator[Metric]:

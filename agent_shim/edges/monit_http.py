@@ -171,7 +171,7 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
     )
     attributes = " ".join(f'{name}="{_escaped(str(value))}"' for name, value in about.items())
     groups = "".join(
-        f'<servicegroup name="{_escaped(name)}">{_repeated("service", members)}</servicegroup>'
+        f'<servicegroup name="{_escaped(name)}">{"".join(_element("service", each) for each in members)}</servicegroup>'
         for name, members in _groups(services).items()
     )
     return (
@@ -275,10 +275,6 @@ def _element(name: str, value: Any) -> str:
     else:
         content = _escaped(str(value))
     return f"<{name}>{content}</{name}>"
-
-
-def _repeated(name: str, values: Iterable[str]) -> str:
-    return "".join(_element(name, value) for value in values)
 
 
 # --- the ports --------------------------------------------------------------------------------------------------------

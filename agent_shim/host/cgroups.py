@@ -198,16 +198,8 @@ def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
 
     Cgroups do not report the time spent waiting for disks.
     """
-    hierarchy = cgroup.cpu
-    if hierarchy is None:
-        return None
-    quotas = [cpu_quota(hierarchy.version, level) for level in hierarchy.levels]
-    known = [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
-    if not known:
-        return None
-    quota, index = min(known)
-    used = _cpu_used(cgroup, hierarchy.levels[index], index)
-    if quota >= (os.cpu_count() or 1) or used is None:
+    quota, used = processors(cgroup), cpu_used(cgroup)
+    if quota is None or quota >= (os.cpu_count() or 1) or used is None:
         return None
     return host_stats.CpuTimes(user=used[0], system=used[1], wait=0.0, total=quota * max(0.0, age))
 
@@ -216,18 +208,18 @@ def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
     """Return the container's CPU seconds in user and system mode: of the level with the tightest quota, else of our
     own.
     """
-    if cgroup.cpu is None:
-        return None
-    quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels]
-    known = [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
-    index = min(known)[1] if known else 0
-    return _cpu_used(cgroup, cgroup.cpu.levels[index], index)
+    return _cpu_used(cgroup, min(_quotas(cgroup), default=(0.0, 0))[1])
 
 
 def processors(cgroup: Cgroup) -> float | None:
     """Return the CPUs that the container may use on average; None without a quota."""
+    return min(_quotas(cgroup), default=(None, 0))[0]
+
+
+def _quotas(cgroup: Cgroup) -> list[tuple[float, int]]:
+    """Return the quotas of the levels with one, each with the index of its level."""
     quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels] if cgroup.cpu else []
-    return min((quota for quota in quotas if quota is not None), default=None)
+    return [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
 
 
 def cpu_quota(version: int, level: Path) -> float | None:
@@ -240,9 +232,12 @@ def cpu_quota(version: int, level: Path) -> float | None:
     return quota / period if quota and period else None
 
 
-def _cpu_used(cgroup: Cgroup, level: Path, index: int) -> tuple[float, float] | None:
-    """Return CPU seconds in user and system mode; in version 1 from its own hierarchy, at the same height."""
-    if cgroup.cpu is None or cgroup.cpu.version == 2:
+def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
+    """Return user and system CPU seconds of a level; in version 1 from its own hierarchy, at the same height."""
+    if cgroup.cpu is None:
+        return None
+    level = cgroup.cpu.levels[index]
+    if cgroup.cpu.version == 2:
         user, system = _member(level / "cpu.stat", "user_usec"), _member(level / "cpu.stat", "system_usec")
         scale = 1e6
     else:

@@ -53,27 +53,20 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 def parse(table: bytes) -> list[Mount]:
-    """Parse a mountinfo table, oldest mount first; invalid lines are skipped."""
-    return [mount for line in table.split(b"\n") if (mount := _parse_line(line))]
+    """Parse a mountinfo table, oldest mount first; invalid lines are skipped.
 
-
-def _parse_line(line: bytes) -> Mount | None:
-    """Parse ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: a dash ends a variable number of tags."""
-    left, dash, right = line.partition(b" - ")
-    head, tail = left.split(b" "), right.split(b" ")
-    if not dash or len(head) < 6 or len(tail) < 3 or not (head[0].isdigit() and head[1].isdigit()):
-        return None
-    return Mount(
-        number=int(head[0]),
-        parent=int(head[1]),
-        device=_text(head[2]),
-        root=_text(head[3]),
-        point=Path(_text(head[4])),
-        options=frozenset(_text(head[5]).split(",")),
-        kind=_text(tail[0]),
-        source=_text(tail[1]),
-        features=frozenset(_text(tail[2]).split(",")),
-    )
+    A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: a dash ends a variable number of tags.
+    """
+    found = []
+    for line in table.split(b"\n"):
+        left, dash, right = line.partition(b" - ")
+        head, tail = left.split(b" "), right.split(b" ")
+        if dash and len(head) >= 6 and len(tail) >= 3 and head[0].isdigit() and head[1].isdigit():
+            device, root, point, options = map(_text, head[2:6])
+            kind, source, features = map(_text, tail[:3])
+            words = frozenset(options.split(",")), kind, source, frozenset(features.split(","))
+            found.append(Mount(int(head[0]), int(head[1]), device, root, Path(point), *words))
+    return found
 
 
 def _text(field: bytes) -> str:

@@ -102,10 +102,8 @@ class _Root(msgspec.Struct, frozen=True):
         held = self.open(entry.path, os.O_PATH | os.O_NOFOLLOW)
         if entry.kind != stat.S_IFREG or not stat.S_ISREG(os.fstat(held).st_mode):
             return held
-        try:
+        with closing(held):
             return guarded.reopen(held, os.O_RDONLY)
-        finally:
-            os.close(held)
 
     def name_of(self, entry: _Entry) -> str:
         return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
@@ -225,6 +223,7 @@ class _Archive:
         header = tarfile.TarInfo(name)
         header.mode = stat.S_IMODE(status.st_mode)
         header.mtime = self._sink.dated(int(status.st_mtime))
+        inode = status.st_dev, status.st_ino
         if self._is_live:
             header.mode &= PERMISSIONS
             header.uid, header.gid = status.st_uid, status.st_gid
@@ -237,7 +236,7 @@ class _Archive:
             header.linkname = self._target(name, entry, os.readlink("", dir_fd=fd))
             if not header.linkname:
                 return
-        elif (first := self._first_name(status, name)) != name:
+        elif status.st_nlink > 1 and (first := self._first_names.setdefault(inode, name)) != name:
             header.type = tarfile.LNKTYPE
             header.linkname = first
         elif self._is_known(status):
@@ -267,12 +266,6 @@ class _Archive:
             self._remarks[name] = f"{holes} bytes of it are holes and not packed"
         elif (grown := os.fstat(fd).st_size - size) > 0:
             self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
-
-    def _first_name(self, status: os.stat_result, name: str) -> str:
-        """Return the name under which the file is already packed, else ``name``."""
-        if status.st_nlink < 2:
-            return name
-        return self._first_names.setdefault((status.st_dev, status.st_ino), name)
 
     def _is_known(self, status: os.stat_result) -> bool:
         """Return True if this file was packed before, unchanged; the time guards against a reused inode number."""

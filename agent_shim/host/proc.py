@@ -352,19 +352,15 @@ def _other_threads(pid: int) -> list[str]:
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
     """Read the first ``limit`` bytes of a file of a process; empty without the process or the permission."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
     content = b""
-    try:
-        # A short read is not the end: the kernel fills a page or less at a time.
-        while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
-            content += chunk
-    except OSError:
-        pass  # for example an environment that is mapped only in part
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):  # also in the midst: an environment may be mapped only in part
+        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # A short read is not the end: the kernel fills a page or less at a time.
+            while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
+                content += chunk
+        finally:
+            os.close(descriptor)
     return content
 
 

@@ -449,7 +449,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     umask = os.umask(0o022)
     for path, tree in trees.items():
         if root is None or path.startswith("/dev/"):  # a root given as a place is not modified
-            _make_point(path[1:], is_directory=_is_directory(tree))
+            _make_point(path[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for kind, path, flags, options in _KERNEL:
         _make_point(path[1:], is_directory=True)
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
@@ -527,10 +527,6 @@ def _make_point(path: str, *, is_directory: bool) -> None:
     os.makedirs(path if is_directory else os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
     if not is_directory and not os.path.exists(path):  # noqa: PTH110
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
-
-
-def _is_directory(tree: int) -> bool:
-    return os.fstat(tree).st_mode & 0o170000 == 0o040000
 
 
 def _enter(spec: ExecSpec, pid: int) -> int:

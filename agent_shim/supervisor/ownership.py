@@ -141,8 +141,9 @@ class _Evidence:
         self._by_identity: dict[Identity, str] = {}
         self._by_session: dict[int, tuple[int, str]] = {}
         for label, traces in records:
-            for identity in traces.identities():
-                self._by_identity.setdefault(identity, label)
+            for identity in (None if traces.is_guest else traces.known, traces.program, *traces.kin):
+                if identity is not None:
+                    self._by_identity.setdefault(identity, label)
             for number, start in traces.lasting(processes, marked.get(label, ())).items():
                 self._by_session.setdefault(number, (start, label))
 
@@ -178,10 +179,6 @@ class Ownership:
     def label_of(self, pid: int) -> str | None:
         """Return the service whose cgroup a process is in, or None."""
         return self._label(job_cgroups.name_of(pid))
-
-    def is_caged(self, program: process.Process, label: str) -> bool:
-        """True if a start program was spawned in the cgroup of the service, or entered it before its exec."""
-        return bool(program.cgroups) or self.label_of(program.pid) == label
 
     # --- all processes ----------------------------------------------------------------------------------------------
 
@@ -267,7 +264,7 @@ class Ownership:
         """Relate a living process to the service whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
-        if traces.is_used_up(pidfile, each.identity):
+        if pidfile == traces.heeded:  # the number of the process that it named belongs to another one now
             return Tie.NONE, "its pidfile belongs to an exited process"
         is_fresh = traces.is_fresh(pidfile)
         if each.identity == traces.program and not is_fresh:
@@ -337,12 +334,9 @@ class Ownership:
         return found
 
 
-class Look(msgspec.Struct, frozen=True):
-    """One pass over all processes: their stats, children, marks and cgroups."""
+class Look(proc.Census, frozen=True):
+    """A census with the service of each process that is in a cgroup of one."""
 
-    processes: Mapping[int, proc.Stat]
-    children: Mapping[int, list[int]]
-    marked: Mapping[str, Collection[int]]
     caged: Mapping[int, str]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -183,7 +183,10 @@ def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
         if job not in errors:
             specs += [spec for owner, file in parsed if owner == job for spec in _specs(job, file)]
     taken = {spec.name.lower() for spec in specs}
-    specs += [_failing(job, error, taken) for job, error in errors.items()]
+    specs += [
+        ProcessSpec(name=f"{job}-monit" if job.lower() in taken else job, job=job, error=error)
+        for job, error in errors.items()
+    ]
     return tuple(sorted(specs, key=lambda spec: order.index(spec.job)))
 
 
@@ -197,11 +200,6 @@ def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[st
         # A missing service may be defined in an unusable file.
         if not (problem.kind == "missing" and errors)
     }
-
-
-def _failing(job: str, error: str, taken: Container[str]) -> ProcessSpec:
-    name = f"{job}-monit" if job.lower() in taken else job
-    return ProcessSpec(name=name, job=job, error=error)
 
 
 def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:

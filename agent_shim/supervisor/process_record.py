@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from agent_shim.host import clock, guarded, proc
+from agent_shim.host.descriptors import closing
 
 MARK: Final = "AGENT_SHIM_SERVICE"
 """The only variable that start and stop programs receive in addition to monit's."""
@@ -47,16 +48,10 @@ def read(path: Path | None) -> Pidfile | None:
     if path is None:
         return None
     try:
-        descriptor = guarded.open_file(path)
+        with closing(guarded.open_file(path)) as descriptor:
+            text, status = os.read(descriptor, 64), os.fstat(descriptor)
     except OSError:
         return None
-    try:
-        text = os.read(descriptor, 64)
-        status = os.fstat(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     number = re.match(rb"\s*(\d{1,10})(?!\d)", text)
     if number is None or int(number[1]) == 0:
         return None
@@ -115,11 +110,6 @@ class ProcessRecord(msgspec.Struct):
                 Session(process.session, process.start_ticks, clock.boot_ticks(), is_led),
             ]
 
-    def identities(self) -> list[Identity]:
-        """Processes already recorded as the service's own."""
-        known = None if self.is_guest else self.known
-        return [each for each in (known, self.program, *self.kin) if each is not None]
-
     def numbers(self) -> set[int]:
         """Numbers of all recorded sessions, live or not."""
         return {session.pid for session in self.sessions}
@@ -147,10 +137,6 @@ class ProcessRecord(msgspec.Struct):
     def is_fresh(self, pidfile: Pidfile) -> bool:
         """True if the pidfile was written since the last start."""
         return self.begun > 0 and pidfile != self.before
-
-    def is_used_up(self, pidfile: Pidfile, process: Identity) -> bool:
-        """True if the pidfile named an exited process: its number now belongs to another process."""
-        return pidfile == self.heeded and process != self.known
 
     def lasting(self, processes: Mapping[int, proc.Stat], marked: Collection[int]) -> dict[int, int]:
         """Map number to start tick of sessions still those of our start programs; ``marked`` carry our mark."""

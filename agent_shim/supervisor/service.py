@@ -368,9 +368,11 @@ class Service:
             with watchdog.reading(spec.name, "its pidfile"):
                 before = process_record.read(spec.pidfile)
             start, call = spec.start, spec.start.bpm
-            finder.program = await (self._start_bpm(call, start.timeout) if call else self._run(start, "Started"))
-            self.record.traces.begin(finder.program.identity, before)
-            self.record.traces.is_caged = self._shared.programs.ownership.is_caged(finder.program, spec.label)
+            program = await (self._start_bpm(call, start.timeout) if call else self._run(start, "Started"))
+            finder.program = program
+            self.record.traces.begin(program.identity, before)
+            caged = self._shared.programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
+            self.record.traces.is_caged = bool(program.cgroups) or caged == spec.label
             self._shared.changed()
         await finder.arrival(spec, self.record.traces)
 

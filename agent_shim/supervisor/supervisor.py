@@ -26,7 +26,6 @@ from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
@@ -124,7 +123,9 @@ class Supervisor:
         self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        self._counting.enter_context(self._programs.counting(self._records))
+        self._counting.enter_context(
+            self._programs.counting(lambda: [(it.spec.label, it.record.traces) for it in self._services.values()])
+        )
         return self
 
     async def __aexit__(
@@ -132,9 +133,6 @@ class Supervisor:
     ) -> None:
         await self.close()
         self._counting.close()
-
-    def _records(self) -> list[tuple[str, ProcessRecord]]:
-        return [(service.spec.label, service.record.traces) for service in self._services.values()]
 
     async def run(self) -> None:
         """Run the endless work beside the services; raises the error of a service that failed with a bug.

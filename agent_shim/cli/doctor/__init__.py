@@ -207,12 +207,11 @@ def _cgroups(_: ContainerView) -> Iterator[Finding]:
     found, host = cgroups.find(), host_stats.memory()
     hierarchy = found.memory or found.cpu
     limits = cgroups.memory(found, host)
-    quotas = [cgroups.cpu_quota(found.cpu.version, level) for level in found.cpu.levels] if found.cpu else []
     yield from verdicts.cgroups(
         hierarchy.version if hierarchy else 0,
         delegates="memory" in job_cgroups.offered(),
         memory=limits.total if limits else None,
-        cpus=min((quota for quota in quotas if quota is not None), default=None),
+        cpus=cgroups.processors(found),
     )
 
 

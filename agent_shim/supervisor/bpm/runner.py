@@ -30,15 +30,8 @@ import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import (
-    capabilities,
-    clock,
-    files,
-    guarded,
-    job_cgroups,
-    proc,
-    process,
-)
+from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, proc, process
+from agent_shim.host.descriptors import closing
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.ctl_programs import Programs, last_line
 from agent_shim.supervisor.plan import BpmCall, bpm_label
@@ -220,7 +213,7 @@ class Bpm:
 
     async def start(self, call: BpmCall) -> process.Process:
         """Start the process unless it runs; returns once it runs. Raises ``HostError`` or ``ConfigError``."""
-        async with self._only(call), self._noted(call, "start"):
+        async with self._only(call, "start"):
             if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
                 return running
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -228,7 +221,7 @@ class Bpm:
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
         """Send the shutdown signal, QUIT and KILL by monotonic time ``by``, end the rest, remove the pidfile."""
-        async with self._only(call), self._noted(call, "stop"):
+        async with self._only(call, "stop"):
             signal_name = "TERM"
             with contextlib.suppress(ConfigError, OSError):
                 wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -246,7 +239,7 @@ class Bpm:
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
         """Run the process as an errand, without a pidfile, to its exit code; 0 immediately if it already runs."""
-        async with self._only(call), self._noted(call, "run"):
+        async with self._only(call, "run"):
             if self.find(call.job, call.process):
                 return 0
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -271,21 +264,17 @@ class Bpm:
             await running.terminate(SIGNAL_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
-    async def _only(self, call: BpmCall) -> AsyncIterator[None]:
+    async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
+        """Exclude other operations on the process; log the start, the end and any failure of this one in bpm's log."""
         async with self._locks.setdefault((call.job, call.process), asyncio.Lock()):
-            yield
-
-    @contextlib.asynccontextmanager
-    async def _noted(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Log the start, the end and any failure of an operation in bpm's log."""
-        await asyncio.to_thread(self._note, call, f"{verb}.starting")
-        try:
-            yield
-        except (ConfigError, OSError) as exc:
-            await asyncio.to_thread(self._note, call, f"{verb}.failed-to-{verb}", str(exc))
-            raise
-        finally:
-            await asyncio.to_thread(self._note, call, f"{verb}.complete")
+            await asyncio.to_thread(self._note, call, f"{verb}.starting")
+            try:
+                yield
+            except (ConfigError, OSError) as exc:
+                await asyncio.to_thread(self._note, call, f"{verb}.failed-to-{verb}", str(exc))
+                raise
+            finally:
+                await asyncio.to_thread(self._note, call, f"{verb}.complete")
 
     def _note(self, call: BpmCall, message: str, error: str = "") -> None:
         """Append a line to ``sys/log/JOB/bpm.log`` in the format of bpm's log library (lager's ``PrettySink``)."""
@@ -303,12 +292,9 @@ class Bpm:
         try:
             if (self._paths.jobs / call.job).is_dir():
                 _make_kept(root / call.job, 0o750, owner)
-            descriptor = guarded.open_log(root / call.job / "bpm.log", 0o600)
-            try:
+            with closing(guarded.open_log(root / call.job / "bpm.log", 0o600)) as descriptor:
                 os.fchown(descriptor, *files.owner_ids(owner))
                 os.write(descriptor, json.dumps(line).encode() + b"\n")
-            finally:
-                os.close(descriptor)
         except FileNotFoundError:
             return  # no job of this name
         except OSError as exc:
@@ -649,11 +635,8 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
 
 def _make_log(path: Path, owner: str | None) -> None:
     try:
-        descriptor = guarded.open_log(path, 0o600)
-        try:
+        with closing(guarded.open_log(path, 0o600)) as descriptor:
             os.fchmod(descriptor, 0o600)
             os.fchown(descriptor, *files.owner_ids(owner))
-        finally:
-            os.close(descriptor)
     except OSError as exc:
         raise files.failed(f"make the log file {path}", exc) from exc

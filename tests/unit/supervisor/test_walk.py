@@ -79,6 +79,8 @@ class Loop(asyncio.SelectorEventLoop):
 class Played:
     """A process or program; ``over`` is set when it has ended."""
 
+    cgroups = ("of its service",)
+
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.identity = (pid, pid)
@@ -222,7 +224,7 @@ class PlayedPresence:
 class PlayedPrograms:
     """Stands for ``Programs``."""
 
-    ownership = SimpleNamespace(is_caged=lambda *_: True)
+    ownership = SimpleNamespace(label_of=lambda _: "")
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
