@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import binascii
 
 import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import errors_as
 from agent_shim.core.wire import DigestText
 
 
@@ -24,9 +23,7 @@ class Upload(msgspec.Struct, frozen=True):
 @action("upload_blob", Mode.TASK)
 async def upload_blob(agent: Agent, upload: Upload) -> str:
     """Store a blob for a coming ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
-    try:
+    with errors_as("illegal base64 data", ValueError):
         content = base64.b64decode(upload.payload.replace("\n", "").replace("\r", ""), validate=True)
-    except (binascii.Error, ValueError) as exc:
-        raise ActionError(f"illegal base64 data: {exc}") from exc
     await agent.bundles.keep_blob(upload.blob_id, upload.checksum, content)
     return upload.blob_id

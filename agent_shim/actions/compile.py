@@ -12,7 +12,7 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.compilation import Compilation
 from agent_shim.actions.dispatch import Mode, action
 from agent_shim.actions.jobs import bundles_of
-from agent_shim.core.errors import ActionError, ShimError
+from agent_shim.core.errors import ActionError, ShimError, errors_as
 from agent_shim.core.spec import ApplySpec
 from agent_shim.core.wire import DigestText
 from agent_shim.host.worker_client import Done
@@ -86,14 +86,12 @@ async def _compiled(
     def report(step: str) -> None:
         agent.tasks.report(f"{package.name}: {step}")
 
-    try:
+    with errors_as(f"Compiling package {package.name}", ShimError):
         needed = [_bundle(each) for each in dependencies.values()]
         try:
             return await _unless(cancelled, compilation.compile(package, needed, report))
         finally:
             await compilation.clean()
-    except ShimError as exc:
-        raise ActionError(f"Compiling package {package.name}: {exc}") from exc
 
 
 def packages_of_jobs(spec: ApplySpec, bundles: Bundles) -> list[Bundle]:

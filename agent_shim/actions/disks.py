@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
-from agent_shim.core.errors import ActionError, ShimError
+from agent_shim.core.errors import ShimError, errors_as
 
 
 @action("list_disk", Mode.TASK, task_from_protocol=3)
@@ -22,9 +20,9 @@ async def list_disk(agent: Agent) -> list[str]:
 async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
     """Mount a disk on the store, or on the migration target while another is on the store."""
     await _refresh(agent)
-    with _errors_as("Reading persistent disk settings"):
+    with errors_as("Reading persistent disk settings", ShimError, OSError):
         await agent.disks.find(cid)
-    with _errors_as("Mounting persistent disk"):
+    with errors_as("Mounting persistent disk", ShimError, OSError):
         await agent.disks.mount(cid)
     return {}
 
@@ -32,9 +30,9 @@ async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
 @action("unmount_disk", Mode.TASK)
 async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
     """Unmount a disk; it stays unmounted until the Director mounts it again."""
-    with _errors_as("Getting persistent disk settings"):
+    with errors_as("Getting persistent disk settings", ShimError, OSError):
         await agent.disks.find(cid)
-    with _errors_as("Unmounting persistent disk"):
+    with errors_as("Unmounting persistent disk", ShimError, OSError):
         return {"message": await agent.disks.unmount(cid)}
 
 
@@ -44,7 +42,7 @@ async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, 
 
     The Go agent takes no arguments here: an argument that is no cid counts as absent.
     """
-    with _errors_as("Migrating persistent disk"):
+    with errors_as("Migrating persistent disk", ShimError, OSError):
         await agent.disks.migrate(*(cid if isinstance(cid, str) else "" for cid in (old, new)))
     return {}
 
@@ -53,7 +51,7 @@ async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, 
 async def add_persistent_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
     """Store the CPI's hint for a disk that it has attached."""
     await _refresh(agent)
-    with _errors_as("Saving persistent disk hints"):
+    with errors_as("Saving persistent disk hints", ShimError, OSError):
         await agent.disks.add(cid, hint)
     return {}
 
@@ -62,7 +60,7 @@ async def add_persistent_disk(agent: Agent, cid: str, hint: Any) -> dict[str, st
 async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
     """Delete the hint for a disk; a mounted disk stays mounted."""
     await _refresh(agent)
-    with _errors_as("Removing persistent disk hints"):
+    with errors_as("Removing persistent disk hints", ShimError, OSError):
         await agent.disks.remove(cid)
     return {}
 
@@ -71,7 +69,7 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
     """Link a disk under its cid for jobs; the Director repeats this for attached disks."""
     await _refresh(agent)
-    with _errors_as("Setting up dynamic disk"):
+    with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.add_dynamic(cid, hint)
     return {}
 
@@ -79,20 +77,11 @@ async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
 @action("remove_dynamic_disk", Mode.NOW)
 async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
     """Remove the link; errors have the text of the add action, as in the Go agent."""
-    with _errors_as("Setting up dynamic disk"):
+    with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.remove_dynamic(cid)
     return {}
 
 
 async def _refresh(agent: Agent) -> None:
-    with _errors_as("Refreshing the settings"):
+    with errors_as("Refreshing the settings", ShimError, OSError):
         await agent.settings.refreshed()
-
-
-@contextmanager
-def _errors_as(what: str) -> Iterator[None]:
-    """Prefix errors in the block with the operation."""
-    try:
-        yield
-    except (ShimError, OSError) as exc:
-        raise ActionError(f"{what}: {exc}") from exc

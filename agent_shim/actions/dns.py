@@ -10,7 +10,7 @@ import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.wire import UINT64, DigestText
 from agent_shim.host import network
 from agent_shim.services.blobstore import BlobRef
@@ -45,10 +45,8 @@ async def _sync(agent: Agent, source: BlobRef, version: int, doing: str) -> str:
     settings = agent.settings.current
 
     async def fetch() -> bytes:
-        try:
+        with errors_as(doing, ActionError):
             return await agent.bundles.fetch_small(source, settings.blobstore)
-        except ActionError as exc:
-            raise ActionError(f"{doing}: {exc}") from exc
 
     await agent.dns.sync(version, fetch, agent_id=settings.agent_id)
     return "synced"

@@ -13,7 +13,7 @@ import msgspec
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, ProtocolVersion, action
 from agent_shim.actions.state import record_health
-from agent_shim.core.errors import ActionError, ShimError
+from agent_shim.core.errors import ActionError, ShimError, errors_as
 from agent_shim.core.settings import Effective
 from agent_shim.core.spec import ApplySpec
 from agent_shim.host import network
@@ -30,10 +30,8 @@ ADDRESS: Final = ("ip", "netmask", "gateway")
 @action("prepare", Mode.TASK)
 async def prepare(agent: Agent, wanted: ApplySpec) -> str:
     """Download and unpack the bundles of a coming ``apply`` without enabling them (agent/action/prepare.go)."""
-    try:
+    with errors_as("Preparing apply spec", ShimError):
         await _install(agent, wanted)
-    except ShimError as exc:
-        raise ActionError(f"Preparing apply spec: {exc}") from exc
     return "prepared"
 
 
@@ -48,13 +46,11 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)
     if wanted.configuration_hash:
-        try:
+        with errors_as("Applying", ShimError):
             jobs, packages = await _install(agent, wanted)
             await agent.supervisor.forget()
             await agent.bundles.activate(jobs, packages)
             await agent.bundles.make_job_dirs([job.name for job in jobs])
-        except ShimError as exc:
-            raise ActionError(f"Applying: {exc}") from exc
     await agent.spec.save(wanted)
     await agent.spec.write_instance_files()
     return "applied"
@@ -130,10 +126,8 @@ async def start(agent: Agent) -> str:
     """
     if problem := missing_files(agent) or await agent.disks.problem():
         raise ActionError(f"Starting Monitored Services: {problem}")
-    try:
+    with errors_as("Configuring jobs: cannot read the monit files"):
         files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
-    except OSError as exc:
-        raise ActionError(f"Configuring jobs: cannot read the monit files: {exc}") from exc
     await agent.supervisor.configure(files)
     # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.state_backup.prepared()
@@ -158,9 +152,7 @@ def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
 @action("stop", Mode.TASK)
 async def stop(agent: Agent, protocol: ProtocolVersion) -> str:
     """Stop all jobs; with protocol 3, wait until no process of them is left (agent/action/stop.go)."""
-    try:
+    with errors_as("Stopping Monitored Services", ActionError):
         await agent.supervisor.stop(wait=protocol > 2)
-    except ActionError as exc:
-        raise ActionError(f"Stopping Monitored Services: {exc}") from exc
     await record_health(agent)
     return "stopped"

@@ -8,7 +8,7 @@ import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
-from agent_shim.core.errors import ActionError, HostError, SettingsError
+from agent_shim.core.errors import ActionError, HostError, SettingsError, errors_as
 from agent_shim.core.settings import UpdateSettings
 from agent_shim.host import files
 
@@ -95,10 +95,8 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
 
     New bus credentials are stored once a connection made with them works; refused ones change nothing.
     """
-    try:
+    with errors_as("Reloading settings", SettingsError):
         await agent.settings.refreshed()
-    except SettingsError as exc:
-        raise ActionError(f"Reloading settings: {exc}") from exc
     await agent.disks.associate(news.disk_associations)
     await agent.certificates.install(news.trusted_certs)
     before, after = agent.settings.current, agent.settings.merged(news)

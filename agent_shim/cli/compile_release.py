@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -26,7 +25,7 @@ from agent_shim.actions.compile import packages_of_jobs
 from agent_shim.cli import release_tarball
 from agent_shim.cli.release_tarball import CompiledPackage, Manifest, SourcePackage
 from agent_shim.core import safetext
-from agent_shim.core.errors import ActionError, ConfigError, ShimError
+from agent_shim.core.errors import ConfigError, ShimError, errors_as
 from agent_shim.core.paths import VCAP, Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.daemon import boot
@@ -147,7 +146,7 @@ class _Release:
 
     def _read(self) -> Manifest:
         _log(f"Reading BOSH Release Manifest from tarball {self.tarball}")
-        with _failing_to("parse release manifest"):
+        with errors_as("failed to parse release manifest", ShimError, OSError):
             manifest = release_tarball.read_manifest(self.tarball)
             release_tarball.in_order(manifest.packages)
         _log(f"Release {manifest.name}/{manifest.version} has {len(manifest.packages)} packages")
@@ -155,7 +154,7 @@ class _Release:
 
     def _extract(self, manifest: Manifest) -> None:
         _log("Extracting packages")
-        with _failing_to("extract packages from tarball"):
+        with errors_as("failed to extract packages from tarball", ShimError, OSError):
             for name, path in release_tarball.extract_packages(self.tarball, manifest, self.paths.blobs):
                 self._sources[name] = path
                 _log(f"Copying package {name} to {path}")
@@ -164,7 +163,7 @@ class _Release:
         with reaper.reaping():  # as process 1 of a container, no other process does
             try:
                 for package in release_tarball.in_order(packages):
-                    with _failing_to(f"compile package {package.name}/{package.version}"):
+                    with errors_as(f"failed to compile package {package.name}/{package.version}", ShimError, OSError):
                         await self._compile(package)
             finally:
                 await self.compilation.clean()
@@ -195,7 +194,7 @@ class _Release:
         name = f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-', 1)}.tgz"
         path = self.output / name
         changed = release_tarball.compiled_manifest(manifest, list(self._compiled.values()))
-        with _failing_to(f"write {path}"):
+        with errors_as(f"failed to write {path}", ShimError, OSError):
             release_tarball.write_compiled(self.tarball, path, changed, self._results)
         return path
 
@@ -245,14 +244,6 @@ def duration(seconds: float) -> str:
 
 def _plain(number: float) -> str:
     return f"{number:.6f}".rstrip("0").rstrip(".")
-
-
-@contextmanager
-def _failing_to(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (ShimError, OSError) as exc:
-        raise ActionError(f"failed to {what}: {exc}") from exc
 
 
 def _log(text: str) -> None:

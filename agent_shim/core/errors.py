@@ -95,9 +95,10 @@ class HostError(OSError):
 
 
 @contextmanager
-def errors_as(what: str) -> Iterator[None]:
-    """Raise an ``OSError`` of the block as ``ActionError`` "WHAT: why"."""
+def errors_as(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise an exception of these kinds, by default ``OSError``, as ``ActionError`` "WHAT: why"."""
+    wanted = kinds or (OSError,)
     try:
         yield
-    except OSError as exc:
+    except wanted as exc:
         raise ActionError(f"{what}: {exc}") from exc

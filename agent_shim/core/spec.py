@@ -12,7 +12,7 @@ import msgspec
 
 from agent_shim.core import wire
 from agent_shim.core.digest import MultipleDigest
-from agent_shim.core.errors import ActionError, DigestError
+from agent_shim.core.errors import DigestError, errors_as
 from agent_shim.core.wire import INT64, DigestText
 
 
@@ -107,18 +107,14 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
 def parse(value: Any) -> ApplySpec:
     """Parse a spec from the wire or from disk; raises ``ActionError`` with the JSON path of the error."""
-    try:
+    with errors_as("cannot read the apply spec", msgspec.ValidationError):
         return wire.convert(value, ApplySpec)
-    except msgspec.ValidationError as exc:
-        raise ActionError(f"cannot read the apply spec: {exc}") from exc
 
 
 def decode(raw: bytes) -> ApplySpec:
     """Read the stored spec of ``spec.json``."""
-    try:
+    with errors_as("cannot read the apply spec", ValueError):
         document = wire.decode_json(raw)
-    except ValueError as exc:
-        raise ActionError(f"cannot read the apply spec: {exc}") from exc
     packages = document.get("packages") if isinstance(document, dict) else None
     for package in packages.values() if isinstance(packages, dict) else ():
         if isinstance(package, dict) and not package.get("sha1"):  # stored without one

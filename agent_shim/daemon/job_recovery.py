@@ -18,7 +18,7 @@ import msgspec
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.jobs import missing_files, monit_files
 from agent_shim.actions.state import record_health
-from agent_shim.core.errors import ActionError, HostError, ShimError
+from agent_shim.core.errors import ActionError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Settings
 from agent_shim.services.disks import hints, markers
@@ -135,10 +135,8 @@ class JobRecovery:
                 await asyncio.wait({running}, timeout=self._pace.look)
                 if not running.done() and not self._may_go_on():
                     return False
-            try:
+            with errors_as("pre-start", ActionError):
                 running.result()
-            except ActionError as exc:
-                raise ActionError(f"pre-start: {exc}") from exc
             return True
         finally:
             running.cancel()

@@ -26,7 +26,7 @@ import msgspec
 
 from agent_shim.actions import jobs
 from agent_shim.actions.agent import Agent
-from agent_shim.core.errors import ActionError, ConfigError, HostError, ShimError
+from agent_shim.core.errors import ActionError, ConfigError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
@@ -258,7 +258,5 @@ class Standalone:
 
     async def _script(self, name: str) -> None:
         logger.info("%s of all jobs", name)
-        try:
+        with errors_as(name, ActionError):
             await self._agent.scripts.run_all(name, self._agent.spec.current.job_names, {})
-        except ActionError as exc:
-            raise ActionError(f"{name}: {exc}") from exc

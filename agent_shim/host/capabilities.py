@@ -21,7 +21,6 @@ class Privileges(NamedTuple):
     """Capabilities without their prefix (``SYS_ADMIN``); one without a known name is its number (``41``)."""
 
     effective: frozenset[str] = frozenset()
-    bounding: frozenset[str] = frozenset()
     no_new_privs: bool = False
     seccomp: bool = False
 
@@ -36,7 +35,6 @@ def parse_status(text: str) -> Privileges:
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     return Privileges(
         effective=names(fields.get("CapEff", "0")),
-        bounding=names(fields.get("CapBnd", "0")),
         no_new_privs=fields.get("NoNewPrivs") == "1",
         seccomp=fields.get("Seccomp", "0") != "0",
     )

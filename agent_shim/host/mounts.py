@@ -109,6 +109,11 @@ def bind(source: Path, target: Path, *, read_only: bool = False) -> None:
         _mount(source, target, MS_BIND | MS_REMOUNT | MS_RDONLY, f"make {target} read-only")
 
 
+def set_flags(target: Path, flags: int) -> None:
+    """Replace the flags of the mount itself at ``target``."""
+    _mount(Path("none"), target, MS_BIND | MS_REMOUNT | flags, f"change the mount options of {target}")
+
+
 def unmount(target: Path, *, lazy: bool = False) -> None:
     """Unmount the newest mount of ``target``; ``lazy`` detaches it now and ends it with its last user."""
     if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import job_cgroups, process, sandbox_exec
+from agent_shim.host.descriptors import closing
 
 SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
 """Directories that every process may read and execute."""
@@ -143,21 +144,15 @@ async def _try_namespaces() -> str:
         return "only root can create namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
     wanted = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, places=places, namespaces=list(NAMESPACES))
-    errors = os.memfd_create("errors")
-    try:
-        async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
-            pass
-        status = await running.wait()
-        error = ""
-    except HostError as exc:
-        status, error = None, str(exc)
-    finally:
+    with closing(os.memfd_create("errors")) as errors:
+        try:
+            async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
+                pass
+            status = await running.wait()
+            if status == 0:
+                return ""
+            error = f"exit {status}"
+        except HostError as exc:
+            error = str(exc)
         text = os.pread(errors, 4096, 0).decode(errors="replace").strip()
-        os.close(errors)
-    return (
-        ""
-        if status == 0
-        else text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {PROBE_PROGRAM}: ")
-        or error
-        or f"exit {status}"
-    )
+    return text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {PROBE_PROGRAM}: ") or error

@@ -119,17 +119,7 @@ def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
     if "noatime" in more:
         wanted -= {"relatime"}
     if wanted != FLAGS.keys() & here.options:
-        _remount(place, sum(FLAGS[name] for name in wanted))
-
-
-def _remount(place: Path, flags: int) -> None:
-    import ctypes  # late import: half a megabyte that most pods never need
-
-    mount = ctypes.CDLL(None, use_errno=True).mount
-    mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
-    if mount(b"none", os.fsencode(place), b"none", mounts.MS_REMOUNT | mounts.MS_BIND | flags, b"") != 0:
-        code = ctypes.get_errno()
-        raise files.failed(f"change the mount options of {place}", OSError(code, os.strerror(code)))
+        mounts.set_flags(place, sum(FLAGS[name] for name in wanted))
 
 
 # --- who is there ---------------------------------------------------------------------------------------------------

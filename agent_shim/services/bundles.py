@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from agent_shim.core.digest import MultipleDigest
-from agent_shim.core.errors import ActionError, DigestError, HostError
+from agent_shim.core.errors import ActionError, DigestError, HostError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, worker_client
@@ -149,10 +149,8 @@ class Bundles:
             await asyncio.to_thread(expected.verify, content)
         except DigestError as exc:
             raise DigestError(f"Payload corrupted. Checksum mismatch. Expected '{expected}': {exc}") from exc
-        try:
+        with errors_as("Opening blob store file", HostError):
             await files.save(path, content, mode=0o640)
-        except HostError as exc:
-            raise ActionError(f"Opening blob store file: {exc}") from exc
 
     async def delete_source(self, blob_id: str) -> None:
         """Delete the blob of an installed bundle; only blobs on this machine are deleted (cascading_blobstore.go)."""
@@ -225,13 +223,10 @@ class Bundles:
 
     def _keep_only(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
         wanted = {self.path(bundle) for bundle in bundles}
-        for path in self._all(kind):
-            if path not in wanted:
-                self._uninstall(kind, path)
-
-    def _all(self, kind: Kind) -> Iterator[Path]:
         for versions in self._versions(kind):
-            yield from (path for path in versions.iterdir() if not files.is_leftover(path.name))
+            for path in versions.iterdir():
+                if path not in wanted and not files.is_leftover(path.name):
+                    self._uninstall(kind, path)
 
     def _versions(self, kind: Kind) -> Iterator[Path]:
         """Yield the directories that hold all versions of one job or package."""

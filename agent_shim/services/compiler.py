@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, proc, process, worker_client
@@ -82,12 +82,14 @@ class Compiler:
         try:
             report("packing")
             pack = worker_client.Pack([worker_client.Tree(str(target))], str(archive), source.compressed, newest=newest)
-            packed = await self._asked("Compressing compiled package", pack)
+            with errors_as("Compressing compiled package", ActionError):
+                packed = await self._work(pack)
             report("uploading")
             put = worker_client.Put(
                 str(self._paths.base), store, str(archive), package.signed_url, dict(package.headers)
             )
-            uploaded = await self._asked("Uploading compiled package", put)
+            with errors_as("Uploading compiled package", ActionError):
+                uploaded = await self._work(put)
             return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
         finally:
             await asyncio.to_thread(files.remove_tree, archive)
@@ -95,27 +97,18 @@ class Compiler:
     async def clean(self) -> None:
         """Terminate and remove the remains of compilations, also those of a killed agent."""
         await self._end_strays()
-        try:
+        with errors_as("Removing sources"):
             await asyncio.to_thread(self._remove_sources)
-        except OSError as exc:
-            raise ActionError(f"Removing sources: {exc}") from exc
 
     async def _fetch(self, package: Package, store: Blobstore) -> worker_client.Outcome:
-        what = f"Fetching package {package.name}"
-        if not package.source.blob_id and not package.source.signed_url:
-            raise ActionError(f"{what}: No blobstore reference for package '{package.name}'")
-        target = worker_client.Target("source", package.name, str(self._directory(package)), package.source)
-        done = await self._asked(what, worker_client.Install(str(self._paths.base), store, 1, [target]))
-        outcome = done.outcomes[0]
-        if outcome.error:
-            raise ActionError(f"{what}: {outcome.error}")
-        return outcome
-
-    async def _asked(self, what: str, request: worker_client.Request) -> worker_client.Done:
-        try:
-            return await self._work(request)
-        except ActionError as exc:
-            raise ActionError(f"{what}: {exc}") from exc
+        with errors_as(f"Fetching package {package.name}", ActionError):
+            if not package.source.blob_id and not package.source.signed_url:
+                raise ActionError(f"No blobstore reference for package '{package.name}'")
+            target = worker_client.Target("source", package.name, str(self._directory(package)), package.source)
+            done = await self._work(worker_client.Install(str(self._paths.base), store, 1, [target]))
+            if done.outcomes[0].error:
+                raise ActionError(done.outcomes[0].error)
+            return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
         """Run ``packaging``; the logs contain only its own output. Its process group ends with it in any case."""

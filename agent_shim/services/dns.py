@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, hostname, mounts
 
@@ -82,19 +82,15 @@ class Dns:
         return await asyncio.to_thread(stored_version, self._paths.dns_records) >= version
 
     def _store(self, raw: bytes, version: int, agent_id: str) -> None:
-        try:
+        with errors_as("unmarshalling DNS records", msgspec.DecodeError):
             blob = msgspec.json.decode(raw, type=_Blob)
-        except msgspec.DecodeError as exc:
-            raise ActionError(f"unmarshalling DNS records: {exc}") from exc
         if blob.version != version:
             raise ActionError("version from unpacked dns blob does not match version supplied by director")
         records = self._paths.dns_records
-        try:
+        with errors_as("saving local DNS state"):
             files.make_dir(self._paths.instance, 0o755)
             files.make_dir(records.parent, 0o755)
             files.write_atomic(records, raw, mode=0o640, owner=self._paths.shared_owner)
-        except OSError as exc:
-            raise ActionError(f"saving local DNS state: {exc}") from exc
         try:
             self._write_hosts(blob, agent_id)
         except ActionError as exc:
@@ -129,13 +125,12 @@ class Dns:
 
     def _write_hosts(self, blob: _Blob, agent_id: str) -> None:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
-        try:
+        what = f"{hosts} holds no names of other instances"
+        with errors_as(what, OSError, msgspec.DecodeError, UnicodeDecodeError):
             records = msgspec.json.decode(blob.records, type=list[list[str]] | None) or []
             hosts.parent.mkdir(parents=True, exist_ok=True)
             kept = lines_naming(host_name, hosts) if agent_id != host_name else []
             files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ActionError(f"{hosts} holds no names of other instances: {exc}") from exc
 
 
 def stored_version(records: Path) -> int:

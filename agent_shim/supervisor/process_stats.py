@@ -8,7 +8,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -99,22 +99,6 @@ class _Look(NamedTuple):
 _NO_LOOK: Final = _Look({}, {})
 
 
-class _Own(NamedTuple):
-    """Part of ``ServiceInfo`` about the process itself."""
-
-    parent: int = 0
-    children: int = 0
-    own_mem_kb: int = 0
-    own_mem_percent: float = 0.0
-    own_cpu: float = 0.0
-    started_at: float = 0.0
-    cpu_seconds: float = 0.0
-    threads: int = 0
-
-
-_NOTHING: Final = _Own()
-
-
 class _Processes:
     """All processes and their children, read inline while they are few.
 
@@ -170,7 +154,7 @@ class ProcessStats:
         found = []
         for service in services:
             info = ProcessInfo(service.name, service.reported)
-            own = _NOTHING
+            own: dict[str, Any] = {}
             process = service.process if service.process is not None and service.process.is_alive else None
             if process is not None and process.pid in processes and service.state in MONITORED:
                 tree = [processes[pid] for pid in proc.descent(children, [process.pid])]
@@ -178,16 +162,16 @@ class ProcessStats:
                 uptime = clock.uptime_of(process.start_ticks)
                 cpu = self._cpu_share(service.name, process.identity, sum(stat.cpu_ticks for stat in tree), uptime)
                 alone = processes[process.pid]
-                own = _Own(
-                    alone.parent,
-                    len(tree) - 1,
-                    alone.resident_kb,
-                    100 * alone.resident_kb / total_kb,
-                    self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
-                    clock.wall_time_of(process.start_ticks),
-                    sum(stat.cpu_ticks + stat.reaped_ticks for stat in tree) / clock.TICKS,
-                    sum(stat.threads for stat in tree),
-                )
+                own = {
+                    "parent": alone.parent,
+                    "children": len(tree) - 1,
+                    "own_mem_kb": alone.resident_kb,
+                    "own_mem_percent": 100 * alone.resident_kb / total_kb,
+                    "own_cpu": self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
+                    "started_at": clock.wall_time_of(process.start_ticks),
+                    "cpu_seconds": sum(stat.cpu_ticks + stat.reaped_ticks for stat in tree) / clock.TICKS,
+                    "threads": sum(stat.threads for stat in tree),
+                }
                 info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
             complaints = list(service.complaints.values()) if service.state in UP else []
             found.append(
@@ -206,7 +190,7 @@ class ProcessStats:
                     unheeded=service.spec.unsupported,
                     exits=service.record.exits,
                     oom_kills=service.record.oom_kills,
-                    **own._asdict(),
+                    **own,
                 )
             )
         return found

@@ -272,4 +272,3 @@ async def test_counts(tmp_path: Path) -> None:
 
         assert (stats.received, stats.sent, stats.connects, stats.reconnects) == (1, 1, 1, 0)
         assert stats.received_bytes > stats.sent_bytes == len(b'{"value": "ping"}')
-        assert stats.connected_at is not None

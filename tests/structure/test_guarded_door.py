@@ -64,8 +64,8 @@ RAW: Mapping[str, Raw] = {
         frozenset(
             {
                 "Bundles._activate",
-                "Bundles._all",
                 "Bundles._create",
+                "Bundles._keep_only",
                 "Bundles._link_packages",
                 "Bundles._remove_strays",
                 "Bundles._uninstall",

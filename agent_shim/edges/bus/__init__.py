@@ -34,8 +34,6 @@ class Stats(msgspec.Struct):
     """Replies that could not be sent."""
     denied: int = 0
     """Messages refused by the server for lack of permission, and callers refused by the agent."""
-    connected_at: float | None = None
-    """Monotonic time of the current connection; None without one."""
     last_error: str = ""
     """Reason for a missing connection, or the last problem on it; "" without a problem."""
 

@@ -17,7 +17,6 @@ import os
 import socket
 import ssl
 import stat
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from functools import partial
@@ -186,7 +185,6 @@ class HttpsBus:
         except OSError as exc:
             raise BusError(f"cannot listen at {host or '*'}:{port}: {exc.strerror or exc}") from exc
         self.stats.connects += 1
-        self.stats.connected_at = time.monotonic()
         self.stats.last_error = ""
         if not _credentials(self._mbus):
             self.stats.last_error = "cannot authenticate callers: the bus address in the settings has no password"
@@ -198,7 +196,6 @@ class HttpsBus:
         if self._server is not None:
             self._server.close()
         self._server = None
-        self.stats.connected_at = None
 
     def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
         """Start TLS with a caller; at the limit, closes an unauthenticated connection."""

@@ -616,7 +616,6 @@ class NatsBus:
         self._link = link
         self._slow = 0
         self.stats.connects += 1
-        self.stats.connected_at = time.monotonic()
         self.stats.last_error = ""
         self._logged.clear()
         logger.info("connected to the bus at %s", link.address)
@@ -640,7 +639,6 @@ class NatsBus:
         await link.abandon()
         if self._link is link:
             self._link = None
-            self.stats.connected_at = None
             self._log_once(f"lost the connection to the bus at {link.address}: {why}")
         return time.monotonic() - began > self._timing.ping
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
 from agent_shim.host import files, process, volumes
@@ -294,20 +294,16 @@ class Disks:
                 raise ActionError(
                     f"Fetching disk settings: Persistent disk with volume id '{each.cid}' could not be found"
                 )
-            try:
+            with errors_as(f"Associating disk with name {each.name}", ActionError, OSError):
                 await self._wait_for_path(known[each.cid].place)
                 await asyncio.to_thread(self._places.link, each)
-            except (ActionError, OSError) as exc:
-                raise ActionError(f"Associating disk with name {each.name}: {exc}") from exc
 
     async def add_dynamic(self, cid: str, hint: Any) -> None:
         """Link ``data/dynamic_disks/CID`` to the path of the hint (platform/linux_platform.go, SetupDynamicDisk)."""
         place = hints.from_hint(cid, hint, self._settings().source.env).place
         link = self._paths.dynamic_disks / plain(cid)
-        try:
+        with errors_as(f"Timed out resolving device path for {cid}", ActionError):
             await self._wait_for_path(place)
-        except ActionError as exc:
-            raise ActionError(f"Timed out resolving device path for {cid}: {exc}") from exc
         assert place is not None, "it exists"
         await asyncio.to_thread(files.swap_link, place, link)
 

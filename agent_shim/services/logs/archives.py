@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, worker_client
@@ -71,7 +71,8 @@ class Logs:
             packed = await self._pack(kinds, patterns, archive)
             report("uploading")
             put = worker_client.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
-            uploaded = await self._asked("Create file on blobstore", put)
+            with errors_as("Create file on blobstore", ActionError):
+                uploaded = await self._work(put)
             return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
         finally:
             await asyncio.to_thread(files.remove_tree, archive)
@@ -115,10 +116,8 @@ class Logs:
 
     async def tidy(self) -> None:
         """Remove incomplete and expired archives."""
-        try:
+        with errors_as("Making logs tarball"):
             await asyncio.to_thread(_tidy, self._paths.bundled_logs)
-        except OSError as exc:
-            raise ActionError(f"Making logs tarball: {exc}") from exc
 
     def _is_bundle(self, path: Path) -> bool:
         """Return True for a name of ``bundle`` in its directory, which only root can write."""
@@ -130,9 +129,8 @@ class Logs:
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
         try:
             async with asyncio.timeout(PACK_TIMEOUT_S):
-                return await self._asked(
-                    "Making logs tarball", worker_client.Pack(trees, str(archive), remarks=REMARKS)
-                )
+                with errors_as("Making logs tarball", ActionError):
+                    return await self._work(worker_client.Pack(trees, str(archive), remarks=REMARKS))
         except TimeoutError:
             raise ActionError(f"Making logs tarball: no result within {PACK_TIMEOUT_S:g} seconds") from None
 
@@ -145,12 +143,6 @@ class Logs:
             case "system":
                 return worker_client.Tree(str(self._paths.system_log), prefix="var/log/", patterns=patterns)
         raise ActionError("Invalid log type")
-
-    async def _asked(self, what: str, request: worker_client.Request) -> worker_client.Done:
-        try:
-            return await self._work(request)
-        except ActionError as exc:
-            raise ActionError(f"{what}: {exc}") from exc
 
 
 def _tidy(directory: Path) -> None:
