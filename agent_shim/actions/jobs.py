@@ -132,8 +132,12 @@ async def start(agent: Agent) -> str:
     # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.state_backup.prepared()
     agent.supervisor.resume()
-    await agent.supervisor.start()
-    await record_health(agent)
+
+    async def record() -> None:
+        await record_health(agent)
+        await agent.state_backup.update()
+
+    await agent.supervisor.start(beside=record)
     return "started"
 
 

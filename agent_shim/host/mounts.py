@@ -32,6 +32,8 @@ MNT_DETACH: Final = 2
 CLONE_NEWNS: Final = 0x20000
 
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
+_ESCAPED = re.compile(rb"[ \t\n\\#]")
+"""Bytes that the kernel replaces in the table; ``#`` not all kernels."""
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -98,8 +100,16 @@ def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
 
 def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     """Return True if something is mounted exactly on ``path``, bind mounts and files included."""
-    mount = mount_of(path, table)
-    return mount is not None and mount.point == path.resolve()
+    real = path.resolve()
+    if table is None:
+        raw = MOUNTINFO.read_bytes()
+        place = os.fsencode(real)
+        # Asked before each write of a file: most tables have no such name, which takes a hundredth of parsing them.
+        if not _ESCAPED.search(place) and b" " + place + b" " not in raw:
+            return False
+        table = parse(raw)
+    mount = mount_of(real, table)
+    return mount is not None and mount.point == real
 
 
 def bind(source: Path, target: Path, *, read_only: bool = False) -> None:

@@ -194,14 +194,14 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            await asyncio.to_thread(self._update)
+            if self._changed():  # not in a thread, which takes longer than these calls of stat
+                await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
         """Copy files changed outside actions, and those that could not be copied before, for ever."""
         while True:
             await asyncio.sleep(clock.until_beat(POLL_S))
-            if self._changed():  # not in a thread, which takes longer than these calls of stat
-                await self.update()
+            await self.update()
 
     def _changed(self) -> list[tuple[str, BackedUpFile, tuple[int, int, int] | None]]:
         found = [(name, file, files.version(file.path)) for name, file in self._files.items()]

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -116,11 +116,14 @@ class Supervisor:
         self._held: dict[str, str] = {}
         """The read of each service, by key, that blocked an earlier agent (``host.watchdog``)."""
         self._is_wanted = False
+        self._is_starting = False
+        """A start is being saved: its services are still in the state before it."""
         self._incarnation = ""
         self._is_dirty = False
         self._is_sealed = False
         self._saving: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+        self._monit_files: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._counting.enter_context(
@@ -196,6 +199,7 @@ class Supervisor:
             service.release()
         if self._saving is not None:
             await self._saving
+        await self._monit_files_written()
         await self._save()
 
     # --- plan -------------------------------------------------------------------------------------------------------
@@ -240,15 +244,24 @@ class Supervisor:
     async def configure(self, job_files: Sequence[JobFile]) -> None:
         """Supervise the services in these files; a known service keeps its state under its name.
 
+        Monit files for operators are written meanwhile; ``start`` waits for them.
+
         A job with unusable files becomes one failing service named after the job.
         """
-        await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
+        await self._monit_files_written()
+        writing = asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
+        self._monit_files = asyncio.create_task(writing, name="write the monit files")
         self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
         """Supervise nothing; processes keep running, and ``configure`` recognises them again."""
+        await self._monit_files_written()
         await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
         self._take_plan((), same_world=True)
+
+    async def _monit_files_written(self) -> None:
+        if self._monit_files is not None:
+            await asyncio.wait([self._monit_files])
 
     def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         specs = {spec.name.lower(): spec for spec in plan.plan(job_files)}
@@ -291,15 +304,24 @@ class Supervisor:
 
     # --- requests to all services -----------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload."""
+    async def start(self, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload.
+
+        ``beside`` runs while the state is saved: a process that starts afterwards holds the loop for milliseconds.
+        """
         self._is_wanted = True
         self._settled_at = time.monotonic() + self._settling()
         await self._trust(self._services.values())
         wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
-        # Save first: if this agent exits on the way, the next one knows every started process.
-        await self._save(starting=wanted)
+        self._is_starting = any(each.spec.is_vcap and each.state not in MONITORED for each in wanted)
+        try:
+            # Save first: if this agent exits on the way, the next one knows every started process.
+            await asyncio.gather(
+                self._save(starting=wanted), self._monit_files_written(), *([beside()] if beside is not None else [])
+            )
+        finally:
+            self._is_starting = False
         for service in wanted:
             service.start()
 
@@ -331,6 +353,8 @@ class Supervisor:
             await files.save(self._paths.stopped_marker, b"")
         if wait:
             await _stopped(vcap, timeout)
+            if self._is_dirty:
+                await self._save()  # now, and not beside the next request, which would wait for it
             # Orphans of unknown service belong to one of the services stopped now.
             if is_uncaged and all(each.state not in ACTIVE for each in self._services.values()):
                 left = await self._programs.sweep_strays(begun, self._shared.timing.grace)
@@ -424,6 +448,8 @@ class Supervisor:
         is_stopped = self._paths.stopped_marker.exists()
         if self._obstacle and not is_stopped:
             return "failing"
+        if self._is_starting and not is_stopped:
+            return "starting"
         state = job_state(states, is_stopped=is_stopped)
         return "starting" if state == "running" and time.monotonic() < self._settled_at else state
 
@@ -453,15 +479,17 @@ class Supervisor:
     async def _save_changes(self) -> None:
         while self._is_dirty:
             await asyncio.sleep(SAVE_DELAY_S)
-            self._is_dirty = False
-            await self._save()
+            if self._is_dirty:
+                await self._save()
         self._saving = None
 
     async def _save(self, *, starting: Sequence[Service] = ()) -> None:
         """Save the state; services in ``starting`` are saved as starting."""
         if self._is_sealed:
+            self._is_dirty = False
             return
         async with self._writing:
+            self._is_dirty = False
             services = self._memory | {key: service.record for key, service in self._services.items()}
             for service in starting:
                 if service.record.state not in MONITORED:

@@ -11,11 +11,11 @@ import signal
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import clock, job_cgroups, proc, process
+from agent_shim.host import clock, files, job_cgroups, proc, process
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import ProcessFinder
-from agent_shim.supervisor.supervisor import JobFile
+from agent_shim.supervisor.supervisor import JobFile, read_saved
 from tests.support.programs import eventually, foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, info, program, until
 
@@ -339,6 +339,44 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
         await until(supervisor, "web", "running")
 
 
+async def test_start_does_its_other_work_before_any_process(world: World) -> None:
+    """Beside the saving of the state, and with all monit files there afterwards: the answer waits for no process."""
+    job = world.job("web")
+    async with world.supervising(job) as supervisor:
+        await until(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+        await supervisor.forget()
+        seen = []
+
+        async def beside() -> None:
+            seen.append((supervisor.job_state(), info(supervisor, "web").state, world.paths.stopped_marker.exists()))
+
+        await supervisor.configure([job])
+        await supervisor.start(beside)
+
+        assert seen == [("starting", "stopped", False)]
+        assert info(supervisor, "web").state == "starting"
+        assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
+        assert supervisor.job_state() == "starting"
+        await until(supervisor, "web", "running")
+
+
+async def test_answered_stop_is_saved(world: World) -> None:
+    """A crash right afterwards finds it stopped, and the next request waits for no write of this one."""
+    async with world.supervising(world.job("web"), world.job("db")) as supervisor:
+        for name in ("web", "db"):
+            await until(supervisor, name, "running")
+        await supervisor.stop(wait=True)
+
+        saved = read_saved(world.paths.supervisor_state)
+        assert saved is not None
+        assert {record.state.value for record in saved.services.values()} == {"stopped"}
+        written = files.version(world.paths.supervisor_state)
+        if supervisor._saving is not None:
+            await supervisor._saving
+        assert files.version(world.paths.supervisor_state) == written
+
+
 async def test_stop_without_waiting_returns_at_once(world: World) -> None:
     """As callers with protocol 2 expect it."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
@@ -576,6 +614,7 @@ async def test_apply_between_leaves_processes_alone(world: World) -> None:
 
         assert info(supervisor, "web").pid == found.pid
         assert info(supervisor, "web").state == "running"
+        await supervisor.start()
         assert sorted(path.name for path in world.paths.monit_job.iterdir()) == [
             "0000_more_x.monitrc",
             "0001_web.monitrc",

@@ -189,7 +189,7 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_report", "_sleep", "_waited_for_processor"}),
     ),
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
-    "host.mounts": Raw(KERNEL, frozenset({"mounts"})),
+    "host.mounts": Raw(KERNEL, frozenset({"mounts", "is_mount_point"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
     "host.network": Raw(KERNEL, frozenset({"_read", "listeners", "is_of_machine"})),
     "host.packing": Raw(

@@ -113,13 +113,14 @@ async def test_changes_are_copied_before_update_returns(paths: Paths) -> None:
     assert not paths.managed_disk.exists()
 
 
-async def test_what_did_not_change_is_not_written(paths: Paths) -> None:
-    """Neither by a look nor by another agent."""
+async def test_what_did_not_change_is_not_written(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a look, which takes no thread, nor by another agent."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
 
     agent = await start(paths)
+    monkeypatch.setattr(asyncio, "to_thread", None)
     await agent.update()
 
     assert {path: path.stat().st_ino for path in paths.mirror.iterdir()} == before
