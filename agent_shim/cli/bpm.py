@@ -234,12 +234,7 @@ def _ask(call: Call, verb: str = "", **more: Any) -> Any:
     return reply["value"]
 
 
-def _start(call: Call) -> int:
-    _ask(call)
-    return 0
-
-
-def _stop(call: Call) -> int:
+def _order(call: Call) -> int:
     _ask(call)
     return 0
 
@@ -390,8 +385,8 @@ ABOUT = "A bosh process manager for starting and stopping release jobs"
 VERSION = Flag("version", "", "", "print the version")
 _PROCESS = Flag("process", "p", "string", "the process, if it is not named as the job")
 VERBS = {
-    "start": Verb(_start, "start a process", _PROCESS),
-    "stop": Verb(_stop, "stop a process", _PROCESS),
+    "start": Verb(_order, "start a process", _PROCESS),
+    "stop": Verb(_order, "stop a process", _PROCESS),
     "run": Verb(
         _run,
         "run a process to its end",

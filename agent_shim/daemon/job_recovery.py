@@ -133,7 +133,8 @@ class JobRecovery:
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=self._pace.look)
-                if not running.done() and not self._may_go_on():
+                is_free = GO_FIRST.isdisjoint(agent.tasks.waiting_methods())
+                if not running.done() and not (agent.supervisor.is_held and is_free):
                     return False
             with errors_as("pre-start", ActionError):
                 running.result()
@@ -141,9 +142,6 @@ class JobRecovery:
         finally:
             running.cancel()
             await asyncio.wait({running})
-
-    def _may_go_on(self) -> bool:
-        return self._agent.supervisor.is_held and GO_FIRST.isdisjoint(self._agent.tasks.waiting_methods())
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:

@@ -137,14 +137,15 @@ async def _disk(agent: Agent) -> str:
 def readings(live: Runtime) -> metrics.Readings:
     """The values of one scrape."""
     agent, bus = live.agent, live.bus
-    progress = agent.disks.progress()
+    progress, services = agent.disks.progress(), agent.supervisor.services()
     return metrics.Readings(
         bus=metrics.BusReading(bus.is_connected if bus.mbus.urls else None, _heartbeat_age(live), bus.stats),
         alerts={"sent": live.alerts.sent, "dropped": live.alerts.dropped, "collapsed": live.alerts.collapsed},
         figures=agent.vitals.figures(),
         stemcell=_stemcell(agent.paths.bosh_etc),
         instance=_instance(agent.spec.current),
-        processes=[_process_reading(service) for service in agent.supervisor.services()],
+        processes=services,
+        open_files={each.process.name: proc.open_files(each.pid) for each in services if each.pid},
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
         failures=keep_running.failures,
@@ -175,20 +176,3 @@ def _stemcell(directory: Path) -> tuple[str, str] | None:
     except OSError:
         return None
     return system, version
-
-
-def _process_reading(service: ServiceInfo) -> metrics.ProcessReading:
-    return metrics.ProcessReading(
-        name=service.process.name,
-        state=service.process.state,
-        is_up=service.pid != 0,
-        job=service.job,
-        restarts=service.restarts,
-        exits=service.exits,
-        oom_kills=service.oom_kills,
-        started_at=service.started_at,
-        open_files=proc.open_files(service.pid) if service.pid else 0,
-        memory=service.process.mem_kb * 1024,
-        cpu=service.cpu_seconds,
-        threads=service.threads,
-    )

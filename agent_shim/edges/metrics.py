@@ -32,6 +32,7 @@ from agent_shim.edges.http_server import Request, Response
 from agent_shim.host import clock
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.process_finder import KINDS
+from agent_shim.supervisor.process_stats import ServiceInfo
 
 logger = logging.getLogger(__name__)
 
@@ -96,27 +97,6 @@ class BusReading(msgspec.Struct, frozen=True):
     stats: Stats = msgspec.field(default_factory=Stats)
 
 
-class ProcessReading(msgspec.Struct, frozen=True):
-    """One supervised process: values of the process itself, then of its process tree; bytes, seconds.
-
-    Tree values are 0 while nothing runs: series that come and go complicate queries.
-    """
-
-    name: str
-    state: str
-    is_up: bool
-    job: str = ""
-    restarts: int = 0
-    exits: Mapping[str, int] = msgspec.field(default_factory=dict)
-    oom_kills: int = 0
-    started_at: float = 0.0
-    open_files: int = 0
-    """Open files of the process itself."""
-    memory: int = 0
-    cpu: float = 0.0
-    threads: int = 0
-
-
 class DiskReading(msgspec.Struct, frozen=True):
     """Persistent disk; ``migrated`` is the completed fraction of the current migration phase."""
 
@@ -134,7 +114,10 @@ class Readings(msgspec.Struct, frozen=True):
     """Operating system and version of the stemcell."""
     instance: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Values of ``INSTANCE``; empty before the first ``apply``."""
-    processes: Sequence[ProcessReading] = ()
+    processes: Sequence[ServiceInfo] = ()
+    """Figures are 0 while nothing runs: series that come and go complicate queries."""
+    open_files: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """Open files of each running process itself, by its name."""
     tasks_running: int = 0
     tasks_waiting: int = 0
     firewall_enforced: bool = False
@@ -271,7 +254,7 @@ class Metrics:
         yield _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(readings.certificates), "certificate")
         yield from _of_machine(readings.figures)
         yield from _of_disk(readings.disk)
-        yield from _of_processes(readings.processes)
+        yield from _of_processes(readings)
         yield _gauge("tasks_running", "Running long actions.", _one(readings.tasks_running))
         yield _gauge("tasks_waiting", "Queued long actions.", _one(readings.tasks_waiting))
         text = "Crashes and restarts of parts of the agent."
@@ -387,30 +370,33 @@ def _of_disk(disk: DiskReading) -> Iterator[Metric]:
     yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
 
 
-def _of_processes(processes: Sequence[ProcessReading]) -> Iterator[Metric]:
-    named = [((safetext.label(process.name),), process) for process in processes]
+def _of_processes(readings: Readings) -> Iterator[Metric]:
+    named = [((safetext.label(service.process.name),), service) for service in readings.processes]
 
     def rows(member: str) -> Rows:
-        return [(label, getattr(process, member)) for label, process in named]
+        return [(label, getattr(service, member)) for label, service in named]
 
     info = InfoMetricFamily("agent_shim_process", "The job of a process.", labels=["process"])
-    for label, process in named:
-        info.add_metric(label, {"job": safetext.label(process.job)})
+    for label, service in named:
+        info.add_metric(label, {"job": safetext.label(service.job)})
     yield info
-    yield _gauge("process_up", "1 while the process runs.", rows("is_up"), "process")
-    states = [((*label, state), process.state == state) for label, process in named for state in STATES]
+    up: Rows = [(label, service.pid != 0) for label, service in named]
+    yield _gauge("process_up", "1 while the process runs.", up, "process")
+    states = [((*label, state), service.process.state == state) for label, service in named for state in STATES]
     yield _gauge(
         "process_state", "1 for the state reported to the Director, 0 for the others.", states, "process", "state"
     )
     text = "Start of the process, in seconds since 1970; 0 while it does not run."
     yield _gauge("process_start_time_seconds", text, rows("started_at"), "process")
     yield _counter("process_restarts", "Automatic restarts of the process.", rows("restarts"), "process")
-    exits = [((*label, kind), process.exits.get(kind, 0)) for label, process in named for kind in KINDS]
+    exits = [((*label, kind), service.exits.get(kind, 0)) for label, service in named for kind in KINDS]
     yield _counter("process_exits", "Unexpected exits by kind.", exits, "process", "reason")
     yield _counter("process_oom_kills", "Out-of-memory kills of the process.", rows("oom_kills"), "process")
-    yield _gauge("process_memory_bytes", "Resident memory of the process tree.", rows("memory"), "process")
-    yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu"), "process")
-    yield _gauge("process_open_files", "Open files of the process.", rows("open_files"), "process")
+    memory: Rows = [(label, service.process.mem_kb * 1024) for label, service in named]
+    yield _gauge("process_memory_bytes", "Resident memory of the process tree.", memory, "process")
+    yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu_seconds"), "process")
+    open_files: Rows = [(label, readings.open_files.get(service.process.name, 0)) for label, service in named]
+    yield _gauge("process_open_files", "Open files of the process.", open_files, "process")
     yield _gauge("process_threads", "Threads of the process tree.", rows("threads"), "process")
 
 

@@ -122,6 +122,15 @@ def parse_listeners(lines: Iterable[str]) -> dict[int, set[int]]:
     return found
 
 
+def is_address(text: str) -> bool:
+    """Return True for an address, False for a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def has_address(text: str) -> bool:
     """Return True if an interface has the address, or if the text is not an address.
 

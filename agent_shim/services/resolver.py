@@ -7,12 +7,11 @@ neither, unless systemd is its process 1.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from agent_shim.host import command, files
+from agent_shim.host import command, files, network
 
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 SYSTEMD: Final = Path("/run/systemd/system")
@@ -26,7 +25,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
 
     Raises ``HostError`` and ``OSError``. Needs root.
     """
-    wanted = [server for server in servers if _is_address(server)]
+    wanted = [server for server in servers if network.is_address(server)]
     if not wanted:
         return "no servers in the settings"
     if SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve"):
@@ -62,14 +61,6 @@ def resolv_conf(before: str, servers: Sequence[str]) -> str:
     first = [line for line in lines if line.endswith(FIRST)]
     others = [line for line in lines if line.split()[:1] != ["nameserver"]]
     return "\n".join([*first, *(f"nameserver {server}" for server in servers), *others, ""])
-
-
-def _is_address(server: str) -> bool:
-    try:
-        ipaddress.ip_address(server)
-    except ValueError:
-        return False
-    return True
 
 
 def _text(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from agent_shim.host import cgroups, clock, proc
-from agent_shim.supervisor.event_kinds import ORDER, Complaint
+from agent_shim.supervisor.event_kinds import ORDER
 from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP
@@ -185,7 +185,7 @@ class ProcessStats:
                     restarts=service.record.restarts,
                     last_exit=service.record.last_exit,
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
-                    faults=_in_order(complaints) if complaints else (),
+                    faults=tuple(kind.failed for kind in ORDER if kind in {each.kind for each in complaints}),
                     mode=service.spec.mode,
                     unheeded=service.spec.unsupported,
                     exits=service.record.exits,
@@ -210,12 +210,6 @@ class ProcessStats:
         share = min(100.0, max(0.0, share))
         self._samples[name] = _Sample(identity, now, ticks, share)
         return share
-
-
-def _in_order(complaints: Iterable[Complaint]) -> tuple[str, ...]:
-    """List the faults in the order of monit."""
-    kinds = {each.kind for each in complaints}
-    return tuple(kind.failed for kind in ORDER if kind in kinds)
 
 
 class _ContainerMemory:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import pwd
 import re
@@ -356,7 +355,7 @@ def _network(view: ContainerView) -> Iterator[Finding]:
     servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
     places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     places = [place for place in places if place.scheme == "nats" and place.hostname]
-    names = [place.hostname for place in places if place.hostname and not _is_address(place.hostname)]
+    names = [place.hostname for place in places if place.hostname and not network.is_address(place.hostname)]
     name_errors = {name: _name_error(name) for name in names}
     yield verdicts.name_servers(
         servers,
@@ -389,14 +388,6 @@ def _firewall_obstacle(view: ContainerView) -> str:
     except HostError as exc:
         return str(exc)
     return ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _name_error(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -13,9 +14,25 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from agent_shim.core.errors import ConfigError
 from agent_shim.edges import http_server, metrics
 from agent_shim.edges.bus import Stats
-from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, ProcessReading, Readings
+from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, Readings
 from agent_shim.host.host_stats import CpuTimes, Memory
 from agent_shim.services.vitals import Figures
+from agent_shim.supervisor.process_stats import ProcessInfo, ServiceInfo
+
+
+def service(name: str, state: str = "running", pid: int = 12, mem_kb: int = 0, **members: Any) -> ServiceInfo:
+    """A service with a process."""
+    some: dict[str, Any] = {
+        "job": "",
+        "kind": "process",
+        "groups": (),
+        "state": state,
+        "restarts": 0,
+        "last_exit": "",
+        "reason": "",
+    }
+    return ServiceInfo(process=ProcessInfo(name, state, mem_kb=mem_kb), pid=pid, **some | members)
+
 
 DISK = os.statvfs_result((4096, 4096, 1000, 600, 500, 200, 150, 150, 0, 255))
 
@@ -32,9 +49,20 @@ FULL = Readings(
     stemcell=("ubuntu-noble", "1.204"),
     instance={"deployment": "shop", "group": "web", "index": "0", "id": "a-b", "az": "z1"},
     processes=[
-        ProcessReading("web", "running", True, "frontend", 3, {"error": 2, "signal": 1}, 1, 1.8e9, 7, 1 << 22, 0.5, 4),
-        ProcessReading("worker", "failing", False),
+        service(
+            "web",
+            mem_kb=4096,
+            job="frontend",
+            restarts=3,
+            exits={"error": 2, "signal": 1},
+            oom_kills=1,
+            started_at=1.8e9,
+            cpu_seconds=0.5,
+            threads=4,
+        ),
+        service("worker", "failing", 0),
     ],
+    open_files={"web": 7},
     tasks_running=1,
     tasks_waiting=2,
     certificates={"client": 2e9},
@@ -131,7 +159,7 @@ def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
 
 def test_what_is_unknown_is_left_out() -> None:
     """A reading that could not be taken has no sample; zero would be a lie."""
-    readings = Readings(bus=BusReading(None), processes=[ProcessReading("web", "running", True)])
+    readings = Readings(bus=BusReading(None), processes=[service("web")])
     found = samples(asyncio.run(Metrics(lambda: readings).render()))
 
     assert 'agent_shim_process_up{process="web"}' in found
@@ -193,7 +221,7 @@ def test_callers_cannot_make_series() -> None:
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
 def test_any_process_name_leaves_the_page_whole(name: str) -> None:
     """A name is data: quotes, line ends and broken bytes change no other line."""
-    page = asyncio.run(Metrics(lambda: Readings(processes=[ProcessReading(name, "running", True)])).render())
+    page = asyncio.run(Metrics(lambda: Readings(processes=[service(name)])).render())
 
     assert len([key for key in samples(page) if key.startswith("agent_shim_process_up{")]) == 1
 
@@ -220,7 +248,7 @@ def test_series_stay_few() -> None:
     many = Readings(
         bus=FULL.bus,
         figures=FULL.figures,
-        processes=[ProcessReading(f"job-{n}", "running", True) for n in range(200)],
+        processes=[service(f"job-{n}") for n in range(200)],
     )
     made = Metrics(lambda: many, [f"method_{n}" for n in range(40)])
     for number in range(40):
@@ -231,10 +259,11 @@ def test_series_stay_few() -> None:
 
 def test_series_neither_come_nor_go_with_processes() -> None:
     """A process keeps its series through all events."""
-    quiet = Metrics(lambda: Readings(processes=[ProcessReading("web", "starting", False)]))
+    quiet = Metrics(lambda: Readings(processes=[service("web", "starting", 0)]))
     lively = Metrics(
         lambda: Readings(
-            processes=[ProcessReading("web", "failing", True, "", 3, {"signal": 1, "error": 2}, 1, 1e9, 7, 1, 0.5, 4)]
+            processes=[service("web", "failing", restarts=3, exits={"signal": 1, "error": 2}, oom_kills=1, threads=4)],
+            open_files={"web": 7},
         )
     )
 
