@@ -1,9 +1,12 @@
 """``./dev mutate [PATH…]``: make small wrong changes of the agent, one at a time, and list those that no test notices.
 
 A mutant is one change of ``agent_shim``: a statement removed, a condition negated, another number, another constant.
-The tests that reach its line run against it, fastest first, until one fails; if all pass, the mutant survives. Coverage
-measures once, also in child processes of tests, which tests reach which line; ``.mutate`` keeps that and the results,
-so that an interrupted run resumes.
+The tests that reach its line run against it, fastest first, until one fails; if all pass, the mutant survives.
+
+Two stages: forks of one process that has the unit and contract tests loaded (``chaos.mutate_forked``; a fraction of a
+second for each mutant), and for those that survive it a run of pytest with all daily tests, which start agents (seconds
+to minutes for each). Coverage measures once for each stage, in the second also in child processes of tests, which tests
+reach which line; ``.mutate`` keeps that and the results, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -25,15 +28,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 ROOT: Final = Path(__file__).parents[1]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
 DEFAULT_PATHS: Final = ("supervisor", "host", "services/disks", "edges/bus", "actions/dispatch.py")
 MAX_TESTS: Final = 40
 """Tests that run against one mutant, the fastest of those that reach its line."""
+MAX_S: Final = {"forks": 2.0, "processes": 20.0}
+"""Sum of their durations under coverage, by stage."""
 TIMEOUT_S: Final = 120.0
 """A mutant under which the tests take longer is noticed: something waits for ever."""
+Result: TypeAlias = dict[str, object]
+"""Members ``outcome`` (noticed, survived, unreached, not tried), ``tests``, ``by``, ``stage``."""
+Results: TypeAlias = dict[str, Result]
+_FORKS: Final = "forks"
+_PROCESSES: Final = "processes"
+_FORKS_TESTS: Final = ("tests/unit", "tests/contract")
 DAILY: Final = "not root and not image and not slow and not kubernetes and not go_agent and not vm"
 
 _COVERAGE: Final = """
@@ -42,9 +53,11 @@ branch = false
 parallel = true
 source = agent_shim
 data_file = {data}
-patch = subprocess
 sigterm = true
-context = ${{PYTEST_CURRENT_TEST}}
+"""
+_CHILDREN: Final = """
+patch = subprocess
+context = ${PYTEST_CURRENT_TEST}
 """
 """Each test is a process's context: those that tests start inherit the variable."""
 
@@ -162,28 +175,27 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 # --- which tests reach which line -----------------------------------------------------------------------------------
 
 
-def measure(copy: Path, tests: Sequence[str] = ("tests",)) -> None:
-    """Run the daily tests once under coverage; the lines that each reaches and its seconds go into the store."""
-    STORE.mkdir(exist_ok=True)
-    data = STORE / "coverage"
-    for old in STORE.glob("coverage*"):
-        old.unlink()
-    config = STORE / "coveragerc"
-    config.write_text(_COVERAGE.format(data=data))
-    environment = _environment(copy)
+def measure(copy: Path, stage: str, tests: Sequence[str], *, children: bool) -> None:
+    """Run tests once under coverage; the lines that each reaches and its seconds go into the store."""
+    place = STORE / stage
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    config = place / "coveragerc"
+    config.write_text(_COVERAGE.format(data=place / "coverage") + (_CHILDREN if children else ""))
+    environment = {**_environment(copy), "SHIM_MUTATE_DURATIONS": str(place / "durations.json")}
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", DAILY]
-    command += ["-p", "no:cacheprovider", f"--junitxml={STORE / 'junit.xml'}", "-p", "chaos.mutate_contexts", *tests]
-    subprocess.run(command, cwd=copy, env=environment, check=False)
+    command += ["-p", "no:cacheprovider", "-p", "chaos.mutate_contexts", *tests]
+    subprocess.run(command, cwd=copy, env=environment, check=False, stdout=sys.stderr)
     subprocess.run(
         [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", "-q"], cwd=copy, env=environment, check=True
     )
 
 
-def reaching() -> dict[str, dict[int, list[str]]]:
+def reaching(stage: str) -> dict[str, dict[int, list[str]]]:
     """By file and line, the node ids of the tests that reach it, the fastest first."""
-    durations = json.loads((STORE / "durations.json").read_text())
+    durations = json.loads((STORE / stage / "durations.json").read_text())
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    connection = sqlite3.connect(STORE / "coverage")
+    connection = sqlite3.connect(STORE / stage / "coverage")
     rows = connection.execute(
         "select file.path, context.context, line_bits.numbits from line_bits "
         "join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
@@ -195,10 +207,16 @@ def reaching() -> dict[str, dict[int, list[str]]]:
         name = path[path.rindex("agent_shim/") :]
         for line in _lines(bits):
             found[name][line].add(test)
-    return {
-        name: {line: sorted(tests, key=lambda one: durations[one])[:MAX_TESTS] for line, tests in lines.items()}
-        for name, lines in found.items()
-    }
+
+    def fastest(tests: Iterable[str]) -> list[str]:
+        chosen = sorted(tests, key=lambda one: durations[one])[:MAX_TESTS]
+        return [
+            one
+            for one, sum_s in zip(chosen, accumulate(durations[one] for one in chosen), strict=True)
+            if sum_s < MAX_S[stage]
+        ]
+
+    return {name: {line: fastest(tests) for line, tests in lines.items()} for name, lines in found.items()}
 
 
 def _lines(bits: bytes) -> Iterator[int]:
@@ -274,9 +292,9 @@ def chosen(paths: Iterable[str]) -> list[Mutant]:
     return [one for path in files for one in mutants(str(path.relative_to(ROOT)), path.read_text())]
 
 
-def table(results: dict[str, dict[str, object]], wanted: Sequence[Mutant]) -> str:
+def table(results: Results, wanted: Sequence[Mutant]) -> str:
     """Survivors by module."""
-    by_module: dict[str, list[tuple[Mutant, dict[str, object]]]] = defaultdict(list)
+    by_module: dict[str, list[tuple[Mutant, Result]]] = defaultdict(list)
     for one in wanted:
         if one.key in results:
             by_module[one.path].append((one, results[one.key]))
@@ -293,13 +311,87 @@ def table(results: dict[str, dict[str, object]], wanted: Sequence[Mutant]) -> st
     return "\n".join(lines)
 
 
+def try_in_forks(wanted: Sequence[Mutant], results: Results, workers: int) -> None:
+    """The first stage: ``chaos.mutate_forked`` in so many processes."""
+    reached = reaching(_FORKS)
+    tasks = []
+    for one in wanted:
+        if one.key in results:
+            continue
+        if tests := [] if one.is_import_time else _tests_of(one, reached.get(one.path, {})):
+            tasks.append((one, tests))
+        else:
+            results[one.key] = {"outcome": "unreached", "tests": 0, "by": "", "stage": _FORKS}
+    running = []
+    for number in range(workers):
+        given, taken = STORE / f"tasks-{number}.json", STORE / f"results-{number}.jsonl"
+        given.write_text(json.dumps([(asdict(one), tests) for one, tests in tasks[number::workers]]))
+        taken.write_text("")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "chaos.mutate_forked",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            DAILY,
+        ]
+        command += [f"--basetemp={STORE / f'tmp-{number}'}", *_FORKS_TESTS]
+        environment = {**_environment(ROOT), "SHIM_MUTATE_TASKS": str(given), "SHIM_MUTATE_RESULTS": str(taken)}
+        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
+    while any(each.poll() is None for each in running):
+        time.sleep(10)
+        done = sum((STORE / f"results-{number}.jsonl").read_bytes().count(b"\n") for number in range(workers))
+        sys.stderr.write(f"mutate: {done} of {len(tasks)} tried in forks\n")
+    counts = {one.key: len(tests) for one, tests in tasks}
+    for number in range(workers):
+        for line in (STORE / f"results-{number}.jsonl").read_text().splitlines():
+            key, outcome, by = json.loads(line)
+            results[key] = {"outcome": outcome, "tests": counts[key], "by": by, "stage": _FORKS}
+    _save(results)
+
+
+def try_in_processes(wanted: Sequence[Mutant], results: Results, copy: Path, minutes: float) -> None:
+    """The second stage, for what the first did not notice."""
+    reached = reaching(_PROCESSES)
+    left = [one for one in wanted if _is_left(results.get(one.key, {}))]
+    begun_at = time.monotonic()
+    for position, one in enumerate(left, 1):
+        if minutes and time.monotonic() - begun_at > 60 * minutes:
+            sys.stderr.write(f"mutate: time is up at {position} of {len(left)}\n")
+            return
+        if tests := _tests_of(one, reached.get(one.path, {})):
+            alive, by = survives(copy, one, tests)
+            outcome = "survived" if alive else "noticed"
+        else:
+            outcome, by = "unreached", ""
+        results[one.key] = {"outcome": outcome, "tests": len(tests), "by": by, "stage": _PROCESSES}
+        _save(results)
+        sys.stderr.write(f"[{position} of {len(left)}] {one.path}:{one.line} {one.kind}: {outcome}\n")
+
+
+def _is_left(result: Result) -> bool:
+    return result.get("stage") != _PROCESSES and result.get("outcome") != "noticed"
+
+
+def _save(results: Results) -> None:
+    (STORE / "results.json").write_text(json.dumps(results))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if no mutant survived."""
     parser = argparse.ArgumentParser(prog="./dev mutate", description=__doc__)
     parser.add_argument("path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {DEFAULT_PATHS})")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="N mutants of all, chosen at random")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=0, help="stop after that; the next run goes on")
+    parser.add_argument("--quick", action="store_true", help="the first stage only")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the first stage")
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="stop the second stage after that; the next run goes on"
+    )
     parser.add_argument("--measure", action="store_true", help="measure again which tests reach which line")
     asked = parser.parse_args(arguments)
     wanted = chosen(asked.path)
@@ -308,28 +400,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     copy = STORE / "copy"
     _make_copy(copy)
-    if asked.measure or not (STORE / "coverage").exists():
-        sys.stderr.write("mutate: running the daily tests once under coverage\n")
-        measure(copy)
-    tests = reaching()
+    stages = [(_FORKS, _FORKS_TESTS)] if asked.quick else [(_FORKS, _FORKS_TESTS), (_PROCESSES, ("tests",))]
+    for stage, tests in stages:
+        if asked.measure or not (STORE / stage / "coverage").exists():
+            sys.stderr.write(f"mutate: running {' '.join(tests)} once under coverage\n")
+            measure(copy, stage, tests, children=stage == _PROCESSES)
     store = STORE / "results.json"
-    results: dict[str, dict[str, object]] = json.loads(store.read_text()) if store.exists() else {}
-    begun_at = time.monotonic()
-    for position, one in enumerate(wanted, 1):
-        if asked.minutes and time.monotonic() - begun_at > 60 * asked.minutes:
-            sys.stderr.write(f"mutate: time is up at {position} of {len(wanted)}\n")
-            break
-        if one.key in results:
-            continue
-        these = _tests_of(one, tests.get(one.path, {}))
-        if not these:
-            outcome, by = "unreached", ""
-        else:
-            alive, by = survives(copy, one, these)
-            outcome = "survived" if alive else "noticed"
-        results[one.key] = {"outcome": outcome, "tests": len(these), "by": by}
-        store.write_text(json.dumps(results))
-        sys.stderr.write(f"[{position} of {len(wanted)}] {one.path}:{one.line} {one.kind}: {outcome}\n")
+    results: Results = json.loads(store.read_text()) if store.exists() else {}
+    try_in_forks(wanted, results, asked.workers)
+    if not asked.quick:
+        try_in_processes(wanted, results, copy, asked.minutes)
     sys.stdout.write(f"{table(results, wanted)}\n")
     return 1 if any(results.get(one.key, {}).get("outcome") == "survived" for one in wanted) else 0
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import os
 import pwd
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -140,11 +141,14 @@ class _Evidence:
         self._processes, self._caged = processes, caged
         self._by_identity: dict[Identity, str] = {}
         self._by_session: dict[int, tuple[int, str]] = {}
+        by_session: defaultdict[int, list[proc.Stat]] = defaultdict(list)
+        for each in processes.values():
+            by_session[each.session].append(each)
         for label, traces in records:
             for identity in (None if traces.is_guest else traces.known, traces.program, *traces.kin):
                 if identity is not None:
                     self._by_identity.setdefault(identity, label)
-            for number, start in traces.lasting(processes, marked.get(label, ())).items():
+            for number, start in traces.lasting(by_session, marked.get(label, ())).items():
                 self._by_session.setdefault(number, (start, label))
 
     def of(self, each: proc.Stat) -> Verdict | None:

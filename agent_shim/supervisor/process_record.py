@@ -138,14 +138,13 @@ class ProcessRecord(msgspec.Struct):
         """True if the pidfile was written since the last start."""
         return self.begun > 0 and pidfile != self.before
 
-    def lasting(self, processes: Mapping[int, proc.Stat], marked: Collection[int]) -> dict[int, int]:
+    def lasting(self, by_session: Mapping[int, Iterable[proc.Stat]], marked: Collection[int]) -> dict[int, int]:
         """Map number to start tick of sessions still those of our start programs; ``marked`` carry our mark."""
         return {
             session.pid: session.start
             for session in self.sessions
-            for process in processes.values()
-            if process.session == session.pid
-            and process.start_ticks >= session.start
+            for process in by_session.get(session.pid, ())
+            if process.start_ticks >= session.start
             and (
                 process.start_ticks < session.seen
                 or process.pid in marked
