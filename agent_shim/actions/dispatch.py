@@ -149,7 +149,7 @@ class Dispatcher:
         self._agent = agent
         self._tasks = tasks
         self._on_done = on_done
-        self._recent: dict[bytes, tuple[float, asyncio.Future[Task]]] = {}
+        self._recent: dict[bytes, tuple[float, Task | asyncio.Future[Task]]] = {}
         self.rejected = 0
         self.refusing = ""
         """Reason to refuse actions that change the instance; empty while they are accepted."""
@@ -190,23 +190,26 @@ class Dispatcher:
         message = hashlib.blake2b(data, digest_size=16).digest()
         begun = self._known(message, request.reply_to)
         if begun is None:
-            begun = asyncio.ensure_future(self._begin(found, request, data))
+            begun = self._begin(found, request, data)
             # Registered before any await: another connection may deliver the same request meanwhile.
             self._recent.pop(message, None)  # insertion order is age
             self._recent[message] = time.monotonic(), begun
-        task = await asyncio.shield(begun)
+        task = begun if isinstance(begun, Task) else await asyncio.shield(begun)
         return {"agent_task_id": task.id, "state": "running"}, task.id
 
-    async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
+    def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task | asyncio.Future[Task]:
+        if found.persistent:
+            return asyncio.ensure_future(self._begin_persistent(found, request, data))
         cancelled = asyncio.Event() if found.is_cancellable else None
-        if not found.persistent:
-            work = partial(self._run_task, found, request, cancelled)
-            return self._tasks.submit(found.method, work, cancelled=cancelled)
+        work = partial(self._run_task, found, request, cancelled)
+        return self._tasks.submit(found.method, work, cancelled=cancelled)
+
+    async def _begin_persistent(self, found: Action, request: wire.Request, data: bytes) -> Task:
         task = await self._tasks.submit_persistent(found.method, partial(self._run_task, found, request, None), data)
         await self._agent.state_backup.update()
         return task
 
-    def _known(self, message: bytes, reply_to: str) -> asyncio.Future[Task] | None:
+    def _known(self, message: bytes, reply_to: str) -> Task | asyncio.Future[Task] | None:
         """Return the task of an earlier message with this digest: each request on the bus has its own ``reply_to``."""
         old = time.monotonic() - DUPLICATE_WINDOW_S
         while self._recent:

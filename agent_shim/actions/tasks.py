@@ -33,6 +33,10 @@ MAX_MEMORY_OUTCOME_BYTES: Final = 4096
 
 Work = Callable[[], Awaitable[Any]]
 
+_ENDED: Final = asyncio.Event()
+"""The event of all finished tasks."""
+_ENDED.set()
+
 
 class Task(msgspec.Struct):
     """One long action. ``state`` is running (queued too), done or failed; the wire shows only running.
@@ -221,6 +225,8 @@ class Tasks:
         task.state, task.outcome = state, outcome
         task.ended_at = time.monotonic()
         task.ended.set()
+        # A thousand finished tasks are remembered: an event has 0.8 KB.
+        task.ended, task.cancelled = _ENDED, None
 
     async def _stored_outcome(self, task: Task, outcome: Any) -> Any:
         """Return the outcome, or the path of the file with a large one."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import tracemalloc
 import uuid
 from pathlib import Path
 from typing import Any
@@ -304,6 +306,23 @@ async def test_a_flood_of_requests_is_remembered_up_to_a_bound(world: World, mon
     assert ids[6] == ids[5]
     assert ids[7] not in ids[:7]
     assert len(world.dispatcher._recent) <= 3
+
+
+async def test_an_answered_task_takes_less_than_a_kilobyte(world: World) -> None:
+    """A thousand are remembered, and their requests: no event or asyncio task stays with them."""
+    request = {"method": "list_disk", "arguments": [], "protocol": 3}
+    await world.run("list_disk")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            reply = await world.raw(request | {"reply_to": f"director.d.a.{uuid.uuid4()}"})
+            while is_running(reply):
+                reply = await world.call("get_task", reply["value"]["agent_task_id"])
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 100 * 1000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
