@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -41,8 +42,10 @@ def entered() -> Iterator[set[CodeType]]:
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(f"{HOME}/"):
-            found.add(frame.f_code)
+        code = frame.f_code
+        # A module or a class is no function, though an import runs it as one.
+        if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(f"{HOME}/"):
+            found.add(code)
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     threading.setprofile(see)

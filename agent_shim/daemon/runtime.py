@@ -324,7 +324,7 @@ class Runtime:
 
     def _connected(self) -> None:
         self.heartbeat.beat_now()
-        self.firewall.look_again()
+        self.firewall.due.set()
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:

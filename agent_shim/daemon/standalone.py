@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 INSTANCE: Final = "instance.json"
 TASK: Final = "deploy"
+FIRST_PAUSE_S: Final = 1.0
+MAX_PAUSE_S: Final = 30.0
+"""Between attempts."""
 POLL_S: Final = 0.2
 """Interval of checks for running jobs, in seconds."""
 
@@ -60,14 +63,6 @@ class Rendered:
     spec: ApplySpec
     jobs: Mapping[str, Path]
     packages: Mapping[str, Path]
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Seconds: the first and the longest pause between attempts."""
-
-    first: float = 1.0
-    limit: float = 30.0
 
 
 # --- the directory ----------------------------------------------------------------------------------------------------
@@ -192,20 +187,19 @@ class NoBus:
 class Standalone:
     """``run`` is the root task that deploys the directory."""
 
-    def __init__(self, agent: Agent, directory: Path, *, pace: Pace = Pace()) -> None:
+    def __init__(self, agent: Agent, directory: Path) -> None:
         self.obstacle = "the jobs are being deployed"
         """The reason the jobs are not deployed; "" without one."""
         self._agent = agent
         self._directory = directory
-        self._pace = pace
         self._is_new = False
 
     async def run(self) -> NoReturn:
         """Attempt until the deployment succeeds, then wait for ever."""
-        pause = self._pace.first
+        pause = FIRST_PAUSE_S
         while not await self._is_deployed():
             await asyncio.sleep(pause)
-            pause = min(2 * pause, self._pace.limit)
+            pause = min(2 * pause, MAX_PAUSE_S)
         await asyncio.Event().wait()
         raise AssertionError("read-only")
 

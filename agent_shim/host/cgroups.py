@@ -27,10 +27,6 @@ class Hierarchy(msgspec.Struct, frozen=True):
     version: int
     levels: tuple[Path, ...]
 
-    @property
-    def own(self) -> Path:
-        return self.levels[0]
-
 
 class Cgroup(msgspec.Struct, frozen=True):
     """Cgroups of this process; None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
@@ -171,7 +167,7 @@ def oom_level(cgroup: Cgroup, host: host_stats.Memory) -> tuple[int, Path] | Non
     """Return the level that counts as the container for ``oom_kills_of``; None where no kills are reported."""
     if cgroup.memory is None:
         return None
-    return cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.own
+    return cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.levels[0]
 
 
 def oom_kills_of(version: int, level: Path) -> int | None:

@@ -78,7 +78,7 @@ def name_of(pid: int) -> str | None:
     tree = tracker()
     if tree is None:
         return None
-    own = tree.path if place(tree.hierarchy) == tree.hierarchy.own else os.path.dirname(tree.path)  # noqa: PTH120 - text
+    own = tree.path if place(tree.hierarchy) == tree.hierarchy.levels[0] else os.path.dirname(tree.path)  # noqa: PTH120 - text
     top = f"{own.rstrip('/')}/{_DIRECTORY}/"
     path = proc.groups(pid).get(tree.controller, "")
     return _plain(path.removeprefix(top).partition("/")[0]) if path.startswith(top) else None
@@ -118,7 +118,7 @@ def place(hierarchy: cgroups.Hierarchy) -> Path:
             with contextlib.suppress(OSError):
                 if os.getxattr(above, name) == b"1":
                     return above
-    return hierarchy.own
+    return hierarchy.levels[0]
 
 
 class JobCgroup:

@@ -110,7 +110,10 @@ class Bundles:
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         """Link exactly these, link every package into every job, and remove all other bundles."""
-        await self._in_thread(self._link_only, jobs, packages)
+        await self._in_thread(self._link_all, jobs, packages)
+        await self._in_thread(self._keep_only, "job", jobs)
+        await self._in_thread(self._keep_only, "package", packages)
+        await self._in_thread(install_bpm_wrapper, self._paths)
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
         """Return the bundles that are not installed."""
@@ -188,12 +191,6 @@ class Bundles:
             await asyncio.to_thread(function, *arguments)
         except OSError as exc:
             raise ActionError(str(exc)) from exc
-
-    def _link_only(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        self._link_all(jobs, packages)
-        self._keep_only("job", jobs)
-        self._keep_only("package", packages)
-        install_bpm_wrapper(self._paths)
 
     def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         self._activate("package", packages)

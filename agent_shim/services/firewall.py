@@ -61,14 +61,11 @@ class Firewall:
         self._is_linked = is_linked
         self._is_heard = is_heard
         self._refusal = refusal
-        self._due = asyncio.Event()
+        self.due = asyncio.Event()
+        """Has the rules replaced now: the bus may have another address."""
         self._proven: Targets = frozenset()
         """Addresses that were reached with rules in place."""
         self._proxied: Targets = frozenset()
-
-    def look_again(self) -> None:
-        """Replace the rules now: the bus may have another address."""
-        self._due.set()
 
     async def watch(self) -> NoReturn:
         """Maintain the rules for ever."""
@@ -80,10 +77,10 @@ class Firewall:
                 except HostError as exc:
                     self.obstacle = str(exc)
                 self._log_change(before)
-            self._due.clear()
+            self.due.clear()
             try:
                 async with asyncio.timeout(RULES_PERIOD_S):
-                    await self._due.wait()
+                    await self.due.wait()
             except TimeoutError:
                 continue
 

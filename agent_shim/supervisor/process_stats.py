@@ -136,13 +136,10 @@ class _Processes:
 
 
 class ProcessStats:
-    """Reads ``/proc`` per query; ``memory_total`` returns the bytes that percentages refer to.
+    """Reads ``/proc`` per query; ``memory_total`` returns the bytes that percentages refer to."""
 
-    The default is the memory of the container.
-    """
-
-    def __init__(self, memory_total: Callable[[], int] | None = None) -> None:
-        self.memory_total = memory_total or _ContainerMemory()
+    def __init__(self) -> None:
+        self.memory_total: Callable[[], int] = _ContainerMemory()
         self._samples: dict[str, _Sample] = {}
         self._processes = _Processes()
 

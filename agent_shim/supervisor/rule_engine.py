@@ -106,11 +106,8 @@ class RuleEngine:
         self._period = period
         self._watches: dict[str, _Watch] = {}
         self._looks: set[asyncio.Task[None]] = set()
-        self._plan_changed = asyncio.Event()
-
-    def plan_changed(self) -> None:
-        """Wake the engine: there may be rules now."""
-        self._plan_changed.set()
+        self.plan_changed = asyncio.Event()
+        """Wakes the engine: there may be rules now."""
 
     async def run(self) -> NoReturn:
         """Check due services, ``STEPS`` times a cycle, as long as there are rules."""
@@ -118,8 +115,8 @@ class RuleEngine:
         try:
             while True:
                 while not self._ruled():
-                    self._plan_changed.clear()
-                    await self._plan_changed.wait()
+                    self.plan_changed.clear()
+                    await self.plan_changed.wait()
                 due = max(due + self._period / STEPS, time.monotonic())
                 await asyncio.sleep(due - time.monotonic())
                 for look in [look for look in self._looks if look.done()]:

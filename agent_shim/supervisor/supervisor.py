@@ -72,20 +72,17 @@ class Supervisor:
         paths: Paths,
         *,
         on_event: Callable[[Event], None],
-        memory_total: Callable[[], int] | None = None,
         timing: Timing = Timing(),  # noqa: B008 - frozen
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """``memory_total`` returns the bytes that percentages refer to; default: the container's memory.
-
-        With ``is_strict`` a bpm process that requests more than the container can give does not start. For
+        """With ``is_strict`` a bpm process that requests more than the container can give does not start. For
         ``settling()`` seconds after ``start`` the instance is ``starting`` and not yet ``running``.
         """
         self._settling = settling
         self._settled_at = float("-inf")
         self._paths = paths
-        self._readings = ProcessStats(memory_total)
+        self._readings = ProcessStats()
         self._kills = Kills()
         self._checks = RuleEngine(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - it may change
         self._programs = Programs(paths.base, paths.shim_run / "output")
@@ -294,7 +291,7 @@ class Supervisor:
             if key not in self._lives:
                 self._lives[key] = asyncio.create_task(service.live(), name=f"service {key}")
                 self._lives[key].add_done_callback(self._life_ended)
-        self._checks.plan_changed()
+        self._checks.plan_changed.set()
         self._changed()
 
     def _forget_service(self, key: str, service: Service) -> None:

@@ -65,7 +65,7 @@ for hierarchy in dict.fromkeys(filter(None, (cgroups.find().memory, cgroups.find
         joined = group / "agent"
         joined.mkdir()
     (joined / "cgroup.procs").write_text("0")
-    groups.append((hierarchy.own, group))
+    groups.append((hierarchy.levels[0], group))
 
 def remove(group):
     for each in sorted((each for each in group.rglob("*") if each.is_dir()), reverse=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
@@ -48,7 +48,6 @@ class Blobs:
         self._store = store
         self._paths = paths
         self._timing = timing
-        self._opened = AsyncExitStack()
         self._client: Transfer | None = None
 
     async def __aenter__(self) -> Self:

@@ -78,13 +78,11 @@ class DiskMounts:
             managed = ""
         store = self._mounted_on(self._paths.store, disks, managed)
         target = self._mounted_on(self._paths.store_migration_target, disks, managed)
-        return View(disks, managed, store, target, not store and self._has_stranger(disks))
-
-    def _has_stranger(self, disks: dict[str, Disk]) -> bool:
-        store = self._paths.store
-        if not mounts.is_mount_point(store) or markers.read(store) is not None:
-            return False
-        return not any(disk.volume is not None and volumes.shows(store, disk.volume) for disk in disks.values())
+        place = self._paths.store
+        has_stranger = not store and mounts.is_mount_point(place) and markers.read(place) is None
+        if has_stranger:
+            has_stranger = not any(disk.volume and volumes.shows(place, disk.volume) for disk in disks.values())
+        return View(disks, managed, store, target, has_stranger)
 
     def _find(self, cid: str, known: DiskSettings) -> Disk:
         place = known.place

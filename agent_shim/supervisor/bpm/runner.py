@@ -117,15 +117,13 @@ class Bpm:
     With ``is_strict`` an unsupported request is an error, else a warning.
     """
 
-    def __init__(
-        self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False, level: int = 0
-    ) -> None:
-        """``level`` is the strongest isolation to use; default: the strongest the container allows."""
+    def __init__(self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False) -> None:
         self._paths = paths
         self._programs = programs
         self._user = user
         self._is_strict = is_strict
-        self._level = level
+        self._level = 0
+        """The strongest isolation to use, the lowest level: that of the container unless this is above it."""
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._runs: dict[tuple[str, str], process.Process] = {}
         self._limits: dict[tuple[str, str], tuple[int, int]] = {}
