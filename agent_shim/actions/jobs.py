@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +19,6 @@ from agent_shim.host import network
 from agent_shim.services.blobstore import BlobRef
 from agent_shim.services.bundles import Bundle
 from agent_shim.supervisor.supervisor import JobFile
-
-logger = logging.getLogger(__name__)
 
 ADDRESS: Final = ("ip", "netmask", "gateway")
 """Members of a dynamic network that the agent fills in."""

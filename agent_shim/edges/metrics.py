@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.machinery
-import logging
 import os
 import sys
 import time
@@ -33,8 +32,6 @@ from agent_shim.host import clock
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.process_finder import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
-
-logger = logging.getLogger(__name__)
 
 
 class _Placeholder(ModuleType):
@@ -424,26 +421,6 @@ def _family(
 
 _gauge = partial(_family, GaugeMetricFamily)
 _counter = partial(_family, CounterMetricFamily)
-
-
-def table() -> str:
-    """Render all families as a Markdown table for docs/metrics.md."""
-    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in [*Metrics(Readings).collect(), *ProcessCollector(registry=None).collect()]:
-        ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        names: Sequence[str] = _OF_INFO.get(family.name) or getattr(family, "_labelnames", None) or ()
-        labels = ", ".join(f"`{label}`" for label in names)
-        rows.append(f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |")
-    return "\n".join(rows)
-
-
-_OF_INFO: Final = {
-    "agent_shim_build": ("version", "python"),
-    "agent_shim_stemcell": ("os", "version"),
-    "agent_shim_instance": INSTANCE,
-    "agent_shim_process": ("process", "job"),
-}
-"""Labels of info metrics, whose value is in their labels."""
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------

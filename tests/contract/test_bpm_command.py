@@ -20,8 +20,8 @@ from agent_shim.core.paths import Paths
 from agent_shim.edges import control_server
 from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
-from agent_shim.supervisor.bpm import bpm_api, runner
-from tests.support import jobs
+from agent_shim.supervisor.bpm import bpm_api
+from tests.support import bpm_keys, jobs
 from tests.support.control_peer import answering
 from tests.support.programs import end_marked, eventually, is_alive
 from tests.support.terminals import Terminal
@@ -364,7 +364,7 @@ def test_levels_of_the_table_are_those_that_are_used() -> None:
     """Each key says for every level what becomes of it, and the document has just that."""
     root = Path(__file__).resolve().parents[2]
 
-    assert runner.key_table() in (root / "docs/bpm.md").read_text()
+    assert bpm_keys.table() in (root / "docs/bpm.md").read_text()
 
 
 SLOW = frozenset(

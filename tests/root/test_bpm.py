@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agent_shim.host import sandbox
-from agent_shim.supervisor.bpm.runner import HONOURED
 from tests.root.conftest import Inside
+from tests.support.bpm_keys import HONOURED
 
 pytestmark = pytest.mark.root
 

@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from agent_shim.edges import metrics
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
-from tests.support import commands_page, limits_page, shell_pages
+from tests.support import commands_page, limits_page, metrics_page, shell_pages
 
 PAGES: Final = ROOT / "docs"
 PROMETHEUS: Final = ROOT / "deploy/prometheus"
@@ -115,7 +114,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("lifecycle.md", "boot steps"): boot_steps,
     ("limits.md", "limits"): limits_page.table,
     ("monit-deviations.md", "statements"): statements,
-    ("metrics.md", "metrics"): lambda: f"{metrics.table()}\n",
+    ("metrics.md", "metrics"): metrics_page.table,
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent_shim.edges import metrics
 from benchmarks import draw
 from kubernetes_cpi import names
+from tests.support import metrics_page
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORDS = frozenset({"instance", "job", "le"})
@@ -24,7 +24,7 @@ _LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 def families() -> dict[str, set[str]]:
     """Names of series, and the labels of each."""
     found = {}
-    for row in metrics.table().splitlines()[2:]:
+    for row in metrics_page.table().splitlines()[2:]:
         name, kind, labels = (cell.strip(" `") for cell in row.split("|")[1:4])
         known = set(re.findall(r"\w+", labels))
         for ending in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):

@@ -1,0 +1,38 @@
+"""Support of each key of bpm.yml at each level of isolation: the table of docs/bpm.md, played by the root ring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
+    "name": ("yes", "yes", "yes"),
+    "executable": ("yes", "yes", "yes"),
+    "args": ("yes", "yes", "yes"),
+    "env": ("yes", "yes", "yes"),
+    "workdir": ("yes", "yes", "yes"),
+    "hooks.pre_start": ("yes", "yes", "yes"),
+    "capabilities": ("those the container has", "those the container has", "those the container has, root only"),
+    "limits.memory": ("a cgroup, else a watchdog", "a cgroup, else a watchdog", "a cgroup, else a watchdog"),
+    "limits.open_files": ("up to the container's", "up to the container's", "up to the container's"),
+    "limits.processes": ("with a cgroup", "with a cgroup", "with a cgroup"),
+    "limits.core_file_size": ("up to the container's", "up to the container's", "up to the container's"),
+    "ephemeral_disk": ("yes", "yes", "made; no rules"),
+    "persistent_disk": ("yes", "yes", "made; no rules"),
+    "additional_volumes[].path": ("yes", "yes", "made; no rules"),
+    "additional_volumes[].writable": ("yes", "yes", "no rules"),
+    "additional_volumes[].allow_executions": ("yes", "yes", "no rules"),
+    "additional_volumes[].mount_only": ("yes", "yes", "yes"),
+    "additional_volumes[].shared": ("yes", "not needed: no mounts", "not needed: no mounts"),
+    "unsafe.privileged": ("yes", "what the container has, no rules", "what the container has"),
+    "unsafe.unrestricted_volumes": ("yes", "yes; one opens all below it", "no rules"),
+    "unsafe.host_pid_namespace": ("yes", "yes: may signal; all see all", "always so"),
+    "shutdown_signal": ("yes", "yes", "yes"),
+}
+"""Support for each key in levels 1, 2 and 3."""
+
+
+def table() -> str:
+    """Render ``HONOURED`` as a Markdown table."""
+    rows = [f"| `{key}` | {' | '.join(levels)} |" for key, levels in HONOURED.items()]
+    return "\n".join(["| Key | Level 1 | Level 2 | Level 3 |", "|---|---|---|---|", *rows])
