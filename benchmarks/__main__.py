@@ -9,8 +9,9 @@ A part that comes to no end keeps the figures it has, and is listed under ``miss
 on a quiet machine, some twenty minutes long. ``--beside FILE`` adds a column for another agent, from the JSON that an
 earlier run with ``--agent-command`` has printed (``python -m benchmarks.go_agent`` for the Go agent). ``--from FILE``
 measures nothing and takes figures of an earlier run.
-``large`` (GBs of logs, a large compiled package, a large apply) is only measured when it is named, and so is ``cpi``:
-the Kubernetes CPI on a node of its own, as root.
+``large`` (GBs of logs, a large compiled package, a large apply) is only measured when it is named, and so are ``scale``
+(1 000 and 10 000 light agents and an outage of their bus) and ``cpi``: the Kubernetes CPI on a node of its own, as
+root.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks import (
     installs,
     large,
     lifecycles,
+    light,
     neighbours,
     pings,
     table,
@@ -62,7 +64,7 @@ PARTS: Final[dict[str, Part]] = {
     "ageing": ageing.measure,
 }
 HERE: Final = Path(__file__).parent
-ON_DEMAND: Final[dict[str, Part]] = {"large": large.measure, "cpi": cpi.measure}
+ON_DEMAND: Final[dict[str, Part]] = {"large": large.measure, "scale": light.measure, "cpi": cpi.measure}
 
 
 async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tuple[Figures, dict[str, str]]:

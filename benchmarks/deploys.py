@@ -32,8 +32,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         await update(w, "first", POLL_S)
         polled, bare, nothing = [], [], []
         steps: Steps = {}
+        turns: Steps = {}
         for number in range(ROUNDS):
-            polled.append(await update(w, f"polled-{number}", POLL_S))
+            polled.append(await update(w, f"polled-{number}", POLL_S, turns=turns))
             bare.append(await update(w, f"bare-{number}", 0, steps))
             nothing.append(await no_op(w))
         floor_is = "the same asked without a pause"
@@ -41,6 +42,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         found["deploy_without_changes"] = figure(nothing, "s")
         for name, seconds in steps.items():
             found[f"deploy_step_{name}"] = figure(seconds, "s")
+        for name, counts in turns.items():
+            found[f"deploy_queries_of_{name}"] = figure(counts, "queries")
         begun_at = time.monotonic()
         instances = max(2, int(INSTANCES * scale))
         row = [await update(w, f"row-{number}", POLL_S) for number in range(instances)]
@@ -49,13 +52,16 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     found["20_instances_one_after_the_other"] = figure([whole / instances * INSTANCES], "s")
 
 
-async def update(w: World, version: str, poll: float, steps: Steps | None = None) -> float:
+async def update(
+    w: World, version: str, poll: float, steps: Steps | None = None, *, turns: Steps | None = None
+) -> float:
     """A change of everything on one instance, the steps in the order of the Director's instance updater.
 
-    The seconds of each, from the request until the result has arrived, are added to ``steps``.
+    The seconds of each, from the request until the result has arrived, are added to ``steps``, and how often its task
+    was queried to ``turns``.
     """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
-    ask = _asking(w, poll, {} if steps is None else steps)
+    ask = _asking(w, poll, {} if steps is None else steps, {} if turns is None else turns)
     begun_at = time.monotonic()
     await ask("prepare", spec)
     await ask("run_script", "pre-stop", {"env": KEEP})
@@ -83,14 +89,15 @@ async def no_op(w: World) -> float:
     return time.monotonic() - begun_at
 
 
-def _asking(w: World, poll: float, steps: Steps) -> Callable[..., Awaitable[Any]]:
+def _asking(w: World, poll: float, steps: Steps, turns: Steps) -> Callable[..., Awaitable[Any]]:
     w.director.poll = poll
 
     async def ask(method: str, *arguments: Any) -> Any:
         name = arguments[0] if method == "run_script" else method
-        begun_at = time.monotonic()
+        begun_at, before = time.monotonic(), w.director.polls
         result = await w.director.run(AGENT, method, *arguments)
         steps.setdefault(name, []).append(time.monotonic() - begun_at)
+        turns.setdefault(name, []).append(w.director.polls - before)
         return result
 
     return ask

@@ -51,7 +51,7 @@ VITALS: Final = {
     "swap": {"kb": "0", "percent": "0"},
     "uptime": {"secs": 123456},
 }
-_BEAT: Final = heartbeat.build(
+BEAT: Final = heartbeat.build(
     deployment="deployment",
     job="job",
     index=0,
@@ -80,7 +80,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
     async def measure() -> None:
         """The vitals are always the same."""
 
-    beat = heartbeat.Heartbeat(measure, lambda _: _BEAT, send)
+    beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
     buses.append(bus)
     await asyncio.gather(bus.run(), beat.run())
@@ -114,7 +114,8 @@ async def crowd() -> None:
 class Crowds:
     """The processes, and the last line of each, added up."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "benchmarks.scale") -> None:
+        self._module = module
         self._children: list[asyncio.subprocess.Process] = []
         self._reading: list[asyncio.Task[None]] = []
         self._last: dict[int, dict[str, float]] = {}
@@ -123,7 +124,7 @@ class Crowds:
     async def add(self, given: dict[str, Any]) -> None:
         """One more process with these agents."""
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.scale", "--crowd"),
+            *(sys.executable, "-m", self._module, "--crowd"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -201,7 +202,10 @@ class Point:
     """After the server listens again."""
     attempts: float = 0.0
     """Processor time of each agent from the end of the server to its reconnection."""
+    most_attempts_away: float = 0.0
+    """In any second between the kill and the next start."""
     most_attempts_per_second: float = 0.0
+    """In any second after it."""
     deaf: int = 0
     curve: list[tuple[float, float, float]] | None = None
     """Seconds since the server listens again, how many are back, attempts so far."""
@@ -238,7 +242,7 @@ async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> No
     await asyncio.sleep(STEADY_S)
     point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
     point.messages_per_second = (len(monitor.notices) - before) / watch.seconds
-    point.payload_bytes_per_second = point.messages_per_second * len(_BEAT)
+    point.payload_bytes_per_second = point.messages_per_second * len(BEAT)
     point.server_mb = pss(server.pid)
 
 
@@ -251,11 +255,13 @@ async def asked(director: Director, count: int) -> tuple[float, int]:
     return watch.seconds, sum(isinstance(each, BaseException) for each in answers)
 
 
-async def storm(point: Point, server: NatsServer, crowds: Crowds) -> None:
+async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = AWAY_S) -> None:
     """Kill the server; start it again after a while; how all come back."""
     before, used = crowds.now, crowds.cpu
+    crowds.series.clear()
     await server.kill()
-    await asyncio.sleep(AWAY_S)
+    await asyncio.sleep(away)
+    point.most_attempts_away = steepest([(at, now["attempts"]) for at, now in crowds.series])
     crowds.series.clear()
     await server.start()
     back = time.monotonic()
@@ -288,7 +294,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
         points.append(asdict(await measure(count)))
         if kept is not None:  # a machine that cannot hold the next number does not take the others with it
             kept.write_text(json.dumps(points))
-    beat = statistics.mean([len(_BEAT)])
+    beat = statistics.mean([len(BEAT)])
     return {
         "cores": os.cpu_count(),
         "beat_bytes": beat,

@@ -1,8 +1,9 @@
 """Model of the cost of many agents on one nats-server, fitted to measurements; a simulation of their reconnection.
 
 A reconnection is a handshake with mutual TLS, which needs a processor: active handshakes share the processors evenly,
-and one that exceeds its timeout is wasted. The pauses are those of the bus module. The simulation is by discrete
-events.
+and one that exceeds its timeout is wasted. After it the server looks for the certificate's user among all users, one
+connection at a time, whatever the number of its processors. The pauses are those of the bus module. The simulation is
+by discrete events.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any, Final
 
 from agent_shim.edges.bus.nats import Timing
 
-BEYOND: Final = (1000, 10_000, 100_000)
+BEYOND: Final = (1000, 2000, 3000, 5000, 10_000, 100_000)
 SERVER_CORES: Final = 4
+HANDSHAKE_S: Final = 0.0016
+SEARCH_S: Final = 1.7e-6
+"""Processor time of the server for a handshake, and for each user that its search passes: ``./dev bench scale``."""
 HEARTBEAT_PERIOD_S: Final = 30.0
 """Seconds between two heartbeats of an agent."""
 PING_PERIOD_S: Final = 5.0
@@ -37,21 +41,33 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
     for name in ("back_median", "back_last", "attempts"):
         checks[name] = {"modelled": round(here[name], 2), "measured": round(last[name], 2)}
     handshake, client = _each(measured, "handshake_cpu"), _each(measured, "agent_cpu")
+    return {"handshake_cpu": handshake, "agent_cpu": client, "checks": checks, "beyond": _beyond(measured)}
+
+
+def _beyond(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Many more agents, each with a user of its own, and a server with a core for itself or several."""
     beyond = []
     for count in BEYOND:
         told = {name: _linear(measured, name, count) for name in ("server_mb", "server_cpu_percent")}
-        outage = storm(count, SERVER_CORES / handshake, 60)
+        capacity = handshakes_per_s(count, SERVER_CORES)
+        outage = storm(count, capacity, 60)
         beyond.append(
             {
                 "agents": count,
                 **{name: round(value, 1) for name, value in told.items()},
                 "heartbeats_per_second": round(count / HEARTBEAT_PERIOD_S, 1),
                 "pings_per_second": round(count * 2 / PING_PERIOD_S),
-                "handshakes_per_second": round(SERVER_CORES / handshake),
+                "handshakes_per_second": round(capacity),
                 **{f"storm_{name}": round(value, 2) for name, value in outage.items()},
             }
         )
-    return {"handshake_cpu": handshake, "agent_cpu": client, "checks": checks, "beyond": beyond}
+    return beyond
+
+
+def handshakes_per_s(users: int, cores: int) -> float:
+    """Return the most connections that a server with so many users accepts in a second."""
+    search = SEARCH_S * users
+    return min(cores / (HANDSHAKE_S + search), 1 / search)
 
 
 def _each(points: Sequence[dict[str, Any]], name: str) -> float:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -88,7 +88,11 @@ class NatsServer:
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
         """Admit an agent by its two certificates or one of them; effective at once on a running server."""
-        self._agents[agent_id] = (bootstrap, permanent)
+        await self.add_agents([agent_id], bootstrap=bootstrap, permanent=permanent)
+
+    async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True, permanent: bool = True) -> None:
+        """Admit many agents in one reload."""
+        self._agents.update(dict.fromkeys(agent_ids, (bootstrap, permanent)))
         await self.reload()
 
     async def remove_agent(self, agent_id: str) -> None:

@@ -142,6 +142,8 @@ class Director:
     def __init__(self, *, poll: float = 1.0) -> None:
         self.uuid = str(uuid.uuid4())
         self.poll = poll
+        self.polls = 0
+        """Queries of tasks so far."""
         self._peer: Peer | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
@@ -193,6 +195,7 @@ class Director:
         until = time.monotonic() + limit if limit is not None else float("inf")
         answer = await self.value(agent_id, method, *arguments, timeout=timeout)
         while task_id := _running(answer):
+            self.polls += 1
             answer = await self.value(agent_id, "get_task", task_id, timeout=timeout)
             if _running(answer):
                 if time.monotonic() > until:

@@ -12,7 +12,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import proc
-from benchmarks import boots
+from benchmarks import boots, light
 from benchmarks.__main__ import measure
 from benchmarks.go_agent import SCRIPT
 from benchmarks.idle import free_port
@@ -131,3 +131,14 @@ async def test_boots_of_root_have_the_figure_and_its_steps(monkeypatch: pytest.M
 
     assert missing == {}
     assert figures["exec_to_first_pong_as_root"]["steps_ms"]
+
+
+async def test_light_agents_come_back_after_an_outage() -> None:
+    """Each with the certificate of its own user: the server would refuse any other's subscription."""
+    point, cost = await light.outage(20, 1.0, 0.1)
+
+    assert min(cost, point.handshake_cpu) > 0
+    assert point.attempts > 1  # each was connected, and one of them at least tried while the server was away
+    assert point.most_attempts_away >= 1
+    assert point.curve is not None
+    assert point.curve[-1][1] == 20
