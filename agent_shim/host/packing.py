@@ -36,6 +36,8 @@ VANISHED: Final = "it vanished before it was read"
 
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
+GATHERED_BYTES: Final = 64 * 1024
+"""Pieces of the archive below this are gathered up to it."""
 LEVEL: Final = 2
 """Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
 
@@ -332,6 +334,27 @@ def _inner_target(entry: _Entry, target: str) -> str:
     return "" if path == ".." or path.startswith("../") else posixpath.relpath(f"/{path}", f"/{here}")
 
 
+def header_block(header: tarfile.TarInfo) -> bytes:
+    """Return what ``header.tobuf`` does, for a usual regular file in a quarter of the time."""
+    name, uname, gname = (text.encode("utf-8", "surrogateescape") for text in (header.name, header.uname, header.gname))
+    numbers = header.mode & 0o7777, header.uid, header.gid, header.size, int(header.mtime)
+    is_usual = (
+        header.type == tarfile.REGTYPE
+        and not header.linkname
+        and len(name) <= tarfile.LENGTH_NAME
+        and max(len(uname), len(gname)) <= 32
+        and min(numbers) >= 0
+        and max(numbers[:3]) < 8**7
+        and max(numbers) < 8**11
+    )
+    if not is_usual:
+        return header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    head = name.ljust(100, b"\0") + b"%07o\0%07o\0%07o\0%011o\0%011o\0" % numbers
+    tail = header.type + bytes(100) + tarfile.GNU_MAGIC + uname.ljust(32, b"\0") + gname
+    # The sum counts its own field as eight blanks.
+    return (head + b"%06o\0 " % (sum(head) + sum(tail) + 8 * 32) + tail).ljust(tarfile.BLOCKSIZE, b"\0")
+
+
 class Sink:
     """Output of the archive: through gzip and the digests to the file."""
 
@@ -343,17 +366,32 @@ class Sink:
         # 31: with a gzip header, which holds neither name nor time.
         self._gzip = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, 31) if compressed else None
         self._buffer = memoryview(bytearray(files.CHUNK_BYTES))
+        self._gathered = bytearray()
 
     def dated(self, mtime: int) -> int:
         """Return the time written for an entry."""
         return mtime if self._newest is None else min(mtime, self._newest)
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write ``data``; headers and small files are compressed and hashed several at a time."""
+        if len(data) >= GATHERED_BYTES:
+            self._write_gathered()
+            self._compress(data)
+            return
+        self._gathered += data
+        if len(self._gathered) >= GATHERED_BYTES:
+            self._write_gathered()
+
+    def _write_gathered(self) -> None:
+        self._compress(self._gathered)
+        self._gathered.clear()
+
+    def _compress(self, data: bytes | bytearray | memoryview) -> None:
         self._put(self._gzip.compress(data) if self._gzip else data)
 
     def write_header(self, header: tarfile.TarInfo) -> None:
         self._newest_seen = max(self._newest_seen, int(header.mtime))
-        self.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+        self.write(header_block(header))
 
     def write_text(self, name: str, text: str) -> None:
         """Write a generated file, as old as the newest packed one."""
@@ -387,10 +425,9 @@ class Sink:
 
     def _write_run(self, fd: int, begin: int, size: int) -> tuple[int, OSError | None]:
         left = size
-        os.lseek(fd, begin, os.SEEK_SET)
         while left:
             try:
-                count = os.readv(fd, [self._buffer[: min(left, files.CHUNK_BYTES)]])
+                count = os.preadv(fd, [self._buffer[: min(left, files.CHUNK_BYTES)]], begin + size - left)
             except OSError as exc:
                 return size - left, exc
             if not count:
@@ -407,11 +444,12 @@ class Sink:
     def finish(self) -> MultipleDigest:
         """Write the end of the archive: two empty blocks."""
         self.write(bytes(2 * tarfile.BLOCKSIZE))
+        self._write_gathered()
         if self._gzip:
             self._put(self._gzip.flush())
         return self._hasher.digest()
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
         self._hasher.update(data)
         try:
             self._out.write(data)

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import archive, guarded, packing
@@ -127,6 +130,31 @@ def test_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) -> None:
             os.chown(path, 12, 34, follow_symlinks=False)
 
     assert packed(Tree(str(copy))) == first
+
+
+@given(
+    st.one_of(st.text(max_size=120), st.sampled_from(["n" * 100, "n" * 101, "é" * 50, "\udcff" * 100])),
+    st.tuples(*[st.integers(-1, 8**bits) | st.sampled_from([8**bits - 1]) for bits in (4, 7, 7, 11, 11)]),
+    st.sampled_from(["", "root", "u" * 32, "u" * 33]),
+    st.sampled_from([tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE]),
+    st.sampled_from(["", "target"]),
+)
+def test_header_is_that_of_tarfile(
+    name: str, numbers: tuple[int, int, int, int, int], owner: str, kind: bytes, target: str
+) -> None:
+    """To the byte, also where a field is full or too long."""
+    header = tarfile.TarInfo(name)
+    header.mode, header.uid, header.gid, header.size, header.mtime = numbers
+    header.uname = header.gname = owner
+    header.type, header.linkname = kind, target
+
+    try:
+        wanted = header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    except ValueError as exc:
+        with pytest.raises(ValueError, match=re.escape(str(exc))):
+            packing.header_block(header)
+    else:
+        assert packing.header_block(header) == wanted
 
 
 def test_the_digests_are_those_of_the_archive(tree: Path) -> None:
@@ -419,15 +447,15 @@ def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_disk_that_fails_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tree is live; a package is not half packed."""
     make(tmp_path, ["a", "b"])
-    honest = os.readv
+    honest = os.preadv
 
-    def readv(fd: int, buffers: list[memoryview]) -> int:
-        count = honest(fd, buffers)
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = honest(fd, buffers, offset)
         if bytes(buffers[0][:1]) == b"a":
             raise OSError(5, "Input/output error")
         return count
 
-    monkeypatch.setattr(os, "readv", readv)
+    monkeypatch.setattr(os, "preadv", preadv)
     data = logs(tmp_path)
 
     assert content(data, "./b") == b"b"
