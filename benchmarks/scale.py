@@ -51,7 +51,7 @@ VITALS: Final = {
     "swap": {"kb": "0", "percent": "0"},
     "uptime": {"secs": 123456},
 }
-BEAT: Final = heartbeat.build(
+_MESSAGE: Final = heartbeat.Message(
     deployment="deployment",
     job="job",
     index=0,
@@ -60,6 +60,7 @@ BEAT: Final = heartbeat.build(
     node_id="a0b1c2d3-e4f5-6789-abcd-ef0123456789",
     number_of_processes=5,
 )
+BEAT: Final = msgspec.json.encode(_MESSAGE)
 
 
 # --- about fifty agents ---------------------------------------------------------------------------------------------

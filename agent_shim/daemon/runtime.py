@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from agent_shim.actions import (  # noqa: F401 - importing registers them
     access,
     blobs,
@@ -334,7 +336,7 @@ class Runtime:
 
     def _compose(self, vitals: dict[str, Any] | None) -> bytes:
         spec = self.agent.spec.current
-        return heartbeat.build(
+        message = heartbeat.Message(
             deployment=spec.deployment,
             job=spec.job.name,
             index=spec.index,
@@ -343,6 +345,7 @@ class Runtime:
             node_id=spec.id,
             number_of_processes=self.agent.supervisor.count(),
         )
+        return msgspec.json.encode(message)
 
     async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the command ``monit`` and clients of its API (see ``supervisor.monit.monit_api``)."""

@@ -21,32 +21,20 @@ logger = logging.getLogger(__name__)
 V = TypeVar("V")
 
 
-def build(
-    *,
-    deployment: str,
-    job: str | None,
-    index: int | None,
-    job_state: str,
-    vitals: Any,
-    node_id: str,
-    number_of_processes: int | None,
-) -> bytes:
-    """Encode a heartbeat.
+class Message(msgspec.Struct, frozen=True):
+    """A heartbeat.
 
     It has neither ``id`` nor ``timestamp``: the Health Monitor drops repeated ids and non-integer times
     (``events/base.rb``, ``events/heartbeat.rb``).
     """
-    return msgspec.json.encode(
-        {
-            "deployment": deployment,
-            "job": job,
-            "index": index,
-            "job_state": job_state,
-            "vitals": vitals,
-            "node_id": node_id,
-            "number_of_processes": number_of_processes,
-        }
-    )
+
+    deployment: str
+    job: str | None
+    index: int | None
+    job_state: str
+    vitals: Any
+    node_id: str
+    number_of_processes: int | None
 
 
 class Heartbeat(Generic[V]):

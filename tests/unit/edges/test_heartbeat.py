@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import BusError
-from agent_shim.edges.heartbeat import Heartbeat, build
+from agent_shim.edges.heartbeat import Heartbeat, Message
 from tests.support import protocol
 from tests.support.bus import until
 
@@ -255,16 +256,16 @@ def test_s7_message() -> None:
     """The members of the Go agent's heartbeat and no other: an id or a time would make it be dropped."""
     given = protocol.message("heartbeat")
 
-    assert json.loads(build(**given)) == given
+    assert msgspec.to_builtins(Message(**given)) == given
 
 
 def test_s7_message_before_the_first_apply() -> None:
     """Unknown values are null or empty, as in Go."""
-    message = build(
+    message = Message(
         deployment="", job=None, index=None, job_state="running", vitals={}, node_id="", number_of_processes=None
     )
 
-    assert json.loads(message) == {
+    assert msgspec.to_builtins(message) == {
         "deployment": "",
         "job": None,
         "index": None,
