@@ -1,6 +1,6 @@
 """``python -m benchmarks.functions``: the functions of the agent on the paths of an apply, a start and a restart.
 
-Counts distinct functions entered in all threads, comprehensions and lambdas aside: in all of ``agent_shim``, in its
+Counts distinct functions entered in all threads, without comprehensions and lambdas: in all of ``agent_shim``, in its
 supervisor's three modules of states, services and requests, and those of states and services without properties.
 ``-v`` lists them.
 """
