@@ -6,6 +6,7 @@ tests' own process has the mutant: a survivor says nothing yet about tests that 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import json
@@ -13,7 +14,7 @@ import os
 import select
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Final, TypeAlias
@@ -25,11 +26,14 @@ from chaos.mutate import ROOT, Mutant
 TASKS: Final = "SHIM_MUTATE_TASKS"
 """Names a file with a list of ``[mutant, [node id of a test, …]]``."""
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
-"""Names the file to which a line of JSON is added for each mutant: its key, the outcome, and the test or reason."""
+"""Names the file that takes a line of JSON for each mutant: key, outcome, number of tests, the test that failed."""
 TIMEOUT_S: Final = 60.0
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
+_LIBC: Final = ctypes.CDLL(None)
+_CLONE_NEWNS: Final = 0x20000
+"""Mounts of a mutant end with its fork."""
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
 
@@ -44,7 +48,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         for members, names in tasks:
             mutant = Mutant(**members)
             outcome, by = _try(mutant, [items[name] for name in names if name in items], functions)
-            results.write(json.dumps([mutant.key, outcome, by]) + "\n")
+            results.write(json.dumps([mutant.key, outcome, len(names), by]) + "\n")
     return True
 
 
@@ -63,12 +67,25 @@ class _FirstFailure:
 
 def _try(mutant: Mutant, items: list[pytest.Item], functions: _Functions) -> tuple[str, str]:
     """Return ``noticed``, ``survived`` or ``not tried``, and the test that failed or the reason."""
+    code, by = _forked(lambda: exchange(mutant, functions), items)
+    if code == _NOT_TRIED:
+        return "not tried", by
+    if code == 0:
+        return "survived", ""
+    failed = [item for item in items if item.nodeid == by]
+    if failed and _forked(lambda: None, failed)[0] != 0:
+        return "not tried", f"{by} fails without the mutant"
+    return "noticed", by
+
+
+def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, str]:
+    """Make a change in a fork and run tests there; return its exit code, and the test that failed or the reason."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()
         os.close(reading)
-        _in_fork(mutant, items, functions, writing)
+        _in_fork(change, items, writing)
     os.close(writing)
     try:
         pidfd = os.pidfd_open(pid)
@@ -80,20 +97,15 @@ def _try(mutant: Mutant, items: list[pytest.Item], functions: _Functions) -> tup
         _, status = os.waitpid(pid, 0)
     by = os.read(reading, 4096).decode(errors="replace")
     os.close(reading)
-    if not ended:
-        return "noticed", f"took longer than {TIMEOUT_S:g} s"
-    match os.waitstatus_to_exitcode(status):
-        case 0:
-            return "survived", ""
-        case code if code == _NOT_TRIED:
-            return "not tried", by
-        case code:
-            return "noticed", by or f"ended with {code}"
+    return os.waitstatus_to_exitcode(status), by if ended else f"took longer than {TIMEOUT_S:g} s"
 
 
-def _in_fork(mutant: Mutant, items: list[pytest.Item], functions: _Functions, to: int) -> None:
+def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int) -> None:
+    if os.geteuid() == 0 and _LIBC.unshare(_CLONE_NEWNS) != 0:
+        os.write(to, b"cannot unshare mounts")
+        os._exit(_NOT_TRIED)
     try:
-        exchange(mutant, functions)
+        change()
     except (LookupError, ValueError) as error:
         os.write(to, str(error).encode())
         os._exit(_NOT_TRIED)
