@@ -305,16 +305,20 @@ class Service:
 
     async def _work(self) -> None:
         """Do the work of each state in turn, until an event interrupts it."""
-        work = {
-            Work.REST: asyncio.Event().wait,
-            Work.LAUNCH: self._launch,
-            Work.WATCH: self._watch,
-            Work.SETTLE: self._settle,
-            Work.WAIT: self._wait_and_retry,
-            Work.END: self._end,
-        }
         while True:
-            await work[WORK[self.record.state]]()
+            match WORK[self.record.state]:
+                case Work.REST:
+                    await asyncio.Event().wait()
+                case Work.LAUNCH:
+                    await self._launch()
+                case Work.WATCH:
+                    await self._watch()
+                case Work.SETTLE:
+                    await self._settle()
+                case Work.WAIT:
+                    await self._wait_and_retry()
+                case Work.END:
+                    await self._end()
 
     def release(self) -> None:
         """Drop the process handles; the processes stay alive."""
