@@ -379,13 +379,28 @@ async def test_answered_stop_is_saved(world: World) -> None:
 
 async def test_stop_without_waiting_returns_at_once(world: World) -> None:
     """As callers with protocol 2 expect it."""
-    async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
+    seen = world.base / "seen"
+    stop = f"until [ -e {seen} ]; do sleep 0.02; done; kill $(cat $pidfile)"
+    async with world.supervising(world.job("web", None, stop)) as supervisor:
         await until(supervisor, "web", "running")
         await supervisor.stop(wait=False)
 
         assert info(supervisor, "web").state == "stopping"
         assert world.paths.stopped_marker.exists()
+        seen.touch()
         await until(supervisor, "web", "stopped")
+
+
+async def test_a_job_starts_though_its_monit_file_cannot_be_written(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is only for operators to read."""
+    world.paths.monit_job.parent.mkdir(parents=True, exist_ok=True)
+    world.paths.monit_job.write_text("")
+    async with world.supervising(world.job("web")) as supervisor:
+        await until(supervisor, "web", "running")
+
+    assert "cannot write monit files for operators" in caplog.text
 
 
 async def test_stop_runs_the_stop_program_though_the_process_is_gone(world: World) -> None:
