@@ -56,7 +56,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     import difflib  # late: only for an unknown word
 
     by_case = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(word.lower(), by_case, n=1)
+    moved = [each for each in by_case if each.endswith(f".{word.lower()}")]
+    near = moved or difflib.get_close_matches(word.lower(), by_case, n=1)
     if not near:
         return ""
     *outer, name = by_case[near[0]].split(".")

@@ -137,24 +137,24 @@ class AgentConfig(msgspec.Struct, frozen=True):
         return list(dict.fromkeys([*named, *CPI_SETTINGS]))
 
 
+_OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
+"""Members of agent.json (its ``app/config.go``), in lower case."""
+
+
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
     """Read agent.json; ``origin`` names it in errors, which list all mistakes.
 
-    ``unknown`` gets a line for each unknown key of ``AgentShim``; the other parts belong to the Go agent.
+    ``unknown`` gets a line for each unknown key of the file and of ``AgentShim``; other parts belong to the Go agent.
     """
     try:
         document = wire.decode_json(raw)
         if unknown is not None:
-            unknown += config_check.unknown_keys(_member(document, "agentshim"), ShimOptions, "$.AgentShim")
+            members = document.items() if isinstance(document, dict) else ()
+            ours = {key: value for key, value in members if key.lower() not in _OF_THE_GO_AGENT}
+            unknown += config_check.unknown_keys(ours, AgentConfig)
         return _converted(document, AgentConfig)
     except ValueError as exc:
         raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
-
-
-def _member(document: Any, name: str) -> Any:
-    """Return a member by its name in lower case; None if absent."""
-    members = document.items() if isinstance(document, dict) else ()
-    return next((value for key, value in members if key.lower() == name), None)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -71,3 +71,23 @@ def _paths(document: dict[str, object], path: str = "") -> set[str]:
         if isinstance(inner, dict):
             found |= _paths(inner, f"{path}{name}.")
     return found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b'{"logLevel": "loud"}', 'unknown key `$.logLevel`: did you mean {"AgentShim": {"logLevel": \u2026}}?'),
+        (
+            b'{"AgentShim": {"password": "x"}}',
+            'unknown key `$.AgentShim.password`: did you mean {"monit": {"password": \u2026}}?',
+        ),
+        (b'{"AgentShm": {}}', "unknown key `$.AgentShm`: did you mean AgentShim?"),
+        (b'{"platform": {"Linux": {"UsePreformattedPersistentDisk": true}}, "Infrastructure": {"Settings": {}}}', None),
+        (b"null", None),
+    ],
+)
+def test_an_option_at_the_wrong_place_is_told(text: bytes, found: str | None) -> None:
+    unknown: list[str] = []
+    settings.parse_config(text, origin="agent.json", unknown=unknown)
+
+    assert unknown == ([] if found is None else [found])
