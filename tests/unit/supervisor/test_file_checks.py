@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import grp
 import hashlib
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,19 @@ def test_mode_and_owner(path: Path) -> None:
     assert fails(path, Owner("gid", str(path.stat().st_gid + 1)))
     with pytest.raises(ValueError, match="there is no user nobody-here"):
         fails(path, Owner("uid", "nobody-here"))
+    with pytest.raises(ValueError, match="there is no group nobody-here"):
+        fails(path, Owner("gid", "nobody-here"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_user_and_group_are_two_things(path: Path) -> None:
+    """Their numbers differ here, and a name can be that of a user alone or of a group alone."""
+    no_user = next(each for each in grp.getgrall() if each.gr_name not in {one.pw_name for one in pwd.getpwall()})
+    os.chown(path, 4001, no_user.gr_gid)
+
+    assert not fails(path, Owner("uid", "4001"))
+    assert not fails(path, Owner("gid", no_user.gr_name))
+    assert fails(path, Owner("gid", "4001"))
 
 
 def test_checksum_of_the_file_or_of_its_beginning(path: Path) -> None:
@@ -139,6 +154,10 @@ def test_filesystem_in_percent_and_in_bytes(path: Path) -> None:
     assert fails(path, Limit("space", ">", used / 2))
     assert not fails(path, Limit("space", ">", used * 2))
     assert not fails(path, Limit("space", ">", 100, percent=True))
+    assert fails(path, Limit("space", ">", 100))
+    assert fails(path, Limit("space", ">", 0, percent=True))
+    assert not fails(path, Limit("inode", ">", 100, percent=True))
+    assert not fails(path, Limit("inode", ">", usage.f_files - usage.f_ffree + 1_000_000))
     assert not fails(path, Changed("fsflag"))
 
 
