@@ -19,7 +19,8 @@ import nats
 async def serve(settings: dict[str, Any]) -> None:
     """Connect as the settings of a CPI say, and answer for ever."""
     mbus = settings["env"]["bosh"]["mbus"]
-    context = ssl.create_default_context(cadata=mbus["cert"]["ca"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=mbus["cert"]["ca"])
     context.check_hostname = False
     with tempfile.NamedTemporaryFile("w") as pair:
         pair.write(mbus["cert"]["certificate"] + "\n" + mbus["cert"]["private_key"])

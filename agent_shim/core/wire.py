@@ -9,10 +9,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 import types
 import typing
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
@@ -59,7 +61,7 @@ _SHORT: Final = msgspec.json.Decoder(Request, float_hook=float)
 
 def decode_request(data: bytes) -> Request:
     """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
-    if len(data) <= _SHORT_BYTES:
+    if len(data) <= _SHORT_BYTES and (_PYTHON_LIMITS_DEPTH or _opened(data) <= KEPT_DEPTH):
         with suppress(ValueError, RecursionError):  # a document that only a lenient reader accepts
             return _SHORT.decode(data)
     try:
@@ -80,6 +82,8 @@ TOLERATED_BYTES: Final = 1024 * 1024
 """Size up to which defects are tolerated as in Go: NATS brings no longer document, and the repair takes seconds."""
 KEPT_DEPTH: Final = 400
 """Levels of a deeper document that are kept: all members in use are at higher levels."""
+_PYTHON_LIMITS_DEPTH: Final = sys.version_info[:2] < (3, 12)
+"""Decoders raise ``RecursionError`` at about 1 000 levels; later versions read as deep as the stack of C allows."""
 
 _ESCAPE: Final = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL
@@ -99,10 +103,14 @@ def decode_json(data: bytes) -> Any:
     As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Values
     deeper than ``KEPT_DEPTH`` become null. Documents beyond ``TOLERATED_BYTES`` must be valid.
     """
-    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+    opened = _opened(data)
+    if opened + data.count(b",") > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} values")
     try:
-        return _DECODER.decode(data)
+        document = _DECODER.decode(data)
+        if _PYTHON_LIMITS_DEPTH or opened <= KEPT_DEPTH or not _is_deep(document):
+            return document
+        raise RecursionError("it is nested too deep")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         if len(data) > TOLERATED_BYTES:
             raise ValueError(str(exc)) from exc
@@ -111,6 +119,22 @@ def decode_json(data: bytes) -> Any:
             return json.loads(_pruned(text), parse_constant=_refuse, parse_int=_number)
         except json.JSONDecodeError:
             raise ValueError(str(exc)) from exc
+
+
+def _opened(data: bytes) -> int:
+    """Opening brackets, in texts too: at least the depth of the document."""
+    return data.count(b"[") + data.count(b"{")
+
+
+def _is_deep(document: Any) -> bool:
+    """Return True if values are nested deeper than ``KEPT_DEPTH``."""
+    values = [document]
+    for _ in range(KEPT_DEPTH + 1):
+        if not values:
+            return False
+        inner = [each.values() if isinstance(each, dict) else each for each in values if isinstance(each, dict | list)]
+        values = list(chain.from_iterable(inner))
+    return True
 
 
 def _without_lone_surrogate(escape: re.Match[str]) -> str:

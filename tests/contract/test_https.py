@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from agent_shim.edges.bus.https import HttpsBus
-from tests.support.create_env import Cli, authority, basic, on_https
+from tests.support.create_env import Cli, authority, basic, on_https, trusting
 from tests.support.world import World
 
 
@@ -136,7 +136,7 @@ async def test_t9_link_is_no_blob(cli: Cli, world: World) -> None:
 
 @pytest.mark.parametrize("suite", ["ECDHE-RSA-AES256-GCM-SHA384", "ECDHE-RSA-AES128-GCM-SHA256"])
 async def test_t9_tls_1_2_speaks_two_suites(bus: HttpsBus, suite: str) -> None:
-    context = ssl.create_default_context(cadata=authority().ca)
+    context = trusting(authority().ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(suite)
 
@@ -145,7 +145,7 @@ async def test_t9_tls_1_2_speaks_two_suites(bus: HttpsBus, suite: str) -> None:
 
 @pytest.mark.parametrize("suite", ["ECDHE-RSA-AES128-SHA", "AES256-GCM-SHA384", "ECDHE-RSA-CHACHA20-POLY1305"])
 async def test_t9_tls_1_2_speaks_no_other_suite(bus: HttpsBus, suite: str) -> None:
-    context = ssl.create_default_context(cadata=authority().ca)
+    context = trusting(authority().ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(suite)
 
@@ -154,7 +154,7 @@ async def test_t9_tls_1_2_speaks_no_other_suite(bus: HttpsBus, suite: str) -> No
 
 
 async def test_t9_tls_1_3_and_http_1_1_are_chosen(bus: HttpsBus) -> None:
-    context = ssl.create_default_context(cadata=authority().ca)
+    context = trusting(authority().ca)
     context.set_alpn_protocols(["h2", "http/1.1"])
 
     async with Cli(bus.port, context).connected() as (_, writer):

@@ -21,7 +21,7 @@ from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import https, tls
 from agent_shim.edges.bus.https import HttpsBus
 from agent_shim.host import worker_client
-from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer
+from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer, trusting
 from tests.support.old_tls import lenient, outdated
 from tests.support.programs import eventually
 
@@ -368,7 +368,7 @@ async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, mo
     """
 
     async def spoken() -> str:
-        context = ssl.create_default_context(cadata=authority().ca)
+        context = trusting(authority().ca)
         context.check_hostname = False
         async with on_https(agent.handle, tmp_path) as bus:
             _, writer = await asyncio.open_connection("127.0.0.1", bus.port, ssl=outdated(context))
@@ -451,9 +451,9 @@ async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: Ht
 
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
-    assert await Cli(port, ssl.create_default_context(cadata=other.ca)).value("ping") == "ping"
+    assert await Cli(port, trusting(other.ca)).value("ping") == "ping"
     with pytest.raises(ssl.SSLCertVerificationError):
-        await Cli(port, ssl.create_default_context(cadata=authority().ca)).value("ping")
+        await Cli(port, trusting(authority().ca)).value("ping")
 
 
 async def test_certificate_that_cannot_be_used_changes_nothing(bus: HttpsBus) -> None:

@@ -75,12 +75,19 @@ def basic(user: str = USER, password: str = PASSWORD) -> str:
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
+def trusting(ca: str) -> ssl.SSLContext:
+    """Trust one authority, as Go clients do: ``create_default_context`` refuses those of BOSH since Python 3.13."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=ca)
+    return context
+
+
 @dataclass
 class Cli:
     """Talks to the agent behind ``port``."""
 
     port: int
-    context: ssl.SSLContext = field(default_factory=lambda: ssl.create_default_context(cadata=authority().ca))
+    context: ssl.SSLContext = field(default_factory=lambda: trusting(authority().ca))
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

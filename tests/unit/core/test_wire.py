@@ -150,6 +150,16 @@ def test_text_of_a_megabyte_that_does_not_end_is_refused_at_once(begin: bytes) -
         wire.decode_request(begin + b'\\"' * 500_000)
 
 
+@pytest.mark.parametrize("levels", [1000, 5000, wire.MAX_DEPTH])
+def test_a_deep_document_is_cut_at_one_level_on_each_python(levels: int) -> None:
+    """Python reads as deep as its version and the stack allow; code that walks the values may not recurse that far."""
+    value, depth = wire.decode_json(b"[" * levels + b"]" * levels), 0
+    while value:
+        (value,), depth = value, depth + 1
+
+    assert depth == wire.KEPT_DEPTH - 1
+
+
 def test_brackets_in_texts_of_deep_documents_are_no_levels() -> None:
     deep = b'{"method":"ping","reply_to":"a]\\"}","ignored":' + b'["[\\"{",' * 600 + b"0" + b"]" * 600 + b"}"
 
