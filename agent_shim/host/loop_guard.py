@@ -64,10 +64,15 @@ def _now(*, is_end: bool) -> _Clock:
 @contextlib.contextmanager
 def _spawning() -> Iterator[None]:
     """Exclude the start of a program, whose duration on a busy machine is not the loop's fault."""
+    callback: _Callback | None = getattr(_per_thread, "callback", None)
+    if callback is not None:
+        callback.is_spawning = True
     begun_at, cpu = time.perf_counter(), time.thread_time()
     try:
         yield
     finally:
+        if callback is not None:
+            callback.is_spawning = False
         waited = time.perf_counter() - begun_at - (time.thread_time() - cpu)
         _per_thread.spawning = getattr(_per_thread, "spawning", 0.0) + waited
 
@@ -133,10 +138,12 @@ def remove() -> None:
 class _Callback:
     """The callback that a thread runs."""
 
-    __slots__ = ("begun_at", "seen")
+    __slots__ = ("begun_at", "is_spawning", "seen")
 
     def __init__(self) -> None:
         self.begun_at = 0.0
+        self.is_spawning = False
+        """The witness ignores this sleep: it would name it for a wait for the interpreter's lock that follows."""
         self.seen = ""
 
 
@@ -169,10 +176,10 @@ class _Witness(threading.Thread):
         while not self.over.wait(LOOK_S):
             for (ident, native), callback in list(self._callbacks.items()):
                 begun_at = callback.begun_at
-                if not begun_at or callback.seen or time.perf_counter() - begun_at < 2 * LOOK_S:
+                if not begun_at or callback.is_spawning or callback.seen or time.perf_counter() - begun_at < 2 * LOOK_S:
                     continue
                 where, call = _stack(ident), _sleep(native, self._locks)
-                if call and callback.begun_at == begun_at:
+                if call and callback.begun_at == begun_at and not callback.is_spawning:
                     callback.seen = f"system call {call} at {where}"
 
 

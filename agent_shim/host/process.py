@@ -70,6 +70,8 @@ class Process:
         """Until this tick, its pid, group and session were known to be its own: a child's until it is reaped. One later
         if its group outlived it, as a member may be as young as that tick.
         """
+        self.session = stat.session
+        """Session at the spawn or adoption, and a child's last one once it is reaped."""
         self.cgroups: Sequence[str] = ()
         """Directories of the cgroups that ``spawn`` put it in."""
         self._leads = leads
@@ -232,9 +234,10 @@ class Process:
             self.release()
             self._finish(status)
 
-    def _finish(self, status: int | None, seen_ticks: int = 0) -> None:
+    def _finish(self, status: int | None, seen_ticks: int = 0, session: int = 0) -> None:
         self._forget()
         self._status = status
+        self.session = session or self.session
         self.seen_ticks = max(self.seen_ticks, seen_ticks)
         self._is_over = True
         for waiter in self._waiters:
@@ -418,6 +421,7 @@ def kill_group_of(ended: proc.Stat) -> None:
 def reap(pid: int) -> bool:
     """Reap a dead child and pass its status to every ``Process`` with its pid; False if it is not a dead child."""
     now = clock.boot_ticks()  # the pid may be reused from the reaping on
+    last = proc.stat(pid) if pid in _watched else None
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -429,7 +433,7 @@ def reap(pid: int) -> bool:
     # Orphans that came to this process prove more than a group of this number: it may be reused by now.
     has_orphans = _has_child(os.P_PGID, pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
-        process._finish(status, now + has_orphans)  # noqa: SLF001 - one class, two halves
+        process._finish(status, now + has_orphans, last.session if last else 0)  # noqa: SLF001 - one class, two halves
     return True
 
 

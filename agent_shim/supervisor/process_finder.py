@@ -62,8 +62,6 @@ class ProcessFinder:
     def __init__(self, ownership: Ownership, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
-        self._session = 0
-        """Session of the process when it was found."""
         self.up_at = 0.0
         """Start time of the process, monotonic."""
         self._is_there = True
@@ -90,10 +88,10 @@ class ProcessFinder:
             if self.program is not None and not self.program.is_alive:
                 traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
             if self.process is not None and self.process.is_alive:
-                traces.lives(self._session)
+                traces.lives(self.process.session)
                 return True
             if self.process is not None:
-                traces.ended(self.process.identity, self._session, self.process.seen_ticks)
+                traces.ended(self.process.identity, self.process.session, self.process.seen_ticks)
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
                     traces.heeded = last  # even if rewritten: it never means the next process of this number
                 self.process = None
@@ -118,7 +116,7 @@ class ProcessFinder:
         if self.process is None:
             return False
         self.up_at = time.monotonic() - clock.uptime_of(found.start_ticks)
-        self._session = found.session
+        self.process.session = found.session
         return True
 
     async def gone(self, spec: ProcessSpec) -> str:

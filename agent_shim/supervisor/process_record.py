@@ -120,7 +120,12 @@ class ProcessRecord(msgspec.Struct):
         self.sessions = [s._replace(seen=max(s.seen, now)) if s.pid == session else s for s in self.sessions]
 
     def ended(self, process: Identity, session: int, seen: int) -> None:
-        """Record the exit of a process of the service, alive in this session until the tick ``seen``."""
+        """Record the exit of a process of the service, alive in this session until the tick ``seen``.
+
+        A daemon may write its pidfile before it begins its session.
+        """
+        if session == process[0] and session not in self.numbers() and not self.is_guest:
+            self.sessions = [*self.sessions, Session(*process)][-MAX_SESSIONS:]
         if process == self.known:
             self.known = None
         if process == self.program:

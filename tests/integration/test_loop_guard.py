@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.host import loop_guard
+from agent_shim.host import loop_guard, process
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 
@@ -87,6 +87,23 @@ async def test_a_busy_machine_is_no_violation(guard: Path) -> None:
         for child in children:
             child.kill()
             await asyncio.to_thread(child.wait)
+
+    assert loop_guard.violations == []
+
+
+async def test_the_start_of_a_program_before_a_wait_for_the_interpreter_is_no_violation(guard: Path) -> None:
+    """Its sleep is not the loop's fault, so it does not testify for the wait that follows."""
+
+    def start_and_wait() -> None:
+        with process.spawning():
+            time.sleep(0.1)
+        other = threading.Thread(target=sum, args=(range(3_000_000),))  # never lets go of the interpreter
+        other.start()
+        while other.is_alive():
+            pass
+
+    asyncio.get_running_loop().call_soon(start_and_wait)
+    await asyncio.sleep(0)
 
     assert loop_guard.violations == []
 

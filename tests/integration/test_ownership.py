@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,3 +204,20 @@ async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
         await supervisor.stop(wait=True)
 
         assert not is_alive(pid)
+
+
+async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s(world: World) -> None:
+    """Killed, it leaves a worker that nothing else proves; the next start ends it."""
+    go, child = world.base / "go", world.base / "child"
+    job = world.job("web", f"echo start >>$log; rm -f {go}; exec {program('late_session.py', '$pidfile', go, child)}")
+    async with world.supervising(job) as supervisor:
+        daemon = (await until(supervisor, "web", "running")).pid
+        go.touch()
+        worker = await eventually(lambda: number_in(child))
+        found = proc.stat(daemon)
+        assert found is not None
+        process.send(found.identity, signal.SIGKILL)
+        await eventually(lambda: world.lines() == ["start", "start"])
+
+        assert not is_alive(worker)
+        await supervisor.stop(wait=True)

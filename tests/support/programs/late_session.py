@@ -1,0 +1,21 @@
+"""late_session.py PIDFILE GO CHILDFILE: a daemon that begins a session after its pidfile, once GO exists.
+
+Then it starts a child with an empty environment, as nginx's workers have after they write their title over it.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+pidfile, go, childfile = map(Path, sys.argv[1:])
+if os.fork():
+    os._exit(0)
+pidfile.write_text(f"{os.getpid()}\n")
+while not go.exists():
+    time.sleep(0.005)
+os.setsid()
+if os.fork() == 0:
+    childfile.write_text(f"{os.getpid()}\n")
+    os.execve("/bin/sleep", ["sleep", "600"], {})
+time.sleep(600)
