@@ -8,7 +8,7 @@ import re
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agent_shim.supervisor import posix_regex
@@ -109,8 +109,6 @@ def test_the_lock_of_the_interpreter_is_free_meanwhile() -> None:
 
 def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
     """Which of the texts ``regcomp`` and ``regexec`` find; None if the pattern is refused."""
-    if re.search(r"\\[1-9]", pattern):
-        return None
     library = ctypes.CDLL(None)
     compiled = ctypes.create_string_buffer(1024)
     if library.regcomp(compiled, pattern.encode(), REG_EXTENDED | REG_NOSUB):
@@ -121,16 +119,22 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """The same of our own."""
+    """The same of our own; skips back references, which the library takes."""
     try:
         compiled = posix_regex.compiled(pattern)
-    except ValueError:
+    except ValueError as refusal:
+        assume("back reference" not in str(refusal))
         return None
     return [compiled.search(text) for text in texts]
 
 
 PIECES = ("[:alpha:]", "[[:digit:]]", "[a-c]", "[=a=]", "[.-.]", "{1,2}", "{,2}", "{2,1}", "\\1", "\\<", "\\w", "\\.")
 SIGNS = tuple("abc-][^$()|*+?{}1,\\.=:")
+
+
+@pytest.mark.parametrize("pattern", ["\\\\1", "[\\1]", "[[:alpha:]\\1]"])
+def test_a_digit_after_a_plain_backslash_is_no_back_reference(pattern: str) -> None:
+    assert posix_regex.compiled(pattern).search("\\1")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
