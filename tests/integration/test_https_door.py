@@ -230,7 +230,7 @@ async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(ag
         for _ in range(20):
             _, stranger = await asyncio.open_connection("127.0.0.1", bus.port, local_addr=("127.0.0.2", 0))
             stack.callback(stranger.close)
-        await writer.start_tls(Cli(bus.port).context)
+        await writer.start_tls(Cli(bus.port).context, server_hostname="127.0.0.1")
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
         writer.close()

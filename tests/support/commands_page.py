@@ -44,7 +44,9 @@ def _usage(action: argparse.Action) -> str:
     """Return one argument in the form of a usage line."""
     written = " ".join(filter(None, [action.option_strings[0] if action.option_strings else "", _value(action)]))
     many = "..." if action.nargs in ("+", "*") else ""
-    return f"{written}{many}" if action.required else f"[{written}{many}]"
+    # Up to Python 3.13 argparse requires a positional that takes any number.
+    is_required = action.required and action.nargs != "*"
+    return f"{written}{many}" if is_required else f"[{written}{many}]"
 
 
 def _value(action: argparse.Action) -> str:
