@@ -128,8 +128,8 @@ async def test_stop_signals_once_and_takes_the_pid_file_away(world: World) -> No
 @pytest.mark.slow
 async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ladder of bpm, with shorter steps."""
-    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 1.0)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
     async with world.supervising(file) as supervisor:
         pid = (await until(supervisor, "web", "running")).pid
@@ -139,7 +139,7 @@ async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytes
 
         assert output(world).split()[-2:] == ["TERM", "QUIT"]
         assert not is_alive(pid)
-        assert time.monotonic() - begun_at >= 0.6
+        assert time.monotonic() - begun_at >= 2
 
 
 async def test_process_that_dies_is_restarted(world: World) -> None:

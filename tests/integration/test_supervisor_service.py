@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -116,7 +117,8 @@ async def test_who_stays_up_begins_anew(world: World) -> None:
 
 async def test_zombie_is_dead(world: World) -> None:
     """A parent that does not reap its child hides no death."""
-    start = 'python3 -c \'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
+    start = f"{sys.executable} -c '"
+    start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
         found = await until(supervisor, "web", "running")
