@@ -1,12 +1,14 @@
 """``./dev mutate [PATH…]``: make small wrong changes of the agent, one at a time, and list those that no test notices.
 
 A mutant is one change of ``agent_shim``: a statement removed, a condition negated, another number, another constant.
-The tests that reach its line run against it, fastest first, until one fails; if all pass, the mutant survives.
+The tests that reach its line run against it, fastest first, until one fails; if all pass, it survives the stage.
 
-Two stages: forks of one process that has the unit tests loaded (``chaos.mutate_forked``; a fraction of a
-second for each mutant), and for those that survive it a run of pytest with all daily tests, which start agents (seconds
-to minutes for each). Coverage measures once for each stage, in the second also in child processes of tests, which tests
-reach which line; ``.mutate`` keeps that and the results, so that an interrupted run resumes.
+Three stages, each for what the former did not notice: forks of one process that has the unit tests loaded, forks of one
+that has the integration tests loaded (``chaos.mutate_forked``; a fraction of a second to seconds for each mutant; an
+agent that a test starts is unchanged), and runs of pytest with all daily tests on a changed copy, whose agents are
+changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line; ``.mutate`` keeps
+that and the results. Mutants are tried in random order: an interrupted run is a fair sample, and the next one resumes.
+Whatever runs a mutant is confined (``chaos.confined``): a mutant can remove the wrong directory as root.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -30,21 +31,36 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from chaos import confined
+
 ROOT: Final = Path(__file__).parents[1]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
 DEFAULT_PATHS: Final = ("supervisor", "host", "services/disks", "edges/bus", "actions/dispatch.py")
-MAX_TESTS: Final = 40
+MAX_TESTS: Final = 150
 """Tests that run against one mutant, the fastest of those that reach its line."""
-MAX_S: Final = {"forks": 2.0, "processes": 20.0}
-"""Sum of their durations under coverage, by stage."""
 TIMEOUT_S: Final = 120.0
-"""A mutant under which the tests take longer is noticed: something waits for ever."""
+"""A mutant under which a run of pytest takes longer is noticed: something waits for ever."""
 Result: TypeAlias = dict[str, object]
-"""Members ``outcome`` (noticed, survived, unreached, not tried), ``tests``, ``by``, ``stage``."""
-Results: TypeAlias = dict[str, Result]
-_FORKS: Final = "forks"
-_PROCESSES: Final = "processes"
-_FORKS_TESTS: Final = ("tests/unit",)
+"""Members ``outcome`` (noticed, survived, unreached, not tried), ``tests``, ``by``."""
+Results: TypeAlias = dict[str, dict[str, Result]]
+"""By key of the mutant and name of the stage."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tests that are tried on a mutant, and the sum of their seconds under coverage that one mutant is worth."""
+
+    name: str
+    tests: tuple[str, ...]
+    max_s: float
+    is_forked: bool = True
+
+
+STAGES: Final = (
+    Stage("unit", ("tests/unit",), 3.0),
+    Stage("integration", ("tests/integration",), 10.0),
+    Stage("processes", ("tests",), 20.0, is_forked=False),
+)
 DAILY: Final = "not root and not image and not slow and not kubernetes and not go_agent and not vm"
 
 _COVERAGE: Final = """
@@ -175,27 +191,27 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 # --- which tests reach which line -----------------------------------------------------------------------------------
 
 
-def measure(copy: Path, stage: str, tests: Sequence[str], *, children: bool) -> None:
+def measure(copy: Path, stage: Stage) -> None:
     """Run tests once under coverage; the lines that each reaches and its seconds go into the store."""
-    place = STORE / stage
+    place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     config = place / "coveragerc"
-    config.write_text(_COVERAGE.format(data=place / "coverage") + (_CHILDREN if children else ""))
+    config.write_text(_COVERAGE.format(data=place / "coverage") + ("" if stage.is_forked else _CHILDREN))
     environment = {**_environment(copy), "SHIM_MUTATE_DURATIONS": str(place / "durations.json")}
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", DAILY]
-    command += ["-p", "no:cacheprovider", "-p", "chaos.mutate_contexts", *tests]
-    subprocess.run(command, cwd=copy, env=environment, check=False, stdout=sys.stderr)
+    command += ["-p", "no:cacheprovider", "-p", "chaos.mutate_contexts", *stage.tests]
+    subprocess.run(confined.command(place, command), cwd=copy, env=environment, check=False, stdout=sys.stderr)
     subprocess.run(
         [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", "-q"], cwd=copy, env=environment, check=True
     )
 
 
-def reaching(stage: str) -> dict[str, dict[int, list[str]]]:
+def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
     """By file and line, the node ids of the tests that reach it, the fastest first."""
-    durations = json.loads((STORE / stage / "durations.json").read_text())
+    durations = json.loads((STORE / stage.name / "durations.json").read_text())
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    connection = sqlite3.connect(STORE / stage / "coverage")
+    connection = sqlite3.connect(STORE / stage.name / "coverage")
     rows = connection.execute(
         "select file.path, context.context, line_bits.numbits from line_bits "
         "join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
@@ -213,7 +229,7 @@ def reaching(stage: str) -> dict[str, dict[int, list[str]]]:
         return [
             one
             for one, sum_s in zip(chosen, accumulate(durations[one] for one in chosen), strict=True)
-            if sum_s < MAX_S[stage]
+            if sum_s < stage.max_s
         ]
 
     return {name: {line: fastest(tests) for line, tests in lines.items()} for name, lines in found.items()}
@@ -235,9 +251,11 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
     original = target.read_text()
     target.write_text(mutant.applied(original))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    scratch = STORE / "tmp-processes"
+    scratch.mkdir(exist_ok=True)
     try:
         running = subprocess.Popen(
-            command,
+            confined.command(scratch, command),
             cwd=copy,
             env=_environment(copy),
             stdout=subprocess.PIPE,
@@ -248,7 +266,7 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
         try:
             printed, _ = running.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
+            running.terminate()  # the namespaces end with it
             running.communicate()
             return False, f"took longer than {TIMEOUT_S:g} s"
     finally:
@@ -278,6 +296,7 @@ def _environment(copy: Path) -> dict[str, str]:
         "PYTHONPATH": str(copy),
         "PYTHONDONTWRITEBYTECODE": "1",
         "SHIM_MUTATE_STORE": str(STORE),
+        "HYPOTHESIS_STORAGE_DIRECTORY": "/tmp/hypothesis",
     }
 
 
@@ -292,125 +311,116 @@ def chosen(paths: Iterable[str]) -> list[Mutant]:
     return [one for path in files for one in mutants(str(path.relative_to(ROOT)), path.read_text())]
 
 
-def table(results: Results, wanted: Sequence[Mutant]) -> str:
-    """Survivors by module."""
-    by_module: dict[str, list[tuple[Mutant, Result]]] = defaultdict(list)
+def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -> str:
+    """Counts by module and stage, then the mutants that no stage noticed."""
+    lines = ["| module | stage | mutants | reached | noticed | survived | not tried |", "|---|---|---|---|---|---|---|"]
+    by_module: dict[str, list[Mutant]] = defaultdict(list)
     for one in wanted:
-        if one.key in results:
-            by_module[one.path].append((one, results[one.key]))
-    lines = ["| module | mutants | noticed | reached by no test | survived |", "|---|---|---|---|---|"]
-    for path, rows in sorted(by_module.items()):
-        counts = [sum(row["outcome"] == word for _, row in rows) for word in ("noticed", "unreached", "survived")]
-        lines.append(f"| `{path}` | {len(rows)} | {counts[0]} | {counts[1]} | {counts[2]} |")
+        by_module[one.path].append(one)
+    for path, ones in [*sorted(by_module.items()), ("all", wanted)]:
+        for position, stage in enumerate(stages):
+            counts = _counts([one for one in ones if not _is_noticed(results, one, stages[:position])], results, stage)
+            lines.append(f"| `{path}` | {stage.name} | {' | '.join(map(str, counts))} |")
     lines.append("")
-    for path, rows in sorted(by_module.items()):
-        for one, row in rows:
-            if row["outcome"] != "noticed":
+    for path, ones in sorted(by_module.items()):
+        for one in ones:
+            if not _is_noticed(results, one, stages):
+                tried = results.get(one.key, {})
+                verdict = ", ".join(f"{name} {row['outcome']} ({row['tests']} tests)" for name, row in tried.items())
                 change = f"{' '.join(one.before.split())[:70]} -> {' '.join(one.after.split())[:70]}"
-                lines.append(f"{path}:{one.line}: {row['outcome']} ({row['tests']} tests): {one.kind}: {change}")
+                lines.append(f"{path}:{one.line}: {verdict or 'not tried'}: {one.kind}: {change}")
     return "\n".join(lines)
 
 
-def try_in_forks(wanted: Sequence[Mutant], results: Results, workers: int) -> None:
-    """The first stage: ``chaos.mutate_forked`` in so many processes."""
-    _collect(results)  # of a run that was interrupted
-    reached = reaching(_FORKS)
+def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int, int, int, int, int]:
+    """Mutants, those that tests reach, noticed, survived, and those without an answer though reached (or unknown)."""
+    outcomes = [results.get(one.key, {}).get(stage.name, {}).get("outcome") for one in ones]
+    noticed, survived = outcomes.count("noticed"), outcomes.count("survived")
+    reached = len(ones) - outcomes.count("unreached")
+    return len(ones), reached, noticed, survived, reached - noticed - survived
+
+
+def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage]) -> bool:
+    tried = results.get(mutant.key, {})
+    return any(tried.get(stage.name, {}).get("outcome") == "noticed" for stage in stages)
+
+
+def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple[Mutant, list[str]]]:
+    """List what a stage has to try, with its tests, in random order; a mutant that no test reaches gets its result."""
+    reached = reaching(stage)
     tasks = []
     for one in wanted:
-        if one.key in results:
+        if stage.name in results.get(one.key, {}) or _is_noticed(results, one, STAGES):
             continue
-        if tests := [] if one.is_import_time else _tests_of(one, reached.get(one.path, {})):
+        tests = [] if stage.is_forked and one.is_import_time else _tests_of(one, reached.get(one.path, {}))
+        if tests:
             tasks.append((one, tests))
         else:
-            results[one.key] = {"outcome": "unreached", "tests": 0, "by": "", "stage": _FORKS}
-    running = []
+            results.setdefault(one.key, {})[stage.name] = {"outcome": "unreached", "tests": 0, "by": ""}
+    random.Random(len(tasks)).shuffle(tasks)
+    return tasks
+
+
+def try_in_forks(
+    tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, workers: int, until: float
+) -> None:
+    """Run a stage by ``chaos.mutate_forked`` in so many processes until the time ``until`` of the clock."""
+    running, taken = [], []
     for number in range(workers):
-        scratch = STORE / f"tmp-{number}"
+        scratch = STORE / f"tmp-{stage.name}-{number}"
         scratch.mkdir(exist_ok=True)
-        given, taken = STORE / f"tasks-{number}.json", scratch / "results.jsonl"
+        given = STORE / f"tasks-{stage.name}-{number}.json"
         given.write_text(json.dumps([(asdict(one), tests) for one, tests in tasks[number::workers]]))
-        taken.write_text("")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "chaos.mutate_forked",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            DAILY,
-        ]
-        command += [f"--basetemp={scratch / 'base'}", *_FORKS_TESTS]
-        environment = {**_environment(ROOT), "SHIM_MUTATE_TASKS": str(given), "SHIM_MUTATE_RESULTS": str(taken)}
-        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
-    while any(each.poll() is None for each in running):
-        time.sleep(10)
-        done = sum((STORE / f"tmp-{number}/results.jsonl").read_bytes().count(b"\n") for number in range(workers))
-        sys.stderr.write(f"mutate: {done} of {len(tasks)} tried in forks\n")
-    _collect(results)
+        taken.append(scratch / "results.jsonl")
+        taken[-1].write_text("")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "chaos.mutate_forked", "-p", "no:cacheprovider"]
+        command += ["-m", DAILY, "--basetemp=/tmp/mutant/base", *stage.tests]
+        environment = {**_environment(ROOT), "SHIM_MUTATE_TASKS": str(given), "SHIM_MUTATE_RESULTS": str(taken[-1])}
+        running.append(
+            subprocess.Popen(
+                confined.command(scratch, command), cwd=ROOT, env=environment, stdout=(scratch / "out").open("wb")
+            )
+        )
+    try:
+        while any(each.poll() is None for each in running) and time.time() < until:
+            time.sleep(1 if len(tasks) < 100 else 10)
+            _collect(taken, results, stage)
+            done = sum(stage.name in results.get(one.key, {}) for one, _ in tasks)
+            sys.stderr.write(f"mutate: {stage.name}: {done} of {len(tasks)} tried\n")
+    finally:
+        for each in running:
+            each.terminate()
+            each.wait()
+        _collect(taken, results, stage)
 
 
-def _confined(scratch: Path) -> list[str]:
-    """Return a command that runs another one in namespaces in which only ``scratch`` and the results can be written.
-
-    A mutant can remove the wrong directory or kill the wrong process. Without root it can do less.
-    """
-    if os.geteuid() != 0:
-        return []
-    script = """
-        mount --bind "$1" "$1" && mount --bind /dev /dev && mount -o remount,bind,ro /dev &&
-        mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -o remount,bind,ro / && shift && exec "$@"
-    """
-    return [
-        "unshare",
-        "--mount",
-        "--pid",
-        "--fork",
-        "--mount-proc",
-        "--kill-child",
-        "sh",
-        "-c",
-        script,
-        "sh",
-        str(scratch),
-    ]
-
-
-def _collect(results: Results) -> None:
-    for path in STORE.glob("tmp-*/results.jsonl"):
+def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
+    for path in taken:
         for line in path.read_text().splitlines():
-            key, outcome, tests, by = json.loads(line)
-            results[key] = {"outcome": outcome, "tests": tests, "by": by, "stage": _FORKS}
+            if line.endswith("]"):  # the last line may be half written
+                key, outcome, tests, by = json.loads(line)
+                results.setdefault(key, {})[stage.name] = {"outcome": outcome, "tests": tests, "by": by}
     _save(results)
 
 
-def try_in_processes(wanted: Sequence[Mutant], results: Results, copy: Path, minutes: float) -> None:
-    """The second stage, for what the first did not notice."""
-    reached = reaching(_PROCESSES)
-    left = [one for one in wanted if _is_left(results.get(one.key, {}))]
-    begun_at = time.monotonic()
-    for position, one in enumerate(left, 1):
-        if minutes and time.monotonic() - begun_at > 60 * minutes:
-            sys.stderr.write(f"mutate: time is up at {position} of {len(left)}\n")
+def try_in_processes(
+    tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, copy: Path, until: float
+) -> None:
+    """Run a stage by a run of pytest for each mutant."""
+    for position, (one, tests) in enumerate(tasks, 1):
+        if time.time() > until:
             return
-        if tests := _tests_of(one, reached.get(one.path, {})):
-            alive, by = survives(copy, one, tests)
-            outcome = "survived" if alive else "noticed"
-        else:
-            outcome, by = "unreached", ""
-        results[one.key] = {"outcome": outcome, "tests": len(tests), "by": by, "stage": _PROCESSES}
+        alive, by = survives(copy, one, tests)
+        outcome = "survived" if alive else "noticed"
+        results.setdefault(one.key, {})[stage.name] = {"outcome": outcome, "tests": len(tests), "by": by}
         _save(results)
-        sys.stderr.write(f"[{position} of {len(left)}] {one.path}:{one.line} {one.kind}: {outcome}\n")
-
-
-def _is_left(result: Result) -> bool:
-    return result.get("stage") != _PROCESSES and result.get("outcome") != "noticed"
+        sys.stderr.write(f"[{position} of {len(tasks)}] {one.path}:{one.line} {one.kind}: {outcome}\n")
 
 
 def _save(results: Results) -> None:
-    (STORE / "results.json").write_text(json.dumps(results))
+    written = STORE / "results.json.new"
+    written.write_text(json.dumps(results))
+    written.replace(STORE / "results.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -419,31 +429,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {DEFAULT_PATHS})")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="N mutants of all, chosen at random")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="the first stage only")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the first stage")
-    parser.add_argument(
-        "--minutes", type=float, default=0, help="stop the second stage after that; the next run goes on"
-    )
+    parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="only the first N stages")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the stages with forks")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after that; the next run goes on")
     parser.add_argument("--measure", action="store_true", help="measure again which tests reach which line")
+    parser.add_argument("--table", action="store_true", help="try nothing, print the table of what was tried")
     asked = parser.parse_args(arguments)
     wanted = chosen(asked.path)
     if asked.sample:
-        # In random order: what --minutes cuts off leaves a fair sample of all.
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
-    copy = STORE / "copy"
-    _make_copy(copy)
-    stages = [(_FORKS, _FORKS_TESTS)] if asked.quick else [(_FORKS, _FORKS_TESTS), (_PROCESSES, ("tests",))]
-    for stage, tests in stages:
-        if asked.measure or not (STORE / stage / "coverage").exists():
-            sys.stderr.write(f"mutate: running {' '.join(tests)} once under coverage\n")
-            measure(copy, stage, tests, children=stage == _PROCESSES)
     store = STORE / "results.json"
     results: Results = json.loads(store.read_text()) if store.exists() else {}
-    try_in_forks(wanted, results, asked.workers)
-    if not asked.quick:
-        try_in_processes(wanted, results, copy, asked.minutes)
-    sys.stdout.write(f"{table(results, wanted)}\n")
-    return 1 if any(results.get(one.key, {}).get("outcome") == "survived" for one in wanted) else 0
+    stages = STAGES[: asked.stages]
+    if not asked.table:
+        run(wanted, results, stages, asked.workers, time.time() + 60 * asked.minutes, measured=not asked.measure)
+    sys.stdout.write(f"{table(results, wanted, stages)}\n")
+    return 0 if all(_is_noticed(results, one, stages) for one in wanted) else 1
+
+
+def run(
+    wanted: Sequence[Mutant], results: Results, stages: Sequence[Stage], workers: int, until: float, *, measured: bool
+) -> None:
+    """Run the stages, one after the other."""
+    copy = STORE / "copy"
+    _make_copy(copy)
+    for stage in stages:
+        if not measured or not (STORE / stage.name / "coverage").exists():
+            sys.stderr.write(f"mutate: running {' '.join(stage.tests)} once under coverage\n")
+            measure(copy, stage)
+        tasks = left(wanted, results, stage)
+        _save(results)
+        if tasks and stage.is_forked:
+            try_in_forks(tasks, results, stage, workers, until)
+        else:
+            try_in_processes(tasks, results, stage, copy, until)
 
 
 def _make_copy(copy: Path) -> None:

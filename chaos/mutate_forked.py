@@ -6,11 +6,11 @@ tests' own process has the mutant: a survivor says nothing yet about tests that 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import inspect
 import json
 import os
+import resource
 import select
 import signal
 from collections import defaultdict
@@ -21,6 +21,8 @@ from typing import Final, TypeAlias
 
 import pytest
 
+from agent_shim.host import mounts
+from chaos import confined
 from chaos.mutate import ROOT, Mutant
 
 TASKS: Final = "SHIM_MUTATE_TASKS"
@@ -28,12 +30,13 @@ TASKS: Final = "SHIM_MUTATE_TASKS"
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
 """Names the file that takes a line of JSON for each mutant: key, outcome, number of tests, the test that failed."""
 TIMEOUT_S: Final = 60.0
+PROCESSOR_S: Final = 15
+"""A mutant that computes without end is ended sooner than one that waits."""
+TMP: Final = Path("/tmp/mutant")
+"""A fresh tmpfs for each fork; the base of pytest's temporary directories is in it."""
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
-_LIBC: Final = ctypes.CDLL(None)
-_CLONE_NEWNS: Final = 0x20000
-"""Mounts of a mutant end with its fork."""
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
 
@@ -44,11 +47,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     items = {item.nodeid: item for item in session.items}
     functions = _functions()
     tasks = json.loads(Path(os.environ[TASKS]).read_text())
+    TMP.mkdir(exist_ok=True)
+    gc.collect()
+    gc.freeze()  # the forks share the pages
     with Path(os.environ[RESULTS]).open("a", buffering=1) as results:
         for members, names in tasks:
             mutant = Mutant(**members)
-            outcome, by = _try(mutant, [items[name] for name in names if name in items], functions)
-            results.write(json.dumps([mutant.key, outcome, len(names), by]) + "\n")
+            tests = [items[name] for name in names if name in items]
+            outcome, by, tried = _try(mutant, tests, functions)
+            results.write(json.dumps([mutant.key, outcome, tried, by]) + "\n")
     return True
 
 
@@ -65,25 +72,33 @@ class _FirstFailure:
             os._exit(_NOTICED)
 
 
-def _try(mutant: Mutant, items: list[pytest.Item], functions: _Functions) -> tuple[str, str]:
-    """Return ``noticed``, ``survived`` or ``not tried``, and the test that failed or the reason."""
-    code, by = _forked(lambda: exchange(mutant, functions), items)
-    if code == _NOT_TRIED:
-        return "not tried", by
-    if code == 0:
-        return "survived", ""
-    failed = [item for item in items if item.nodeid == by]
-    if failed and _forked(lambda: None, failed)[0] != 0:
-        return "not tried", f"{by} fails without the mutant"
-    return "noticed", by
+_broken: Final[set[str]] = set()
+"""Tests that fail in a fork without a mutant; they say nothing and are left out."""
+
+
+def _try(mutant: Mutant, items: list[pytest.Item], functions: _Functions) -> tuple[str, str, int]:
+    """Return ``noticed``, ``survived`` or ``not tried``, the test that failed or the reason, the number of tests."""
+    while items := [item for item in items if item.nodeid not in _broken]:
+        code, by = _forked(lambda: exchange(mutant, functions), items)
+        if code in {0, _NOT_TRIED}:
+            return ("not tried" if code else "survived"), by, len(items)
+        suspects = [item for item in items if item.nodeid == by]
+        if _forked(lambda: None, suspects or items)[0] == 0:
+            return "noticed", by, len(items)
+        if not suspects:
+            return "not tried", f"{by}, without the mutant too", len(items)
+        _broken.add(by)
+    return "not tried", "its tests fail in a fork without it", 0
 
 
 def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, str]:
-    """Make a change in a fork and run tests there; return its exit code, and the test that failed or the reason."""
+    """Make a change in a fork and run tests there; return its exit code, and the test that failed or the reason.
+
+    The fork has pid and mount namespaces of its own: what its tests start, kill or mount ends there.
+    """
     reading, writing = os.pipe()
-    pid = os.fork()
+    pid = confined.fork()
     if pid == 0:
-        os.setsid()
         os.close(reading)
         _in_fork(change, items, writing)
     os.close(writing)
@@ -92,8 +107,7 @@ def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, 
         ended, _, _ = select.select([pidfd], [], [], TIMEOUT_S)
         os.close(pidfd)
     finally:
-        # Processes that the tests started end with them; the pid is not reused before it is waited for.
-        os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     by = os.read(reading, 4096).decode(errors="replace")
     os.close(reading)
@@ -101,9 +115,8 @@ def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, 
 
 
 def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int) -> None:
-    if os.geteuid() == 0 and _LIBC.unshare(_CLONE_NEWNS) != 0:
-        os.write(to, b"cannot unshare mounts")
-        os._exit(_NOT_TRIED)
+    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
+    mounts.mount_tmpfs(TMP, "mode=1777")
     try:
         change()
     except (LookupError, ValueError) as error:

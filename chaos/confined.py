@@ -1,0 +1,220 @@
+"""Run a command that may do anything as root, as a mutant of the agent may, without harm to this machine.
+
+``confined.py SCRATCH COMMAND ...`` runs it in mount, pid, network, ipc and cgroup namespaces of its own. File systems
+are read-only but SCRATCH, a fresh ``/tmp`` and a cgroup of its own; ``/dev`` has the harmless devices, the network a
+loopback. Its end, or that of whoever asked for it, ends every process inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from agent_shim.host import cgroups, mounts
+from chaos import namespaces
+
+ROOT: Final = Path(__file__).parents[1]
+MAX_PROCESSES: Final = 2000
+MAX_MEMORY: Final = 8 << 30
+_INSIDE: Final = "SHIM_CONFINED_CGROUPS"
+"""Environment variable of the second half, inside the namespaces: places of the cgroups, ``FROM:TO`` by space."""
+_FRESH: Final = ("/tmp", "/var/tmp", "/run")
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_CLOSED: Final = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
+_MOUNT_SETATTR: Final = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_RDONLY, _NODEV = 1, 4
+_CLONE_NEWPID: Final = 0x20000000
+_PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def command(scratch: Path, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs ``argv`` confined; raises SystemExit without root, which namespaces take."""
+    if os.geteuid() != 0:
+        raise SystemExit("cannot confine mutants: namespaces take root")
+    return [sys.executable, __file__, str(scratch), *argv]
+
+
+def fresh_proc() -> None:
+    """Mount a ``/proc`` of the own pid namespace, from which nothing of the kernel can be set."""
+    _mount("-t", "proc", "proc", "/proc")
+    for place in _CLOSED:
+        if Path(place).exists():
+            _mount("--bind", place, place)
+            _set(place, on=_RDONLY)
+
+
+def fork() -> int:
+    """Fork into pid and mount namespaces of its own: 0 in the child, which is not process 1; the pid of process 1.
+
+    The end of that process 1 ends whatever began there; its exit code is the child's.
+    """
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    _checked(_LIBC.unshare(_CLONE_NEWPID))
+    first = os.fork()
+    if first != 0:
+        _checked(_LIBC.setns(own, _CLONE_NEWPID))
+        os.close(own)
+        return first
+    os.close(own)
+    code = 1
+    try:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        mounts.leave_mount_namespace()
+        fresh_proc()
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            return 0
+        code = _reap(child)
+    finally:
+        if os.getpid() == 1:
+            os._exit(code)
+    raise AssertionError("unreachable")
+
+
+def _reap(child: int) -> int:
+    """Wait for all processes until ``child`` ends; its exit code, 128 + N if signal N ended it."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def main(scratch: Path, argv: Sequence[str]) -> int:
+    """The exit code of the command."""
+    if _INSIDE in os.environ:
+        _enter(scratch)
+        return namespaces.main("/run/signals", list(argv))
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with _cgroups() as places:
+        inside = {_INSIDE: " ".join(f"{ours}:{top}" for ours, top in places)}
+        join = "".join(f"echo $$ >{ours}/cgroup.procs; " for ours, _ in places)
+        enter = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--mount-proc", "--kill-child"]
+        again = [sys.executable, __file__, str(scratch), *argv]
+        running = subprocess.Popen(
+            ["sh", "-c", f'{join} exec "$@"', "sh", *enter, "--", *again], env={**os.environ, **inside}
+        )
+        try:
+            return running.wait()
+        finally:
+            running.kill()
+            running.wait()
+
+
+@contextlib.contextmanager
+def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
+    """Make a cgroup in each hierarchy that tracks processes: its directory, and the top of the hierarchy."""
+    made = []
+    for tree in cgroups.trees():
+        ours = tree.hierarchy.levels[0] / f"confined-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            ours.mkdir()
+            made.append((ours, tree.hierarchy.levels[-1]))
+        for name, value in (
+            ("pids.max", MAX_PROCESSES),
+            ("memory.max", MAX_MEMORY),
+            ("memory.limit_in_bytes", MAX_MEMORY),
+        ):
+            if (ours / name).exists():
+                (ours / name).write_text(str(value))
+    try:
+        yield made
+    finally:
+        for ours, _ in made:
+            _remove(ours)
+
+
+def _remove(cgroup: Path) -> None:
+    """Remove a cgroup and those below it; its processes have been killed and may still be ending."""
+    give_up_at = time.monotonic() + 10
+    while cgroup.exists() and time.monotonic() < give_up_at:
+        for below in sorted(cgroup.rglob("*/"), reverse=True):
+            with contextlib.suppress(OSError):
+                below.rmdir()
+        with contextlib.suppress(OSError):
+            cgroup.rmdir()
+            return
+        time.sleep(0.05)
+
+
+def _enter(scratch: Path) -> None:
+    """Arrange the mounts of the new namespace, of which this process is process 1."""
+    _set("/", on=_RDONLY | _NODEV, recursive=True)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    aside = Path("/mnt")
+    mounts.mount_tmpfs(aside)
+    # What is below a directory that gets a fresh tmpfs is put aside and shown again.
+    shown = [
+        place for place in (ROOT, Path(sys.prefix), Path(sys.base_prefix)) if any(map(place.is_relative_to, _FRESH))
+    ]
+    for number, place in enumerate([scratch, *shown]):
+        (aside / str(number)).mkdir()
+        _mount("--rbind", str(place), str(aside / str(number)))
+    _devices(aside / "dev")
+    for fresh in _FRESH:
+        mounts.mount_tmpfs(Path(fresh), "mode=1777")
+        _set(fresh, on=_NODEV)
+    for number, place in reversed(list(enumerate([scratch, *shown]))):
+        place.mkdir(parents=True, exist_ok=True)
+        _mount("--rbind", str(aside / str(number)), str(place))
+    _set(str(scratch), off=_RDONLY)
+    for pair in os.environ.pop(_INSIDE).split():
+        ours, top = pair.split(":")
+        _mount("--bind", ours, top)
+        _set(top, off=_RDONLY)
+    mounts.unmount(aside, lazy=True)
+    fresh_proc()
+
+
+def _devices(at: Path) -> None:
+    """Exchange ``/dev`` for one with harmless devices only, to which none can be added."""
+    at.mkdir()
+    mounts.mount_tmpfs(at)
+    for name in _DEVICES:
+        (at / name).touch()
+        _mount("--bind", f"/dev/{name}", str(at / name))
+        _set(str(at / name), off=_RDONLY | _NODEV)
+    for name in ("pts", "shm"):
+        (at / name).mkdir()
+    for name, to in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1")):
+        (at / name).symlink_to(to)
+    _mount("-t", "devpts", "-o", "newinstance,ptmxmode=666,mode=620", "devpts", str(at / "pts"))
+    mounts.mount_tmpfs(at / "shm", "mode=1777")
+    _mount("--rbind", str(at), "/dev")
+    _set("/dev", on=_RDONLY)
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def _set(place: str, *, on: int = 0, off: int = 0, recursive: bool = False) -> None:
+    """Change attributes of the mount at ``place``, or of all from there on."""
+    values = ctypes.create_string_buffer(struct.pack("4Q", on, off, 0, 0))
+    flags = _AT_RECURSIVE if recursive else 0
+    _checked(_LIBC.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, values, ctypes.c_size_t(32)))
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
