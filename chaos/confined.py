@@ -2,7 +2,7 @@
 
 ``confined.py SCRATCH COMMAND ...`` runs it in mount, pid, network, ipc and cgroup namespaces of its own. File systems
 are read-only but SCRATCH, a fresh ``/tmp`` and a cgroup of its own; ``/dev`` has the harmless devices, the network a
-loopback. Its end, or that of whoever asked for it, ends every process inside.
+loopback. Its end, or that of its parent, ends every process inside.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
         enter = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--mount-proc", "--kill-child"]
         again = [sys.executable, __file__, str(scratch), *argv]
         running = subprocess.Popen(
-            ["sh", "-c", f'{join} exec "$@"', "sh", *enter, "--", *again], env={**os.environ, **inside}
+            ["sh", "-c", f'{join} exec "$@"', "sh", *enter, "--", *again],
+            env={**os.environ, **inside},
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no threads here
         )
         try:
             return running.wait()
@@ -122,6 +124,9 @@ def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
     """Make a cgroup in each hierarchy that tracks processes: its directory, and the top of the hierarchy."""
     made = []
     for tree in cgroups.trees():
+        for former in tree.hierarchy.levels[0].glob("confined-*"):
+            if not Path(f"/proc/{former.name.partition('-')[2]}").exists():
+                _remove(former)
         ours = tree.hierarchy.levels[0] / f"confined-{os.getpid()}"
         with contextlib.suppress(OSError):
             ours.mkdir()
@@ -159,10 +164,9 @@ def _enter(scratch: Path) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")
     mounts.mount_tmpfs(aside)
-    # What is below a directory that gets a fresh tmpfs is put aside and shown again.
-    shown = [
-        place for place in (ROOT, Path(sys.prefix), Path(sys.base_prefix)) if any(map(place.is_relative_to, _FRESH))
-    ]
+    # Directories that a fresh tmpfs will hide are put aside and shown again.
+    needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
+    shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
     for number, place in enumerate([scratch, *shown]):
         (aside / str(number)).mkdir()
         _mount("--rbind", str(place), str(aside / str(number)))
@@ -179,6 +183,7 @@ def _enter(scratch: Path) -> None:
         _mount("--bind", ours, top)
         _set(top, off=_RDONLY)
     mounts.unmount(aside, lazy=True)
+    os.chdir(Path.cwd())
     fresh_proc()
 
 

@@ -8,7 +8,7 @@ that has the integration tests loaded (``chaos.mutate_forked``; a fraction of a 
 agent that a test starts is unchanged), and runs of pytest with all daily tests on a changed copy, whose agents are
 changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line; ``.mutate`` keeps
 that and the results. Mutants are tried in random order: an interrupted run is a fair sample, and the next one resumes.
-Whatever runs a mutant is confined (``chaos.confined``): a mutant can remove the wrong directory as root.
+Each process that runs a mutant is confined (``chaos.confined``): a mutant can remove the wrong directory as root.
 """
 
 from __future__ import annotations
@@ -368,19 +368,17 @@ def try_in_forks(
     running, taken = [], []
     for number in range(workers):
         scratch = STORE / f"tmp-{stage.name}-{number}"
-        scratch.mkdir(exist_ok=True)
-        given = STORE / f"tasks-{stage.name}-{number}.json"
+        scratch.mkdir(parents=True, exist_ok=True)
+        given = scratch / "tasks.json"
         given.write_text(json.dumps([(asdict(one), tests) for one, tests in tasks[number::workers]]))
         taken.append(scratch / "results.jsonl")
         taken[-1].write_text("")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "chaos.mutate_forked", "-p", "no:cacheprovider"]
         command += ["-m", DAILY, "--basetemp=/tmp/mutant/base", *stage.tests]
         environment = {**_environment(ROOT), "SHIM_MUTATE_TASKS": str(given), "SHIM_MUTATE_RESULTS": str(taken[-1])}
-        running.append(
-            subprocess.Popen(
-                confined.command(scratch, command), cwd=ROOT, env=environment, stdout=(scratch / "out").open("wb")
-            )
-        )
+        with (scratch / "out").open("wb") as out:
+            argv = confined.command(scratch, command)
+            running.append(subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=out))
     try:
         while any(each.poll() is None for each in running) and time.time() < until:
             time.sleep(1 if len(tasks) < 100 else 10)

@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from chaos import mutate
 from chaos.mutate import mutants
 from tests.structure.source import ROOT
 
@@ -61,3 +62,37 @@ def test_what_a_change_leaves_is_python(path: str) -> None:
 
 def test_a_line_at_import_is_known_as_such() -> None:
     assert [one.line for one in mutants("x.py", MODULE) if one.is_import_time] == [6, 10]
+
+
+def test_the_table_counts_by_module_and_stage() -> None:
+    """A stage has the mutants that no stage before it noticed; one without a result yet is not tried."""
+    unit, integration, _ = mutate.STAGES
+    ones = list(mutants("x.py", MODULE))[:5]
+    outcomes = ["noticed", "survived", "unreached", "not tried"]
+    results: mutate.Results = {
+        one.key: {unit.name: {"outcome": outcome, "tests": 1, "by": ""}}
+        for one, outcome in zip(ones, outcomes, strict=False)
+    }
+    results[ones[1].key][integration.name] = {"outcome": "noticed", "tests": 1, "by": "x"}
+
+    lines = mutate.table(results, ones, (unit, integration)).splitlines()
+
+    assert lines[2:4] == ["| `x.py` | unit | 5 | 4 | 1 | 1 | 2 |", "| `x.py` | integration | 4 | 4 | 1 | 0 | 3 |"]
+    assert lines[4:6] == ["| `all` | unit | 5 | 4 | 1 | 1 | 2 |", "| `all` | integration | 4 | 4 | 1 | 0 | 3 |"]
+    assert [line.partition(": ")[0] for line in lines[7:]] == ["x.py:12", "x.py:12", "x.py:12"]
+
+
+def test_a_stage_takes_what_no_stage_noticed_and_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, integration, _ = mutate.STAGES
+    ones = list(mutants("x.py", MODULE))
+    at_import, noticed, tried, unreached, *rest = ones
+    monkeypatch.setattr(mutate, "reaching", lambda _: {"x.py": {12: ["t"], 13: ["t", "u"], 15: ["t"], 16: ["t"]}})
+    results: mutate.Results = {
+        noticed.key: {unit.name: {"outcome": "noticed", "tests": 1, "by": ""}},
+        tried.key: {integration.name: {"outcome": "survived", "tests": 1, "by": ""}},
+    }
+
+    tasks = mutate.left(ones, results, integration)
+
+    assert {one.key for one, _ in tasks} == {one.key for one in (unreached, *rest)}
+    assert results[at_import.key][integration.name]["outcome"] == "unreached"

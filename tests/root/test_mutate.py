@@ -1,0 +1,161 @@
+"""``./dev mutate``: what a mutant does as root, it does to nothing of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos import confined, mutate
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.root
+
+HARM = """
+import os, signal, socket, sys
+from pathlib import Path
+from agent_shim.host import clock
+
+def tried(change):
+    try:
+        change()
+    except OSError:
+        return False
+    return True
+
+def test_harm():
+    harm = {{
+        "etc": lambda: Path("{etc}").write_text("x"),
+        "code": lambda: Path("{code}").write_text("x"),
+        "device": lambda: os.mknod("{device}", 0o20600, os.makedev(1, 3)),
+        "kernel": lambda: Path("/proc/sys/kernel/hostname").write_text("of-a-mutant"),
+        "process": lambda: os.kill({pid}, signal.SIGKILL),
+        "connection": lambda: socket.create_connection(("127.0.0.1", {port}), timeout=5).close(),
+    }}
+    Path("{tmp}").write_text("x")
+    assert [name for name, change in harm.items() if tried(change)] == []
+    assert clock.boot_ticks() is not None
+"""
+"""A test whose subject harms the machine. It passes if nothing worked, and if ``boot_ticks`` is unchanged."""
+
+
+class Bystanders:
+    """Parts of the machine that a mutant may not reach: files, devices, a process, a door."""
+
+    def __init__(self) -> None:
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.door.setblocking(False)
+        self.process = subprocess.Popen(["sleep", "1000"])
+        name = f"of-a-mutant-{os.getpid()}"
+        self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
+
+    def harm(self) -> str:
+        """The text of the test that tries it."""
+        etc, device, tmp, code = self.files
+        port = self.door.getsockname()[1]
+        return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)
+
+    def are_unharmed(self) -> bool:
+        """Return True if none of them shows a trace."""
+        with pytest.raises(BlockingIOError):
+            self.door.accept()
+        assert self.process.poll() is None
+        return not any(path.exists() for path in self.files)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.door.close()
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def bystanders() -> Iterator[Bystanders]:
+    found = Bystanders()
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for results that is not the checkout's."""
+    monkeypatch.setattr(mutate, "STORE", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def mutants() -> list[mutate.Mutant]:
+    """One that the test of the harm notices, one that it does not."""
+    path = "agent_shim/host/clock.py"
+    found = mutate.mutants(path, (ROOT / path).read_text())
+    chosen = {(one.before.partition("(")[0], one.kind): one for one in found}
+    return [chosen["int", "returns None"], chosen["0", "number"]]
+
+
+def test_a_mutant_in_a_fork_harms_nothing(store: Path, bystanders: Bystanders, mutants: list[mutate.Mutant]) -> None:
+    scratch = store / "tmp-harm-0"
+    scratch.mkdir()
+    (scratch / "test_harm.py").write_text(bystanders.harm())
+    stage = mutate.Stage("harm", (str(scratch / "test_harm.py"),), 10.0)
+    results: mutate.Results = {}
+
+    tasks = [(one, ["test_harm.py::test_harm"]) for one in mutants]
+    mutate.try_in_forks(tasks, results, stage, 1, float("inf"))
+
+    assert [results[one.key]["harm"]["outcome"] for one in mutants] == ["noticed", "survived"]
+    assert bystanders.are_unharmed()
+
+
+def test_a_mutant_of_a_copy_harms_nothing(store: Path, bystanders: Bystanders, mutants: list[mutate.Mutant]) -> None:
+    copy = store / "copy"
+    shutil.copytree(ROOT / "agent_shim", copy / "agent_shim", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "test_harm.py").write_text(bystanders.harm())
+
+    survived = [mutate.survives(copy, one, ["test_harm.py::test_harm"])[0] for one in mutants]
+
+    assert survived == [False, True]
+    assert bystanders.are_unharmed()
+
+
+@pytest.mark.parametrize("end", [subprocess.Popen.terminate, subprocess.Popen.kill])
+def test_its_end_is_the_end_of_all_that_it_started(
+    end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
+) -> None:
+    """Also of a process with a session of its own; the scratch directory keeps its files."""
+    command = confined.command(
+        tmp_path, ["sh", "-c", 'setsid sleep 1000 & echo $! >"$1/pid"; echo up; wait', "sh", str(tmp_path)]
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"up\n"
+        end(running)
+        assert running.stdout.read() == b""  # the end of the last process that has it open
+    assert int((tmp_path / "pid").read_text()) > 1
+
+
+def test_it_leaves_no_cgroup(tmp_path: Path) -> None:
+    command = confined.command(tmp_path, [sys.executable, "-c", "print(open('/proc/self/cgroup').read())"])
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+        printed, _ = running.communicate()
+
+    assert running.returncode == 0
+    assert b":/\n" in printed
+    assert list(Path("/sys/fs/cgroup").rglob(f"confined-{running.pid}")) == []
+
+
+def test_no_directory_of_users_is_writable_but_its_own(tmp_path: Path) -> None:
+    code = "import os; print([os.access(place, os.W_OK) for place in ('/', '/root', '/usr', '/dev', '/sys', '/tmp')])"
+
+    done = subprocess.run(confined.command(tmp_path, [sys.executable, "-c", code]), capture_output=True, check=True)
+
+    assert done.stdout == b"[False, False, False, False, False, True]\n"
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
