@@ -197,7 +197,10 @@ def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
 
 def test_user_namespace_of_a_job_is_not_that_of_the_vm(world: World) -> None:
     """The disk had the ids of the namespace of the job: no file was of root, and the VM could not write."""
-    world.pids.insert(0, world.in_user_namespace())
+    job = world.in_user_namespace()
+    while attachment_program.start_of(job) == attachment_program.start_of(world.vm.pid):  # the same clock tick
+        job = world.in_user_namespace()
+    world.pids.insert(0, job)
 
     world.attach()
 
