@@ -15,9 +15,11 @@ from agent_shim.actions.state import record_health
 from agent_shim.core.errors import ActionError, ShimError, errors_as
 from agent_shim.core.settings import Effective
 from agent_shim.core.spec import ApplySpec
-from agent_shim.host import network
+from agent_shim.host import guarded, network
 from agent_shim.services.blobstore import BlobRef
 from agent_shim.services.bundles import Bundle
+from agent_shim.supervisor import plan
+from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.supervisor import JobFile
 
 ADDRESS: Final = ("ip", "netmask", "gateway")
@@ -139,14 +141,18 @@ async def start(agent: Agent) -> str:
 
 
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
-    """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go)."""
+    """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go).
+
+    Reads just beyond the limits of size and number: ``plan`` refuses the job then.
+    """
     found = []
     for job in names:
         directory = jobs / job
-        for path in [directory / "monit", *sorted(directory.glob("*.monit"))]:
-            if path.is_file():
-                label = "" if path.name == "monit" else path.name.removesuffix(".monit")
-                found.append(JobFile(job, label, path.read_text(encoding="utf-8", errors="replace")))
+        paths = [path for path in [directory / "monit", *sorted(directory.glob("*.monit"))] if path.is_file()]
+        for path in paths[: plan.MAX_FILES + 1]:
+            label = "" if path.name == "monit" else path.name.removesuffix(".monit")
+            text = guarded.head(path, parser.MAX_BYTES + 1).decode("utf-8", "replace")
+            found.append(JobFile(job, label, text))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -19,6 +20,9 @@ VCAP: Final = "vcap"
 
 ACTED_ON: Final = frozenset({"process", "file", "filesystem", "host"})
 """Check types with evaluated rules; other types are only listed."""
+
+MAX_FILES: Final = 100
+"""Monit files of one job."""
 
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
@@ -169,12 +173,17 @@ def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
     """
     parsed: list[tuple[str, values.MonitFile]] = []
     errors: dict[str, str] = {}
+    for job, number in Counter(source.job for source in files).items():
+        if number > MAX_FILES:
+            errors[job] = f"cannot use the monit files of job {job}: there are more than {MAX_FILES}"
     for source in files:
+        if source.job in errors:
+            continue
         origin = f"{source.job}/{source.name}.monit" if source.name else f"{source.job}/monit"
         try:
             parsed.append((source.job, parser.parse(source.text, origin=origin)))
         except ConfigError as exc:
-            errors.setdefault(source.job, str(exc))
+            errors[source.job] = str(exc)
     while found := _problems(parsed, errors):
         errors |= found
     specs: list[ProcessSpec] = []

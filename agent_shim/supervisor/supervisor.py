@@ -24,7 +24,7 @@ from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
-from agent_shim.supervisor.plan import JobFile
+from agent_shim.supervisor.plan import JobFile, ProcessSpec
 from agent_shim.supervisor.process_finder import Timing
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
@@ -120,6 +120,7 @@ class Supervisor:
         self._is_sealed = False
         self._saving: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+        self._planning = asyncio.Lock()
         self._monit_files: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -216,7 +217,7 @@ class Supervisor:
         self._memory = saved.services
         if root_is_new:
             await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
-        self._take_plan(saved.files, same_world=same_world)
+        await self._take_plan(saved.files, same_world=same_world)
         return True
 
     @property
@@ -248,20 +249,24 @@ class Supervisor:
         await self._monit_files_written()
         writing = asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
         self._monit_files = asyncio.create_task(writing, name="write the monit files")
-        self._take_plan(job_files, same_world=True)
+        await self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
         """Supervise nothing; processes keep running, and ``configure`` recognises them again."""
         await self._monit_files_written()
         await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
-        self._take_plan((), same_world=True)
+        await self._take_plan((), same_world=True)
 
     async def _monit_files_written(self) -> None:
         if self._monit_files is not None:
             await asyncio.wait([self._monit_files])
 
-    def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
-        specs = {spec.name.lower(): spec for spec in plan.plan(job_files)}
+    async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
+        async with self._planning:  # the last request wins, not the fastest parse
+            self._use(job_files, await asyncio.to_thread(plan.plan, job_files), same_world=same_world)
+
+    def _use(self, job_files: Sequence[JobFile], planned: Sequence[ProcessSpec], *, same_world: bool) -> None:
+        specs = {spec.name.lower(): spec for spec in planned}
         known = self._memory | {key: service.record for key, service in self._services.items()}
         reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
         self._files = job_files

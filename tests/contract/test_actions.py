@@ -8,12 +8,16 @@ import hashlib
 import json
 import os
 import stat
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_shim.host import command
+from agent_shim.supervisor import plan
+from agent_shim.supervisor.monit import parser
 from tests.support import jobs
 from tests.support.world import World
 from tests.support.world import world as made
@@ -226,6 +230,35 @@ async def test_a11_start_writes_monit_files_in_reverse_and_takes_the_marker_away
     assert not world.paths.stopped_marker.exists()
     assert [process["name"] for process in (await running(world))["processes"]] == ["first", "second"]
     assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
+
+
+async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parse of a megabyte held the event loop for 17 s: it is refused, and the rest is parsed in a thread."""
+    threads = set()
+
+    def planned(files: Sequence[plan.JobFile]) -> tuple[plan.ProcessSpec, ...]:
+        threads.add(threading.current_thread())
+        return plan_of(files)
+
+    plan_of = plan.plan
+    monkeypatch.setattr(plan, "plan", planned)
+    await deployed(
+        world,
+        web=jobs.sleeper(world.paths, "web"),
+        large={"monit": "#".ljust(parser.MAX_BYTES) + "\n"},
+        many={f"{number}.monit": "" for number in range(plan.MAX_FILES + 1)},
+    )
+
+    assert await world.call("start") == {"value": "started"}
+
+    reasons = {service.process.name: service.reason for service in world.agent.supervisor.services()}
+    assert reasons["large"] == "cannot read large/monit: it has more than 256 KiB"
+    assert reasons["many"] == "cannot use the monit files of job many: there are more than 100"
+    assert reasons["web"] == ""
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_a12_stop_ends_every_process_and_leaves_the_marker(world: World) -> None:

@@ -78,7 +78,7 @@ async def test_a_busy_machine_is_no_violation(guard: Path) -> None:
     threads = [threading.Thread(target=busy) for _ in range(2)]
     try:
         for thread in threads:
-            thread.start()
+            await asyncio.to_thread(thread.start)  # for the same reason
         for _ in range(100):
             await asyncio.sleep(0.001)
             spin(0.01)

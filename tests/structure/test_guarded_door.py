@@ -259,7 +259,6 @@ RAW: Mapping[str, Raw] = {
             {
                 "Bpm._note",
                 "_make_kept",
-                "Bpm._file",
                 "Bpm._make_directories",
                 "Bpm._memory_limit",
                 "Bpm._packages_elsewhere",

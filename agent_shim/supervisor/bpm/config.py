@@ -24,6 +24,8 @@ from agent_shim.core import config_check
 from agent_shim.core.errors import ConfigError
 
 ROOT: Final = PurePosixPath("/var/vcap")
+MAX_BYTES: Final = 256 * 1024
+"""Size of a file."""
 MAX_MISTAKES: Final = 20
 """Mistakes of a file that its error shows."""
 
@@ -102,6 +104,8 @@ def parse(
     Additional volumes must be below ``root`` and cannot be the disks of ``job``. ``unknown`` gets a line for each key
     that bpm ignores.
     """
+    if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+        raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
     node = _composed(text, origin)
     if node is None:
         return BpmFile()

@@ -476,7 +476,7 @@ class Bpm:
 
         path = self._paths.jobs / job / "config/bpm.yml"
         try:
-            text = path.read_text(encoding="utf-8", errors="surrogateescape")
+            text = guarded.head(path, bpm.MAX_BYTES + 1).decode(errors="surrogateescape")
         except OSError as exc:
             raise files.failed(f"read {path}", exc) from exc
         unknown: list[str] = []

@@ -124,6 +124,9 @@ URL: Final = re.compile(
 )
 """A URL as tokenised by monit: ends at a blank or a line break."""
 
+MAX_URL_CHARS: Final = 4096
+"""The search for the end of a URL goes no further: without a limit many of them took half a minute."""
+
 _Mode: TypeAlias = tuple[tuple[str, re.Pattern[str]], ...]
 
 
@@ -271,7 +274,7 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
 
 def _url(match: re.Match[str], tokens: list[Token]) -> int:
     text = match.string
-    url = URL.match(text, match.start())
+    url = URL.match(text, match.start(), match.start() + MAX_URL_CHARS)
     if url is None or text[url.end() : url.end() + 1] not in (" ", "\r", "\t", "\n"):
         tokens.append(Token("BAD", "a URL without an end", *match.span()))
         return match.end()

@@ -27,6 +27,9 @@ from agent_shim.supervisor.monit.rules import (
     read_rule,
 )
 
+MAX_BYTES: Final = 256 * 1024
+"""Size of one file; a parse takes longer than linear time."""
+
 MAX_MISTAKES: Final = 20
 """Mistakes of one file that its error names."""
 
@@ -40,6 +43,8 @@ def parse(text: str, *, origin: str) -> MonitFile:
     Raises ``ConfigError`` with the mistakes of all statements:
     ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
     """
+    if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+        raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
     reader = Reader(text)
     outside = [
         (token.start, Ignored(f"include {text[token.start : token.end]}", line=reader.line(token)))

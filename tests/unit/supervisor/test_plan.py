@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.plan import (
+    MAX_FILES,
     JobFile,
     ProcessSpec,
     Program,
@@ -149,6 +151,25 @@ def test_bad_file_makes_one_failing_process() -> None:
     assert names(*files) == ["good", "bad", "fine"]
     assert list(errors(*files)) == ["bad"]
     assert errors(*files)["bad"].startswith("cannot read bad/more.monit: line ")
+
+
+def test_a_file_beyond_its_limit_fails_its_job() -> None:
+    good = check("web").ljust(parser.MAX_BYTES)
+
+    assert names(JobFile("web", "", good)) == ["web"]
+    for text in (good + " ", good[:-1] + "\u00e9"):  # the limit is in bytes
+        assert errors(JobFile("web", "more", text), JobFile("other", "", check("other"))) == {
+            "web": "cannot read web/more.monit: it has more than 256 KiB"
+        }
+
+
+def test_more_files_than_a_job_may_have_fail_it() -> None:
+    files = [JobFile("web", f"{number}", check(f"web{number}")) for number in range(MAX_FILES + 1)]
+
+    assert errors(*files[1:]) == {}
+    assert errors(*files, JobFile("other", "", check("other"))) == {
+        "web": "cannot use the monit files of job web: there are more than 100"
+    }
 
 
 def test_duplicate_fails_the_later_job() -> None:

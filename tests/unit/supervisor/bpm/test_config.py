@@ -348,6 +348,14 @@ def test_aliases_that_stand_for_millions_of_entries_are_refused(repeated: str) -
         parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
 
 
+def test_a_file_beyond_its_limit_is_refused() -> None:
+    longest = WHOLE + "#".ljust(config.MAX_BYTES - len(WHOLE.encode()), "a")
+
+    assert config.parse(longest, origin="bpm.yml") == config.parse(WHOLE, origin="bpm.yml")
+    with pytest.raises(ConfigError, match="^cannot read bpm.yml: it has more than 256 KiB$"):
+        config.parse(longest + "a", origin="bpm.yml")
+
+
 def test_merges_of_merges_are_read_once() -> None:
     """A mapping that is merged again and again at every level costs no more than its size."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: [*l{number}, *l{number}]}}\n" for number in range(60))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agent_shim.supervisor.monit.lexer import (
     KEYWORDS,
+    MAX_URL_CHARS,
     NO_NAME,
     NOISE,
     SYNONYMS,
@@ -200,3 +201,15 @@ def test_nothing_is_raised_or_lost(text: str) -> None:
 
     assert tokens[-1].kind == "END"
     assert all(before.end <= after.start for before, after in pairwise(tokens))
+
+
+def test_urls_without_an_end_take_no_longer_than_others() -> None:
+    """Each search went to the end of the file: half a minute for 256 KiB of them."""
+    assert {token.kind for token in lex("http://" * 37_000)[:-1]} == {"BAD"}
+
+
+def test_a_url_has_a_longest_form() -> None:
+    longest = "http://h/".ljust(MAX_URL_CHARS, "a")
+
+    assert words(longest + " ") == [f"URL:{longest}"]
+    assert words(longest + "a ")[0] == "BAD:a URL without an end"
