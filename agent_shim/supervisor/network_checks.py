@@ -235,12 +235,14 @@ class _Page:
 
     @property
     def has_head(self) -> bool:
-        return self.status >= FINAL_STATUS
+        return self.status >= FINAL_STATUS or self.is_whole
 
     def read(self, data: bytes) -> None:
         """Feed the parser; raises ``_WrongError`` if the data is not http."""
         try:
             self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit takes it for an answer
+            self.is_whole = True
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
                 raise _WrongError("does not answer like an http server") from exc

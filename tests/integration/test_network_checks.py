@@ -229,6 +229,7 @@ async def test_echo_requests_are_answered_by_loopback() -> None:
         b"HTTP/1.1 200 OK\r\nA: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: a\r\n folded\r\n\r\n",
         b"HTTP/1.1 200 OK\nServer: of our own making\n\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\nframes",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
     ],
 )
