@@ -29,9 +29,10 @@ TASKS: Final = "SHIM_MUTATE_TASKS"
 """Names a file with a list of ``[mutant, [node id of a test, …]]``."""
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
 """Names the file that takes a line of JSON for each mutant: key, outcome, number of tests, the test that failed."""
-TIMEOUT_S: Final = 60.0
-PROCESSOR_S: Final = 15
-"""A mutant that computes without end is ended sooner than one that waits."""
+TIMEOUT_S: Final = 30.0
+PROCESSOR_S: Final = 5
+MAX_MEMORY: Final = 3 << 30
+"""A mutant that computes without end is ended sooner than one that waits. The same tests must pass without it."""
 TMP: Final = Path("/tmp/mutant")
 """A fresh tmpfs for each fork; the base of pytest's temporary directories is in it."""
 
@@ -116,6 +117,7 @@ def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, 
 
 def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     mounts.mount_tmpfs(TMP, "mode=1777")
     try:
         change()
