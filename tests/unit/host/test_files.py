@@ -156,6 +156,37 @@ def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
     assert mode_of(path) == 0o750
 
 
+def test_missing_parents_are_open_to_readers(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        files.make_dir(tmp_path / "a" / "b" / "c", 0o700)
+    finally:
+        os.umask(before)
+
+    assert [mode_of(tmp_path / path) for path in ("a", "a/b", "a/b/c")] == [0o755, 0o755, 0o700]
+
+
+def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> None:
+    """Relative and absolute ones, forty after one another and no more; a file in the way is named."""
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "relative").symlink_to("real/deep")
+    (tmp_path / "absolute").symlink_to(tmp_path / "real" / "deep")
+    (tmp_path / "0").symlink_to("real")
+    for number in range(40):
+        (tmp_path / str(number + 1)).symlink_to(str(number))
+    files.make_dir(tmp_path / "relative" / "r", 0o700)
+    files.make_dir(tmp_path / "absolute" / "a", 0o700)
+    files.make_dir(tmp_path / "39" / "chained", 0o700)
+
+    assert names_in(tmp_path / "real") == ["chained", "deep"]
+    assert names_in(tmp_path / "real" / "deep") == ["a", "r"]
+    with pytest.raises(HostError):
+        files.make_dir(tmp_path / "40" / "x", 0o700)
+    with pytest.raises(HostError, match="Not a directory"):
+        files.make_dir(tmp_path / "file" / "x", 0o700)
+
+
 def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
     """Its target keeps its mode."""
     victim = tmp_path / "victim"
@@ -217,6 +248,23 @@ def test_a_real_directory_gives_way_to_a_link(tmp_path: Path) -> None:
     files.swap_link(tmp_path, link)
 
     assert link.is_symlink()
+
+
+def test_a_swap_that_fails_leaves_the_old_link_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    files.swap_link(tmp_path / "one", link)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(HostError, match="cannot link .* No space left"):
+        files.swap_link(tmp_path / "two", link)
+
+    assert link.readlink() == tmp_path / "one"
+    assert names_in(tmp_path) == ["link"]
 
 
 def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:

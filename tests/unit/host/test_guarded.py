@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import guarded
+from agent_shim.host import daemon_thread, guarded, user_namespace
 
 
 def mode_of(path: Path) -> int:
@@ -151,6 +151,85 @@ def test_links_of_our_own_are_followed(tree: Path) -> None:
     assert guarded.read(tree / "dir-link" / "b" / "file", 100, tree / "dir-link") == b"inside"
 
 
+def test_forty_links_are_followed_and_no_more(tree: Path) -> None:
+    """As by the kernel."""
+    (tree / "0").symlink_to("a")
+    for number in range(40):
+        (tree / str(number + 1)).symlink_to(str(number))
+    assert guarded.read(tree / "39" / "b" / "file", 100) == b"inside"
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        guarded.read(tree / "40" / "b" / "file", 100)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_a_link_of_another_user_is_not_followed(tree: Path) -> None:
+    """Its owner could exchange its target."""
+    os.chown(tree, 1, 1)
+    os.chown(tree / "dir-link", 1, 1, follow_symlinks=False)
+    with pytest.raises(OSError, match="dir-link"):
+        guarded.read(tree / "dir-link" / "b" / "file", 100)
+    assert guarded.read(tree / "a" / "b" / "file", 100) == b"inside"
+
+
+def test_nothing_stays_open(tree: Path) -> None:
+    """Neither after a walk nor after a refusal."""
+    (tree / "second").hardlink_to(tree / "a" / "b" / "file")
+    before = open_files()
+    for _ in range(100):
+        guarded.read(tree / "dir-link" / "b" / "file", 100)
+        for path in ("absent", "a/absent/file", "a/b/file/x"):
+            with pytest.raises(OSError, match=path.partition("/")[0]):
+                guarded.read(tree / path, 100)
+        with pytest.raises(OSError, match="second hard link"):
+            guarded.open_log(tree / "second", 0o640)
+    assert open_files() < before + 50  # threads of other tests may end meanwhile
+
+
+def status(mode: int, owner: int, links: int = 1) -> os.stat_result:
+    return os.stat_result((mode, 1, 1, links, owner, 0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("us", "owner", "of_directory", "mode", "is_followed"),
+    [
+        (0, 0, 0, 0o755, True),
+        (0, 1000, 0, 0o755, False),
+        (0, 1000, 1000, 0o755, False),
+        (0, 0, 1000, 0o755, False),
+        (0, 0, 0, 0o777, False),
+        (0, 0, 0, 0o775, False),
+        (0, 0, 0, 0o1777, True),
+        (1000, 1000, 1000, 0o777, True),
+        (1000, 0, 1001, 0o755, True),
+        (1000, 1001, 1000, 0o755, False),
+    ],
+)
+def test_whose_links_are_followed(
+    monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
+) -> None:
+    """Those of root and our own; as root only where no other user can have moved them to."""
+    monkeypatch.setattr(os, "geteuid", lambda: us)
+    monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
+    link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)
+    with contextlib.nullcontext() if is_followed else pytest.raises(OSError, match="contains a link"):
+        guarded.refuse_link("x", link, directory)
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "links", "is_read"),
+    [
+        (stat.S_IFREG, 0, 1, True),
+        (stat.S_IFREG, 0, 2, False),
+        (stat.S_IFREG, 1000, 2, True),
+        (stat.S_IFDIR, 0, 5, True),
+    ],
+)
+def test_a_file_of_root_has_one_name(mode: int, owner: int, links: int, is_read: bool) -> None:
+    """A job can give a file of root a second name in its own directory, and its own files any number."""
+    with contextlib.nullcontext() if is_read else pytest.raises(OSError, match="second hard link"):
+        guarded.refuse_second_name(status(mode, owner, links))
+
+
 def test_links_in_a_circle_end(tree: Path) -> None:
     (tree / "round").symlink_to("round")
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
@@ -207,6 +286,20 @@ def test_reads_are_bounded(tmp_path: Path) -> None:
     assert guarded.head(path, 4) == bytes(4)
     with pytest.raises(OSError, match="more than 1000 bytes"):
         guarded.read(path, 1000)
+
+
+def test_the_holes_of_a_file_are_passed_over(tmp_path: Path) -> None:
+    """After a number of runs the rest counts as a hole: a job can make any number of them."""
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        for number in range(6):
+            file.seek(number << 20)
+            file.write(b"x")
+        file.flush()
+        found = list(guarded.segments(file.fileno(), 0, (5 << 20) + 1))
+        assert sum(end - begin for begin, end in found) < 1 << 20
+        assert [begin >> 20 for begin, _ in found] == list(range(6))
+        assert list(guarded.segments(file.fileno(), 0, (5 << 20) + 1, 3)) == found[:3]
 
 
 # --- appending ------------------------------------------------------------------------------------------------------
@@ -306,3 +399,16 @@ async def test_threads_that_hang_are_few() -> None:
 async def test_errors_of_the_work_are_raised() -> None:
     with pytest.raises(FileNotFoundError):
         await guarded.aside("x", lambda: guarded.status(Path("/absent")))
+
+
+async def test_a_call_without_a_thread_holds_up_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(work: object, name: str) -> asyncio.Future[None]:
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(RuntimeError("can't start new thread"))
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(daemon_thread, "run_in_daemon_thread", refused)
+        with pytest.raises(RuntimeError, match="thread"):
+            await guarded.aside("x", lambda: 7)
+    assert await guarded.aside("x", lambda: 7) == 7

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent_shim.host import clock, job_cgroups, proc
 from agent_shim.supervisor import posix_regex
-from agent_shim.supervisor.ownership import Look, Ownership, Tie, Unproven, kinship
+from agent_shim.supervisor.ownership import Look, Ownership, Tie, Unproven, is_job_user, kinship
 from agent_shim.supervisor.process_record import (
     MARK,
+    MAX_SESSIONS,
     MONIT_MARK,
     Identity,
     Pidfile,
@@ -383,3 +386,137 @@ def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(
 
     assert not own(kernel[50][0], traces, OLD)
     assert own(kernel[50][0], traces, NEW)
+
+
+def test_a_parent_younger_than_its_child_is_another_process() -> None:
+    """The number of the real parent is used again: nothing is inherited from its new owner."""
+    table = {10: stat(10, start=200), 11: stat(11, parent=10, start=100), 12: stat(12, parent=10, start=200)}
+    traces = ProcessRecord(known=(10, 200))
+
+    assert kinship(table, [("web", traces)], {}).verdicts == {10: "web", 11: Unproven.FOREIGN, 12: "web"}
+
+
+def test_parents_in_a_circle_end() -> None:
+    """A table that is read while numbers are used again may contain one."""
+    table = {10: stat(10, parent=11), 11: stat(11, parent=10)}
+
+    assert kinship(table, (), {}).verdicts == {10: Unproven.FOREIGN, 11: Unproven.FOREIGN}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "tie", "why"),
+    [
+        (mark("web", BASE), Tie.OWNED, ""),
+        (mark("other", BASE), Tie.NONE, "it belongs to other"),
+        (mark("web", Path("/tmp/world")), Tie.NONE, "it carries the mark of another service"),
+        (None, Tie.NONE, "it carries the mark of another service"),
+    ],
+)
+def test_a_cgroup_alone_is_proof(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str | None,
+    tie: Tie,
+    why: str,
+) -> None:
+    """Without descent and session, and against the mark, which the process may have forged."""
+    monkeypatch.setattr(job_cgroups, "name_of", lambda pid: cgroup if pid == 50 else None)
+    kernel[50] = stat(50), {MARK: mark("third", BASE)}, ""
+    ownership = Ownership(BASE)
+
+    assert ownership.tie(kernel[50][0], "web", ProcessRecord(), OLD) == (tie, why)
+
+
+@pytest.mark.parametrize(
+    ("ours", "user", "name", "is_of_a_job"),
+    [
+        (0, 1000, "vcap", True),
+        (0, 1001, "bosh_3f2a", False),
+        (0, 1002, None, True),
+        (0, 0, "root", False),
+        (0, None, None, False),
+        (7, 7, "somebody", True),
+        (7, None, None, False),
+    ],
+)
+def test_users_of_jobs(
+    monkeypatch: pytest.MonkeyPatch, ours: int, user: int | None, name: str | None, is_of_a_job: bool
+) -> None:
+    """Orphans of root and of operators are no job's; an agent without root has one user for all."""
+
+    def account(number: int) -> SimpleNamespace:
+        if name is None:
+            raise KeyError(number)
+        return SimpleNamespace(pw_name=name)
+
+    monkeypatch.setattr(os, "geteuid", lambda: ours)
+    monkeypatch.setattr(pwd, "getpwuid", account)
+
+    assert is_job_user(user) is is_of_a_job
+
+
+def test_a_session_is_seen_by_its_own_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "boot_ticks", lambda: 500)
+    traces = ProcessRecord(
+        sessions=[Session(10, 100, seen=200), Session(20, 100, seen=200), Session(30, 100, seen=900)]
+    )
+    traces.lives(10)
+    traces.lives(30)
+
+    assert [session.seen for session in traces.sessions] == [500, 200, 900]
+
+
+def test_the_last_session_of_a_daemon_is_recorded() -> None:
+    """It began after its pidfile was written; its workers are found by it. A guest's is not ours."""
+    traces, guest = ProcessRecord(known=(50, 1001)), ProcessRecord(known=(50, 1001), is_guest=True)
+    traces.ended((50, 1001), 50, 1100)
+    guest.ended((50, 1001), 50, 1100)
+
+    assert traces.sessions == [Session(50, 1001, seen=1100, is_led=False)]
+    assert guest.sessions == []
+
+
+def test_a_session_of_another_process_is_not_led(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+    """A leader, the heir of one that is gone or dead, and a process whose leader is of the service lead theirs."""
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", ProcessRecord(known=(20, 1000)))]
+    for each in (stat(10, session=10), stat(20, session=20), stat(30, session=30, state="Z")):
+        kernel[each.pid] = each, {}, ""
+
+    assert ownership.leads_session(stat(10, session=10), "web")
+    assert not ownership.leads_session(stat(11, session=10), "web")
+    assert ownership.leads_session(stat(21, session=20), "web")
+    assert not ownership.leads_session(stat(21, session=20), "other")
+    assert ownership.leads_session(stat(31, session=30), "web")
+    assert ownership.leads_session(stat(41, session=40), "web")
+
+
+def test_members_without_a_guest_and_with_their_sessions() -> None:
+    """A guest is watched and not a member; a session is recorded if its leader is a member or gone."""
+    processes = [
+        stat(10, session=10),
+        stat(11, parent=10, session=10),
+        stat(12, parent=10, session=12),
+        stat(13, parent=12, session=99),
+        stat(14, parent=12, session=20),
+        stat(20, session=20),
+    ]
+    table = {process.pid: process for process in processes}
+    traces, guest = ProcessRecord(known=(10, 1000)), ProcessRecord(known=(10, 1000), is_guest=True)
+
+    assert members(table, traces) == {10, 11, 12, 13, 14}
+    assert sorted(traces.numbers()) == [10, 12, 99]
+    assert members(table, guest) == set()
+
+
+def test_a_service_remembers_few_sessions() -> None:
+    """However many its processes begin."""
+    traces = ProcessRecord()
+    for pid in range(100, 100 + 2 * MAX_SESSIONS):
+        traces.widen(stat(pid, session=pid))
+        traces.widen(stat(pid, session=pid))
+    assert sorted(traces.numbers()) == list(range(100, 100 + MAX_SESSIONS))
+    traces.begin((99, 1), None)
+
+    assert len(traces.sessions) == MAX_SESSIONS
+    assert 99 in traces.numbers()
