@@ -176,6 +176,35 @@ def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory
     assert found.cpu == cgroups.Hierarchy(version, tuple(map(Path, cpu)))
 
 
+MOUNTS = """\
+29 20 0:25 / /proc rw - proc proc rw
+30 20 0:26 / /cg/pids rw - cgroup cgroup rw,pids
+31 20 0:27 / /cg/unified rw - cgroup2 cgroup2 rw
+32 20 0:28 / /cg/cpu rw - cgroup cgroup rw,cpu
+33 20 0:29 / /cg/net rw - cgroup cgroup rw,net_cls,net_prio
+34 20 0:30 / /cg/freezer rw - cgroup cgroup rw,freezer
+35 20 0:31 / /cg/devices rw - cgroup cgroup rw,devices
+"""
+
+
+def test_hierarchies_that_track_processes_are_found_best_first(tmp_path: Path) -> None:
+    """Version 2 kills, the freezer freezes; a mount that is no hierarchy of ours and one without a mount are none."""
+    write(
+        tmp_path / "self",
+        {
+            "cgroup": "6:cpu:/c\n5:net_cls,net_prio:/n\n4:memory:/m\n3:pids:/p\n2:freezer:/f\n0::/u",
+            "mountinfo": MOUNTS,
+        },
+    )
+
+    assert [(tree.controller, tree.path, tree.hierarchy) for tree in cgroups.trees(tmp_path)] == [
+        ("", "/u", cgroups.Hierarchy(2, (Path("/cg/unified/u"), Path("/cg/unified")))),
+        ("freezer", "/f", cgroups.Hierarchy(1, (Path("/cg/freezer/f"), Path("/cg/freezer")))),
+        ("pids", "/p", cgroups.Hierarchy(1, (Path("/cg/pids/p"), Path("/cg/pids")))),
+        ("net_cls", "/n", cgroups.Hierarchy(1, (Path("/cg/net/n"), Path("/cg/net")))),
+    ]
+
+
 def test_nothing_mounted_is_no_cgroup() -> None:
     """Without cgroups everything is as on the machine itself."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()

@@ -65,6 +65,64 @@ def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
     assert [pid for pid, _ in job_cgroups.JobCgroup("a/b@/c").members()] == [os.getpid()]
 
 
+def test_each_limit_alone(own: Path) -> None:
+    """A limit of processes says nothing about memory and swap, and only a limit of memory counts kills."""
+    memory, processes = job_cgroups.JobCgroup("m"), job_cgroups.JobCgroup("p")
+    memory.make(memory=1 << 20)
+    processes.make(processes=7)
+
+    assert {path.name for path in (own / "agent_shim/m").iterdir()} == {
+        "memory.max",
+        "memory.swap.max",
+        "memory.oom.group",
+    }
+    assert {path.name for path in (own / "agent_shim/p").iterdir()} == {"pids.max"}
+    assert memory.memory() == (0, 0)
+    assert processes.memory() is None
+
+
+def test_memory_is_counted_by_the_controller_of_memory_alone(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = job_cgroups.JobCgroup("a")
+    group.make(memory=1 << 20)
+    for controller, found in (("memory", (0, 0)), ("pids", None)):
+        hierarchies = ((controller, cgroups.Hierarchy(2, (own,))),)
+        monkeypatch.setattr(job_cgroups, "_hierarchies", lambda given=hierarchies: given)
+        assert group.memory() == found
+
+
+@pytest.mark.parametrize(("populated", "is_empty"), [(1, False), (0, True)])
+def test_the_kernel_says_whether_a_process_is_left(own: Path, populated: int, is_empty: bool) -> None:
+    group = job_cgroups.JobCgroup("a")
+    group.make()
+    (own / "agent_shim/a/cgroup.events").write_text(f"populated {populated}\nfrozen 0\n")
+
+    assert group.is_empty() is is_empty
+
+
+def test_in_version_1_a_group_is_empty_if_it_can_be_removed(own: Path) -> None:
+    """With the groups below it. A file stands for a process: a directory with either cannot be removed."""
+    group = job_cgroups.JobCgroup("a")
+    group.make()
+    (own / "agent_shim/a/below").mkdir()
+    (own / "agent_shim/a/below/process").touch()
+    assert not group.is_empty()
+    (own / "agent_shim/a/below/process").unlink()
+
+    assert group.is_empty()
+    assert not (own / "agent_shim/a").exists()
+
+
+def test_all_processes_are_killed_at_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is gone has none to kill."""
+    job_cgroups.JobCgroup("a").make()
+    job_cgroups.JobCgroup("a").kill()
+    job_cgroups.JobCgroup("b").kill()
+    assert (own / "agent_shim/a/cgroup.kill").read_text() == "1"
+    assert not (own / "agent_shim/b").exists()
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    job_cgroups.JobCgroup("a").kill()
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [

@@ -146,6 +146,25 @@ def test_no_more_than_the_end_of_a_flood_is_read(path: Path) -> None:
     assert memory.read_to == path.stat().st_size
 
 
+def test_a_line_without_an_end_is_matched_when_it_is_too_long_to_wait_for(path: Path) -> None:
+    """A shorter one is matched once it is whole."""
+    memory, test = Memory(), Match("bad")
+    assert not fails(path, test, memory)
+    with path.open("a") as stream:
+        stream.write("bad")
+    assert not fails(path, test, memory)
+    with path.open("a") as stream:
+        stream.write(" line\n")
+    assert fails(path, test, memory)
+    with path.open("a") as stream:
+        stream.write("bad" + "x" * MAX_NEW_BYTES)
+    assert not fails(path, test, memory)  # its end alone is read
+    with path.open("a") as stream:
+        stream.write("bad" + "y" * (MAX_NEW_BYTES - 3))
+    assert fails(path, test, memory)
+    assert not fails(path, test, memory)
+
+
 def test_filesystem_in_percent_and_in_bytes(path: Path) -> None:
     """The value is that of the path's file system."""
     usage = os.statvfs(path)

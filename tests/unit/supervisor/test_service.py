@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,9 +13,9 @@ import msgspec
 import pytest
 
 from agent_shim.supervisor.ctl_programs import TokenBucket
-from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.service import Service, ServiceContext
+from agent_shim.supervisor.service import Event, Service, ServiceContext
 from agent_shim.supervisor.state import State
 from agent_shim.supervisor.supervisor import SCHEMA, read_saved
 
@@ -67,16 +69,77 @@ def test_a_restart_saved_by_the_first_release_goes_on(tmp_path: Path) -> None:
     assert b'"is_start_due":false' in msgspec.json.encode(bounced)
 
 
-def made(name: str) -> Service:
+@pytest.mark.parametrize(
+    ("state", "after"),
+    [
+        (State.STOPPED, State.STOPPED),
+        (State.UNMONITORED, State.UNMONITORED),
+        (State.RUNNING, State.BOUNCING),
+    ],
+)
+async def test_an_exit_takes_along_only_dependants_that_are_up(state: State, after: State) -> None:
+    """As a restart does; those of a service that is not restarted go on."""
+    service, dependant, for_good, untouched = (made(name) for name in ("web", "needs-web", "once", "needs-once"))
+    for each in (service, for_good):
+        each.record.state = State.RUNNING
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
+    service.dependants, for_good.dependants = [dependant], [untouched]
+    dependant.record.state = untouched.record.state = state
+
+    await service._lost("exit code 1")
+    await for_good._lost("exit code 1")
+
+    assert (service.state, dependant.state) == (State.RESTARTING, after)
+    assert untouched.state is state
+    assert service.record.reason == "the process ended by itself: exit code 1 (disk full)"
+    assert for_good.record.reason.endswith("; it is not restarted: it has no start program")
+
+
+@pytest.mark.parametrize(
+    ("how", "was_oom", "kills", "told"),
+    [
+        ("exit code 1", True, 0, "exit code 1"),
+        ("SIGKILL", False, 0, "SIGKILL"),
+        ("SIGKILL", True, 1, "SIGKILL, out of memory"),
+    ],
+)
+async def test_a_kill_for_want_of_memory_is_counted(how: str, was_oom: bool, kills: int, told: str) -> None:
+    """Only a SIGKILL can be one. Each exit is counted by its kind; the first after a long life begins a row."""
+    events: list[Event] = []
+    service = made("web", was_oom=was_oom, notify=events.append)
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
+    service.record.state, service.record.failures = State.RUNNING, 5
+    service._finder.up_at = time.monotonic() - Timing().backoff_limit - 1
+
+    await service._lost(how)
+
+    assert (service.record.oom_kills, service.record.last_exit, service.record.failures) == (kills, told, 1)
+    assert list(service.record.exits.values()) == [1]
+    assert [("out of memory" in event.description) for event in events] == [kills == 1]
+    service.record.state = State.RUNNING
+    service._finder.up_at = time.monotonic()
+    await service._lost(how)
+    assert (service.record.oom_kills, service.record.failures) == (2 * kills, 2)
+    assert list(service.record.exits.values()) == [2]
+
+
+CTL = Program(("ctl",))
+
+
+async def last_words(_: str) -> str:
+    return "disk full"
+
+
+def made(name: str, *, was_oom: bool = False, notify: Callable[[Event], None] = lambda _: None) -> Service:
     shared = ServiceContext(
         base=Path("/"),
-        programs=cast("Any", SimpleNamespace(ownership=None)),
+        programs=cast("Any", SimpleNamespace(ownership=None, last_words=last_words)),
         bpm=cast("Any", None),
         restarts=TokenBucket(1, 1),
         timing=Timing(),
-        notify=lambda _: None,
+        notify=notify,
         changed=lambda: None,
-        was_oom=lambda: False,
+        was_oom=lambda: was_oom,
         may_start=asyncio.Event(),
     )
     return Service(ProcessSpec(name=name, job=name), shared)
