@@ -26,6 +26,7 @@ from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile, ProcessSpec
 from agent_shim.supervisor.process_finder import Timing
+from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
@@ -124,10 +125,12 @@ class Supervisor:
         self._monit_files: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._counting.enter_context(
-            self._programs.counting(lambda: [(it.spec.label, it.record.traces) for it in self._services.values()])
-        )
+        self._counting.enter_context(self._programs.counting(self._records))
         return self
+
+    def _records(self) -> list[tuple[str, ProcessRecord]]:
+        services = self._services.values()
+        return [*((each.spec.label, each.record.traces) for each in services), *self.bpm.started.items()]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

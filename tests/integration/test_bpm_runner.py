@@ -16,7 +16,7 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
-from agent_shim.host import capabilities, proc, process, sandbox, sandbox_exec
+from agent_shim.host import capabilities, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.plan import BpmCall, bpm_call
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
@@ -154,10 +154,15 @@ async def test_process_that_dies_is_restarted(world: World) -> None:
         assert int(pidfile(world.paths).read_text()) == info(supervisor, "web").pid
 
 
-async def test_what_a_script_has_started_is_taken_up(world: World) -> None:
-    """``bpm start`` in a pre-start script, then the start of the jobs: one process."""
+@pytest.mark.parametrize("level", [1, 2, 3])
+async def test_what_a_script_has_started_is_taken_up(
+    world: World, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``bpm start`` in a pre-start script, then the start of the jobs: one process, also without cgroups."""
+    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
+        supervisor.bpm._level = level
         first = await supervisor.bpm.start(START)
         again = await supervisor.bpm.start(START)
         assert again.pid == first.pid

@@ -667,6 +667,28 @@ def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
     assert len(commands) == 4, f"an init stands above each: {commands}"
 
 
+STARTED_BY_A_SCRIPT = """
+from agent_shim.supervisor.plan import BpmCall
+job_cgroups.tracker = lambda: None
+config = paths.jobs / "web/config/bpm.yml"
+config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
+await supervisor.__aenter__()  # which is left by the close at the end
+first = await supervisor.bpm.start(BpmCall("start", "web", "worker"))
+await supervisor.configure(monit("worker"))
+await supervisor.start()
+await eventually(lambda: info("worker").state not in ("starting", "stopped"))
+found = info("worker")
+await supervisor.stop(wait=True)
+return [found.state, found.pid == first.pid, first.is_alive]
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_what_a_script_has_started_is_the_process_of_its_service(inside: Inside, level: int) -> None:
+    """``bpm start`` in a pre-start script, without cgroups: the service killed it after half a minute."""
+    assert run(inside, level, STARTED_BY_A_SCRIPT) == ["running", True, False]
+
+
 ISOLATION = """
 from agent_shim.host import sandbox
 return list(await sandbox.isolation())

@@ -94,6 +94,10 @@ class Bpm:
         """The strongest isolation to use, the lowest level: that of the container unless this is above it."""
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._runs: dict[tuple[str, str], process.Process] = {}
+        self.started: dict[str, ProcessRecord] = {}
+        """The last process of each label with a pidfile: proof for its service if a script started it. Marked as caged:
+        the record of the service has the descendants.
+        """
         self._limits: dict[tuple[str, str], tuple[int, int]] = {}
         self._isolation: sandbox.Isolation | None = None
         self._trying = asyncio.Lock()
@@ -286,6 +290,7 @@ class Bpm:
         logs = {"stdout": self._log(job, name, "stdout"), "stderr": self._log(job, name, "stderr")}
         async with sandbox.prepared(order, env=mark, **logs) as running:
             if has_pidfile:
+                self.started[label] = ProcessRecord(known=running.identity, is_caged=True)
                 await files.save(self._pidfile(job, name), str(running.pid).encode())
         return running
 
