@@ -155,9 +155,7 @@ async def test_process_that_dies_is_restarted(world: World) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-async def test_what_a_script_has_started_is_taken_up(
-    world: World, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_script_has_started_is_taken_up(world: World, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``bpm start`` in a pre-start script, then the start of the jobs: one process, also without cgroups."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     file = job(world, "echo started; exec sleep 600")
