@@ -71,7 +71,9 @@ def _check(report: _Report, parsed: list[MonitFile]) -> None:
     text, origin = report.file.read_bytes(), str(report.file)
     unknown: list[str] = []
     if report.kind == "monit":
-        parsed.append(parser.parse(_decoded(text, report.file), origin=origin))
+        file = parser.parse(_decoded(text, report.file), origin=origin)
+        parsed.append(file)
+        unknown += [f"line {each.line}: not acted on: {each.first_words}" for each in file.ignored]
     elif report.kind == "bpm":
         config.parse(_decoded(text, report.file), origin=origin, unknown=unknown)
     elif report.kind == "agent":

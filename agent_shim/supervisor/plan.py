@@ -18,9 +18,6 @@ from agent_shim.supervisor.monit import parser
 VCAP: Final = "vcap"
 """Group that the Director starts, stops and reports; services of other groups are supervised as well."""
 
-ACTED_ON: Final = frozenset({"process", "file", "filesystem", "host"})
-"""Check types with evaluated rules; other types are only listed."""
-
 MAX_FILES: Final = 100
 """Monit files of one job."""
 
@@ -216,9 +213,7 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
     found = []
     for number, check in enumerate(file.services):
         own = ("", check.name) if number == 0 else (check.name,)
-        unsupported = [" ".join(each.statement.split()[:2]) for each in file.ignored if each.service in own]
-        if check.kind not in ACTED_ON:
-            unsupported += [f"rules of check {check.kind}"] * bool(check.rules)
+        unsupported = [each.first_words for each in file.ignored if each.service in own]
         spec = _spec(job, check)
         if (
             spec.is_process
@@ -241,7 +236,7 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
         match rule.test:
             case values.Missing():
                 absence, cycles = reaction(rule.action), rule.rate.cycles
-            case values.Changed(what="pid"):
+            case values.PidChanged():
                 change = reaction(rule.action)
             case values.Restarts(count, within):
                 limits.append(RestartLimit(count, within, reaction(rule.action)))

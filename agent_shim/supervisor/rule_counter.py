@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from agent_shim.supervisor.monit.ast import Changed, Limit, Match, Rule
+from agent_shim.supervisor.monit.ast import Limit, Rule
 
 HISTORY_MASK: Final = (1 << 64) - 1
 
@@ -26,14 +26,12 @@ class RuleCounter:
     """History of one rule, up to 64 checks.
 
     The rule fails once ``count`` of the last ``cycles`` checks have failed, and recovers once that many checks (of the
-    recovery's rate) have passed. Tests of a moment (``changed``, ``match``) have no state: they fail each time the rate
-    is reached.
+    recovery's rate) have passed.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.has_failed = False
         self._rule = rule
-        self._is_momentary = isinstance(rule.test, Changed | Match)
         self._looks = 0
         self._failures = 0
         """One bit per check, the latest is the lowest."""
@@ -46,8 +44,6 @@ class RuleCounter:
         bad = (self._failures & (1 << rate.cycles) - 1).bit_count()
         seen = min(self._looks, recovery.cycles)
         good = seen - (self._failures & (1 << seen) - 1).bit_count()
-        if self._is_momentary:
-            return RuleTransition.FAILED if fails and bad >= rate.count else RuleTransition.NOTHING
         if self.has_failed:
             if fails:
                 return RuleTransition.STILL

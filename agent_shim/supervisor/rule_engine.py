@@ -1,7 +1,7 @@
 """Evaluates the rules of services every ten seconds: check, count, act.
 
 The cycles of a service count from the start of its process; services due at about the same time share one pass over
-``/proc``. Slow tests (connections, echo requests, files) run in a task per rule and never overlap themselves, so a
+``/proc``. Slow tests (connections, file systems) run in a task per rule and never overlap themselves, so a
 hanging test delays no other. ``rule_counter`` counts failures; docs/monit-deviations.md lists the differences from
 monit.
 """
@@ -14,20 +14,14 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
 
 from agent_shim.host import clock, guarded, proc
 from agent_shim.supervisor import event_kinds, network_checks
-from agent_shim.supervisor.file_checks import Finding, Memory, inspect
-from agent_shim.supervisor.monit.ast import (
-    Changed,
-    Connection,
-    Limit,
-    Match,
-    Ping,
-    Rule,
-)
-from agent_shim.supervisor.plan import ACTED_ON, ProcessSpec, reaction
+from agent_shim.supervisor.filesystem_usage import usage
+from agent_shim.supervisor.monit.ast import Connection, Limit, Rule
+from agent_shim.supervisor.plan import ProcessSpec, reaction
 from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.rule_counter import RuleCounter, RuleTransition, exceeds, percent
 from agent_shim.supervisor.service import Service
@@ -37,9 +31,15 @@ logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
 """Parts of a cycle: services due in the same part are checked together."""
-INSPECT_TIMEOUT_S: Final = 60.0
-"""Timeout of a file check; a hanging one keeps its thread, and no other is started for it."""
-LOADS: Final = {"loadavg1": 0, "loadavg5": 1, "loadavg15": 2}
+USAGE_TIMEOUT_S: Final = 60.0
+"""Timeout of reading a file system; a hanging one keeps its thread, and no other is started for it."""
+
+
+class Finding(NamedTuple):
+    """Result of one test; ``text`` describes it, good or bad."""
+
+    fails: bool
+    text: str
 
 
 class _Table:
@@ -67,8 +67,6 @@ class _Watch:
         self.busy: set[object] = set()
         self._next_at = first_at
         self._cycles = 0
-        self.memory = Memory()
-        self.parent = 0
         self._ticks: dict[Identity, int] = {}
         self._read_at = 0.0
 
@@ -128,7 +126,7 @@ class RuleEngine:
                 look.cancel()
 
     def _ruled(self) -> list[Service]:
-        return [each for each in self._services() if each.spec.rules and each.spec.kind in ACTED_ON]
+        return [each for each in self._services() if each.spec.rules]
 
     async def _step(self) -> None:
         watched = [(service, self._watch(service)) for service in self._ruled() if service.state in UP]
@@ -152,25 +150,13 @@ class RuleEngine:
 
     def _look_at(self, service: Service, watch: _Watch, table: _Table | None) -> None:
         spec = watch.spec
-        figures = self._figures(watch, table) if table is not None and spec.is_process else {}
-        findings: dict[int, Finding] = {}
         for number, rule in enumerate(spec.rules):
-            match rule.test:
-                case Connection() as test:
-                    self._run_aside(service, watch, number, _connection(test))
-                case Ping() as test:
-                    self._run_aside(service, watch, number, _ping(spec.address, test))
-                case Limit() as test if not spec.path and (finding := _judge(test, figures)) is not None:
-                    findings[number] = finding
-                case Changed("ppid") if "parent" in figures:
-                    before, watch.parent = watch.parent, int(figures["parent"])
-                    text = f"parent process changed from {before} to {watch.parent}"
-                    findings[number] = Finding(before not in (0, watch.parent), text)
-        if findings:
+            if isinstance(rule.test, Connection):
+                self._run_aside(service, watch, number, _connect(rule.test, number))
+        if spec.path is not None:
+            self._run_aside(service, watch, "path", _measure(spec, spec.path))
+        elif table is not None and (findings := _judge(spec, self._figures(watch, table))):
             self._spawn(self._conclude(service, watch, findings))
-        if spec.path is not None and "path" not in watch.busy:
-            watch.busy.add("path")
-            self._spawn(self._inspect(service, watch))
 
     def _figures(self, watch: _Watch, table: _Table) -> Mapping[str, float]:
         """Return the figures of a process and its tree; empty if it has just exited."""
@@ -187,46 +173,28 @@ class RuleEngine:
             "memory %": percent(own, whole),
             "totalmemory %": percent(total, whole),
             "children": len(tree) - 1,
-            "parent": root.parent,
         }
-        load = os.getloadavg()
-        figures |= {name: load[index] for name, index in LOADS.items()}
         if (cpu := watch.cpu(tree, table.at)) is not None:
             figures |= {"cpu %": cpu[0], "totalcpu %": cpu[1]}
         return figures
 
     def _run_aside(
-        self, service: Service, watch: _Watch, number: int, look: Coroutine[Any, Any, Finding | None]
+        self, service: Service, watch: _Watch, key: object, look: Coroutine[Any, Any, Mapping[int, Finding]]
     ) -> None:
-        """Run a check in its own task, unless the previous one is still running."""
-        if number in watch.busy:
+        """Run a check in its own task, unless the previous one with its key is still running."""
+        if key in watch.busy:
             look.close()
             return
-        watch.busy.add(number)
+        watch.busy.add(key)
 
         async def run() -> None:
             try:
-                finding = await look
+                findings = await look
             finally:
-                watch.busy.discard(number)
-            if finding is not None:
-                await self._conclude(service, watch, {number: finding})
+                watch.busy.discard(key)
+            await self._conclude(service, watch, findings)
 
         self._spawn(run())
-
-    async def _inspect(self, service: Service, watch: _Watch) -> None:
-        spec = watch.spec
-        assert spec.path is not None
-        path = spec.path
-        try:
-            look = partial(inspect, path, spec.rules, watch.memory)
-            found = await guarded.aside(f"check {spec.name}", look, timeout=INSPECT_TIMEOUT_S)
-        except (OSError, ValueError) as exc:
-            logger.info("cannot check %s: %s", spec.name, exc)
-            return
-        finally:
-            watch.busy.discard("path")
-        await self._conclude(service, watch, {number: each for number, each in enumerate(found) if each is not None})
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._looks.add(asyncio.create_task(work, name="check"))
@@ -246,42 +214,50 @@ class RuleEngine:
 
     async def _follow(self, service: Service, number: int, rule: Rule, turn: RuleTransition, finding: Finding) -> None:
         kind = event_kinds.kind_of(rule.test)
-        is_momentary = isinstance(rule.test, Changed | Match)
         if turn in (RuleTransition.FAILED, RuleTransition.STILL):
-            if not is_momentary:
-                service.complaints[number] = event_kinds.Complaint(kind, finding.text)
+            service.complaints[number] = event_kinds.Complaint(kind, finding.text)
             if turn is RuleTransition.FAILED:
-                service.notify(kind.changed if is_momentary else kind.failed, rule.action.kind, finding.text)
+                service.notify(kind.failed, rule.action.kind, finding.text)
             await service.react(reaction(rule.action))
         elif turn is RuleTransition.RECOVERED:
             service.notify(kind.succeeded, rule.recovery.kind, finding.text)
             await service.react(reaction(rule.recovery))
 
 
-async def _connection(test: Connection) -> Finding:
+async def _connect(test: Connection, number: int) -> dict[int, Finding]:
     why = await network_checks.probe(test)
-    return Finding(bool(why), why or f"connection succeeded to {network_checks.where(test)}")
+    return {number: Finding(bool(why), why or f"connection succeeded to {network_checks.where(test)}")}
 
 
-async def _ping(address: str, test: Ping) -> Finding | None:
-    why = await network_checks.ping(address, test)
-    return None if why is None else Finding(bool(why), why or f"{address} answers echo requests")
+async def _measure(spec: ProcessSpec, path: Path) -> dict[int, Finding]:
+    try:
+        return _judge(spec, await guarded.aside(f"check {spec.name}", partial(usage, path), timeout=USAGE_TIMEOUT_S))
+    except OSError as exc:
+        logger.info("cannot check %s: %s", spec.name, exc)
+        return {}
 
 
-def _judge(test: Limit, figures: Mapping[str, float]) -> Finding | None:
-    value = figures.get(f"{test.metric} %" if test.percent else test.metric)
-    if value is None:
-        return None
-    bad = exceeds(value, test)
-    figure, limit = (_worded(each, test) for each in (value, test.limit))
-    verb = "matches" if bad else "does not match"
-    return Finding(bad, f"{test.metric} of {figure} {verb} the resource limit {test.operator} {limit}")
+def _judge(spec: ProcessSpec, figures: Mapping[str, float]) -> dict[int, Finding]:
+    """Compare the figures with the limits of the rules, by their number; without a figure there is no finding."""
+    findings = {}
+    for number, rule in enumerate(spec.rules):
+        if not isinstance(test := rule.test, Limit):
+            continue
+        value = figures.get(f"{test.metric} %" if test.percent else test.metric)
+        if value is None:
+            continue
+        bad = exceeds(value, test)
+        figure, limit = (_worded(each, test) for each in (value, test.limit))
+        verb = "matches" if bad else "does not match"
+        text = f"{test.metric} of {figure} {verb} the resource limit {test.operator} {limit}"
+        findings[number] = Finding(bad, text)
+    return findings
 
 
 def _worded(value: float, test: Limit) -> str:
     if test.percent:
         return f"{value:.1f}%"
-    return f"{value / 1024:.0f} kB" if test.metric.endswith("memory") else f"{value:g}"
+    return f"{value / 1024:.0f} kB" if test.metric.endswith(("memory", "space")) else f"{value:g}"
 
 
 def _identity(service: Service) -> Identity:

@@ -283,6 +283,8 @@ class Supervisor:
                 service.take_spec(spec)
             else:
                 service = Service(spec, self._shared, self._held.get(key, ""))
+                if spec.unsupported:
+                    logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
                 if record := self._memory.pop(key, None):
                     service.resume(record, same_world=same_world)
             self._services[key] = service

@@ -372,7 +372,7 @@ async def test_file_must_be_there(world: World) -> None:
 
 
 async def test_host_and_system_are_taken_to_be_there(world: World) -> None:
-    """Their faults are the business of their rules."""
+    """Nothing of theirs can be missing."""
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await until(supervisor, "there", "running")

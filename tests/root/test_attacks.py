@@ -17,8 +17,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.host import files, guarded
 from agent_shim.services.logs import tail
-from agent_shim.supervisor import file_checks, process_record
-from agent_shim.supervisor.monit.ast import ALERT, Match, Rule
+from agent_shim.supervisor import filesystem_usage, process_record
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
 from tests.support.pod import pod as made
@@ -243,7 +242,7 @@ def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, p
     with pytest.raises(OSError, match="the path contains a link"):
         guarded.read(path, 10)
     with pytest.raises(OSError, match="the path contains a link"):
-        file_checks.inspect(path, [Rule(Match("secret"), ALERT)], file_checks.Memory())
+        filesystem_usage.usage(path)
     assert process_record.read(path) is None
 
 

@@ -270,7 +270,6 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "supervisor.file_checks": Raw("a descriptor that the door has given", frozenset({"_digest", "_new_lines"})),
     "supervisor.process_finder": Raw(PROBE, frozenset({"_exists"})),
     "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "Programs._printed"})),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "read_saved"})),

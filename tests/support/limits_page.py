@@ -27,7 +27,6 @@ LIMITS: Final = (
     ("monit files of a job", "supervisor.plan.MAX_FILES", "the job is failing, with the error in `status`"),
     ("a `bpm.yml`", "supervisor.bpm.config.MAX_BYTES", "its processes do not start"),
     ("output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "its beginning is cut off"),
-    ("new content for `match` of a file", "supervisor.file_checks.MAX_NEW_BYTES", "only the end is searched"),
     ("log lines that wait for a reader", "core.log.MAX_WAITING", "further ones are dropped and counted"),
 )
 """Subject, constant, and the effect beyond."""

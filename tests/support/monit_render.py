@@ -8,20 +8,10 @@ from decimal import Decimal
 from typing import Final
 
 from agent_shim.supervisor.monit import ast as values
-from agent_shim.supervisor.monit.ignored_statements import UNITS
 from agent_shim.supervisor.monit.lexer import WORD
+from agent_shim.supervisor.monit.rules import UNITS
 
-BYTES: Final = frozenset({"memory", "totalmemory", "swap", "space", "size"})
-PERIODS: Final[Mapping[str, int]] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
-METRICS: Final[Mapping[str, str]] = {
-    "loadavg1": "loadavg(1min)",
-    "loadavg5": "loadavg(5min)",
-    "loadavg15": "loadavg(15min)",
-    "cpu user": "cpu(user)",
-    "cpu system": "cpu(system)",
-    "cpu wait": "cpu(wait)",
-}
-
+BYTES: Final = frozenset({"memory", "totalmemory", "space"})
 _ESCAPES: Final[Mapping[str, str]] = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _UNSAFE: Final = re.compile(r"[\\\n\r\t\"'\udc80-\udcff]")
 _BARE_ARGUMENT: Final = re.compile(r"[^ \t\n\"'\r][^ \t\n\"]*")
@@ -32,8 +22,8 @@ def render(file: values.MonitFile) -> str:
     """Render ``file`` in canonical spelling."""
     lines = [ignored.statement for ignored in file.ignored if not ignored.service]
     for check in file.services:
-        alerts = [f"  {ignored.statement}" for ignored in file.ignored if ignored.service == check.name]
-        lines += [*_check(check), *alerts]
+        others = [f"  {ignored.statement}" for ignored in file.ignored if ignored.service == check.name]
+        lines += [*_check(check), *others]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -65,8 +55,6 @@ def _subject(check: values.Check) -> str:
 
 
 def _rule(rule: values.Rule) -> str:
-    if rule.action.kind == "ignore":
-        return f"ignore {_test(rule.test)}"
     text = f"if {_test(rule.test)}{_rate(rule.rate)} then {_action(rule.action)}"
     if rule.recovery.kind == "ignore" or (rule.recovery == values.ALERT and rule.recovery_rate == values.ONCE):
         return text
@@ -100,27 +88,14 @@ def _test(test: values.Test) -> str:
     match test:
         case values.Missing():
             return "does not exist"
-        case values.Changed():
-            return f"changed {test.algorithm} {test.what}".replace("  ", " ")
+        case values.PidChanged():
+            return "changed pid"
         case values.Restarts():
             return f"{test.count} restarts within {test.cycles} cycles"
         case values.Limit():
             return _limit(test)
         case values.Connection():
             return _connection(test)
-        case values.Ping():
-            count = f" count {test.count}" if test.count != values.PING_COUNT else ""
-            return f"failed icmp type echo{count}{_timeout(test.timeout)}"
-        case values.Checksum():
-            expected = f" expect {_string(test.expected)}" if test.expected else ""
-            return f"failed {test.algorithm} checksum{expected}".replace("  ", " ")
-        case values.Permission():
-            return f"failed permission {test.mode:o}"
-        case values.Owner():
-            return f"failed {test.what} {_identity(test.name)}"
-        case values.Match():
-            negated = "not " if test.negated else ""
-            return f"{negated}match {_path(test.path) if test.path else _string(test.pattern)}"
 
 
 def _limit(limit: values.Limit) -> str:
@@ -128,11 +103,9 @@ def _limit(limit: values.Limit) -> str:
         figure = f"{_number(limit.limit)} %"
     elif limit.metric in BYTES:
         figure = _scaled(limit.limit, UNITS)
-    elif limit.metric == "timestamp":
-        figure = _scaled(limit.limit, PERIODS)
     else:
         figure = _number(limit.limit)
-    return f"{METRICS.get(limit.metric, limit.metric)} {limit.operator} {figure}"
+    return f"{limit.metric} {limit.operator} {figure}"
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
@@ -149,13 +122,8 @@ def _number(value: float) -> str:
 def _connection(test: values.Connection) -> str:
     timeout = _timeout(test.timeout)
     protocol = test.protocol
-    if test.url:
-        has_content = protocol.content or protocol.content_operator != "="
-        content = f" content {protocol.content_operator} {_string(protocol.content)}" if has_content else ""
-        return f"failed url {test.url}{content}{timeout}"
     place = f"unixsocket {_path(test.unixsocket)}" if test.unixsocket else f"host {_string(test.host)} port {test.port}"
-    kind = " type udp" if test.type == "udp" else ""
-    return f"failed {place}{kind}{_protocol(protocol)}{timeout}"
+    return f"failed {place}{_protocol(protocol)}{timeout}"
 
 
 def _protocol(protocol: values.Protocol) -> str:
@@ -166,17 +134,9 @@ def _protocol(protocol: values.Protocol) -> str:
     text = f" protocol {protocol.name}"
     if protocol.request:
         text += f" request {_path(protocol.request)}"
-    if protocol.checksum:
-        text += f" checksum {_string(protocol.checksum)}"
     if protocol.hostheader:
         text += f" hostheader {_string(protocol.hostheader)}"
-    if protocol.name == "radius":
-        text += f" secret {_string(protocol.secret)}"
-    if protocol.target:
-        text += f" target {_string(protocol.target)}"
-    if protocol.maxforward != values.MAX_FORWARD:
-        text += f" maxforward {protocol.maxforward}"
-    return text + (f" {' or '.join(map(_limit, protocol.limits))}" if protocol.limits else "")
+    return text
 
 
 def _timeout(seconds: int) -> str:

@@ -14,13 +14,10 @@ import msgspec
 Kind: TypeAlias = Literal["process", "file", "filesystem", "directory", "fifo", "host", "system", "status"]
 Mode: TypeAlias = Literal["active", "passive", "manual"]
 Operator: TypeAlias = Literal[">", "<", "=", "!="]
-Change: TypeAlias = Literal["pid", "ppid", "checksum", "timestamp", "size", "fsflag"]
 ActionKind: TypeAlias = Literal["alert", "restart", "start", "stop", "unmonitor", "exec", "ignore"]
 
 START_TIMEOUT: Final = 30
 NET_TIMEOUT: Final = 5
-PING_COUNT: Final = 3
-MAX_FORWARD: Final = 70
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -57,11 +54,8 @@ class Missing(msgspec.Struct, frozen=True):
     """The subject does not exist; a process does not run. Replaces the built-in restart."""
 
 
-class Changed(msgspec.Struct, frozen=True):
-    """Differs from the last check; ``algorithm`` (``md5``, ``sha1``, "" for monit's choice) belongs to a checksum."""
-
-    what: Change
-    algorithm: str = ""
+class PidChanged(msgspec.Struct, frozen=True):
+    """Another process than at the last check."""
 
 
 class Restarts(msgspec.Struct, frozen=True):
@@ -72,11 +66,9 @@ class Restarts(msgspec.Struct, frozen=True):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Comparison with a limit in percent, bytes, seconds (``timestamp``: the age) or a plain number.
+    """Comparison with a limit in percent, bytes or a plain number.
 
-    Metrics: of a process ``cpu totalcpu memory totalmemory children``; of any check ``loadavg1 loadavg5 loadavg15``; of
-    the system ``memory swap`` and ``cpu user``, ``cpu system``, ``cpu wait``; of a file system ``space inode``; of a
-    file ``size timestamp``; of an Apache the names ending in ``limit``.
+    Metrics: of a process ``cpu totalcpu memory totalmemory children``; of a file system ``space inode``.
     """
 
     metric: str
@@ -88,21 +80,12 @@ class Limit(msgspec.Struct, frozen=True):
 class Protocol(msgspec.Struct, frozen=True):
     """Protocol of a connection: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
-    ``request``, ``checksum`` (md5 or sha1 in hexadecimal) and ``hostheader`` belong to http; ``content`` is a regular
-    expression that the page must match (``=``) or must not (``!=``); ``target`` and ``maxforward`` belong to sip,
-    ``secret`` to radius, ``limits`` to apache-status. A ``send`` text may contain ``\\0xHH`` for bytes, including zero.
+    ``request`` and ``hostheader`` belong to http. A ``send`` text may contain ``\\0xHH`` for bytes, including zero.
     """
 
     name: str = "default"
     request: str = ""
-    checksum: str = ""
     hostheader: str = ""
-    content: str = ""
-    content_operator: Operator = "="
-    target: str = ""
-    maxforward: int = MAX_FORWARD
-    secret: str = ""
-    limits: tuple[Limit, ...] = ()
     dialogue: tuple[tuple[Literal["send", "expect"], str], ...] = ()
 
 
@@ -112,51 +95,11 @@ class Connection(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     unixsocket: str = ""
-    type: Literal["tcp", "udp"] = "tcp"
     protocol: Protocol = Protocol()
     timeout: int = NET_TIMEOUT
-    url: str = ""
 
 
-class Ping(msgspec.Struct, frozen=True):
-    """None of ``count`` echo requests is answered within ``timeout`` seconds."""
-
-    count: int = PING_COUNT
-    timeout: int = NET_TIMEOUT
-
-
-class Checksum(msgspec.Struct, frozen=True):
-    """Differs from ``expected`` (lower-case hexadecimal), or without it from the sum at the start."""
-
-    algorithm: str = ""
-    expected: str = ""
-
-
-class Permission(msgspec.Struct, frozen=True):
-    """The mode bits are not these."""
-
-    mode: int
-
-
-class Owner(msgspec.Struct, frozen=True):
-    """The owner (``uid``) or group (``gid``) is not ``name``, a name or a number."""
-
-    what: Literal["uid", "gid"]
-    name: str
-
-
-class Match(msgspec.Struct, frozen=True):
-    """A new line of the file matches ``pattern`` (or one in the file ``path``), or does not (``negated``).
-
-    The action ``ignore`` skips such lines.
-    """
-
-    pattern: str = ""
-    path: str = ""
-    negated: bool = False
-
-
-Test: TypeAlias = Missing | Changed | Restarts | Limit | Connection | Ping | Checksum | Permission | Owner | Match
+Test: TypeAlias = Missing | PidChanged | Restarts | Limit | Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +141,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A statement without effect: ``set``, ``include``, and ``alert`` in the check named ``service``."""
+    """A statement without effect: ``set`` and ``include``, or one in the check named ``service``: ``alert``, a rule."""
 
     statement: str
     service: str = ""
     line: int = field(default=0, compare=False)
+
+    @property
+    def first_words(self) -> str:
+        """Words that name the statement; the others may be secret."""
+        words = self.statement.split()
+        return " ".join(words[: 3 if words[1].lower() in ("changed", "failed") else 2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,41 +1,12 @@
 """Statements of a monit control file without effect: ``set`` and ``alert``. Pure.
 
 They concern the monit daemon and its mails, which the agent replaces. No known release has a ``set``: any words of it
-are taken. An ``alert`` is parsed strictly, because an option may follow it.
+are taken. An ``alert`` is parsed to its end, because an option may follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
-
 from agent_shim.supervisor.monit.reader import Reader
-
-EVENTS: Final = (
-    "action",
-    "checksum",
-    "connection",
-    "content",
-    "data",
-    "exec",
-    "fsflag",
-    "gid",
-    "icmp",
-    "instance",
-    "invalid",
-    "nonexist",
-    "permission",
-    "pid",
-    "ppid",
-    "resource",
-    "size",
-    "timeout",
-    "timestamp",
-    "uid",
-)
-"""Events of mail alerts."""
-
-UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
 def read_set(reader: Reader) -> None:
@@ -55,22 +26,19 @@ def read_alert(reader: Reader) -> None:
     if is_silent:
         return
     if reader.take("not") or reader.kind == "{":
-        reader.need("'{' and events", "{")
-        _until_brace(reader, f"an event ({', '.join(EVENTS)})", *EVENTS)
+        _braces(reader, "events")
     if reader.take("mail-format"):
-        _mail_format(reader)
+        _braces(reader, "the parts of a mail")
     if reader.take("reminder"):
         reader.number("a number of cycles")
         reader.take("cycle")
 
 
-def _mail_format(reader: Reader) -> None:
-    reader.need("'{'", "{")
-    _until_brace(reader, "'from:', 'reply-to:', 'subject:' or 'message:'", "FROM", "REPLY-TO", "SUBJECT", "MESSAGE")
-
-
-def _until_brace(reader: Reader, expected: str, *kinds: str) -> None:
-    """Parse one or more words of these kinds, then the closing brace."""
-    reader.need(expected, *kinds)
+def _braces(reader: Reader, content: str) -> None:
+    """Parse any words in braces."""
+    expected = f"'{{', {content} and '}}'"
+    reader.need(expected, "{")
     while not reader.take("}"):
-        reader.need(f"{expected} or '}}'", *kinds)
+        if reader.kind in ("END", "BAD", "{"):
+            raise reader.error(expected)
+        reader.skip()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 class Token(NamedTuple):
     """One token; ``start`` and ``end`` are offsets into the text.
 
-    ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM REPLY-TO
+    ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME INCLUDE FROM REPLY-TO
     SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of a value
     without quotes and escapes, or the defect of a ``BAD`` one.
     """
@@ -47,7 +47,7 @@ KEYWORDS: Final = _words(
     " gracefullimit cleanuplimit memory totalmemory swap cpu totalcpu children timestamp second minute hour day sslv2"
     " sslv3 tlsv1 sslauto inode space permission exec size basedir slot eventqueue match connection unmonitor action"
     " icmp echo send expect expectbuffer cleartext md5 sha1 crypt signature nonexist exist invalid data mmonit url"
-    " content pid ppid count reminder instance fsflag ssl include b kb mb gb > < = !="
+    " content pid ppid loadavg count reminder instance fsflag ssl include b kb mb gb > < = !="
 )
 
 SYNONYMS: Final[Mapping[str, str]] = {
@@ -59,7 +59,6 @@ SYNONYMS: Final[Mapping[str, str]] = {
     "cycles": "cycle",
     "mem": "memory",
     "totalmem": "totalmemory",
-    "loadavg": "loadavg1",
     "seconds": "second",
     "minutes": "minute",
     "hours": "hour",
@@ -102,30 +101,12 @@ _TOKEN: Final = re.compile(
     | (?P<group>group [ \t]+)
     | (?P<depends>depends? [ \t]+ (?:on [ \t]*)?)
     | (?P<check>check [ \t]+ (?:process[ \t]|(?P<type>device|filesystem|file|directory|host|system|fifo|status))?)
-    | (?P<loadavg>loadavg [ ]* \( [ ]* (?P<minutes>1|5|15) [ ]* (?:min|m)? [ ]* \))
-    | (?P<cpu>cpu [ ]* (?:usage)* [ ]* \( [ ]* (?P<part>us|usr|user|sy|sys|system|wa|wait)? [ ]* \))
     | (?P<mail>(?:from|reply-to): [ \t]* {WORD}@{WORD} | subject:[^}}\n]* | message:[^}}]*)
-    | (?P<url>[a-z0-9]+://)
     | (?P<word>{WORD} (?:@{WORD})?)
     | (?P<sign>!= | .)
     """,
     re.VERBOSE | re.IGNORECASE | re.ASCII | re.DOTALL,
 )
-
-URL: Final = re.compile(
-    r"""
-    (?P<scheme>[a-zA-Z0-9]+)://
-    (?: [^:@ ]* : [^@ ]+ @ )?
-    (?P<host>[^/?:\#\r\n ]+)
-    (?: :(?P<port>[0-9]+) )?
-    (?P<path> /[^?\#\r\n ]* )? (?P<query> \?[^\#\r\n ]* )? (?: \#[^\r\n ]* )?
-    """,
-    re.VERBOSE,
-)
-"""A URL as tokenised by monit: ends at a blank or a line break."""
-
-MAX_URL_CHARS: Final = 4096
-"""The search for the end of a URL goes no further: without a limit many of them took half a minute."""
 
 _Mode: TypeAlias = tuple[tuple[str, re.Pattern[str]], ...]
 
@@ -272,31 +253,10 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
     return best
 
 
-def _url(match: re.Match[str], tokens: list[Token]) -> int:
-    text = match.string
-    url = URL.match(text, match.start(), match.start() + MAX_URL_CHARS)
-    if url is None or text[url.end() : url.end() + 1] not in (" ", "\r", "\t", "\n"):
-        tokens.append(Token("BAD", "a URL without an end", *match.span()))
-        return match.end()
-    tokens.append(Token("URL", url[0], *url.span()))
-    return url.end()
-
-
 def _mail(match: re.Match[str], tokens: list[Token]) -> int:
     """Tokenise a mail format line, a value up to the end of the word, the line or the braces."""
     kind, _, value = match[0].partition(":")
     tokens.append(Token(kind.upper(), value.strip(" \t\r\n"), *match.span()))
-    return match.end()
-
-
-def _loadavg(match: re.Match[str], tokens: list[Token]) -> int:
-    tokens.append(Token(f"loadavg{match['minutes']}", "", *match.span()))
-    return match.end()
-
-
-def _cpu(match: re.Match[str], tokens: list[Token]) -> int:
-    part = {"s": "system", "w": "wait"}.get((match["part"] or "user")[0].lower(), "user")
-    tokens.append(Token(f"cpu {part}", "", *match.span()))
     return match.end()
 
 
@@ -313,10 +273,7 @@ _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     "group": _named,
     "depends": _depends,
     "check": _named,
-    "loadavg": _loadavg,
-    "cpu": _cpu,
     "mail": _mail,
-    "url": _url,
     "word": _word,
     "sign": _sign,
 }

@@ -1,7 +1,8 @@
 """Parser of the monit 5.2.5 control language. Pure.
 
-Tested against that version: refuses the same texts, except for facts that only a machine knows, such as the existence
-of users, groups and files, and name resolution. ``problems`` checks the files of several jobs against each other.
+Tested against that version: refuses the same texts, except in tests that the agent does not act on, and for facts that
+only a machine knows, such as the existence of users, groups and files, and name resolution. ``problems`` checks the
+files of several jobs against each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final, Literal, NamedTuple, cast
 import msgspec
 
 from agent_shim.core.errors import ConfigError
-from agent_shim.supervisor.monit.ast import Check, Connection, Ignored, Kind, Mode, MonitFile, Ping
+from agent_shim.supervisor.monit.ast import Check, Ignored, Kind, Mode, MonitFile
 from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
 from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import (
@@ -51,13 +52,13 @@ def parse(text: str, *, origin: str) -> MonitFile:
         for token in reader.includes
     ]
     services: dict[str, Check] = {}
-    alerts: list[Ignored] = []
+    ignored: list[Ignored] = []
     expected = "'check' or 'set'"
     while reader.kind != "END":
         first, token = reader.at, reader.next
         try:
             if token.kind.startswith("check "):
-                check = _check(reader, services, alerts)
+                check = _check(reader, services, ignored)
                 services.setdefault(check.name.lower(), check)
             elif token.kind == "set":
                 read_set(reader)
@@ -71,7 +72,7 @@ def parse(text: str, *, origin: str) -> MonitFile:
         more = [f"and {len(found) - MAX_MISTAKES} more"] if len(found) > MAX_MISTAKES else []
         raise ConfigError(f"cannot read {origin}: {'; '.join([*found[:MAX_MISTAKES], *more])}")
     outside.sort(key=lambda found: found[0])
-    return MonitFile(tuple(services.values()), (*(statement for _, statement in outside), *alerts), origin)
+    return MonitFile(tuple(services.values()), (*(statement for _, statement in outside), *ignored), origin)
 
 
 def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
@@ -92,7 +93,7 @@ def _begins_statement(kind: str) -> bool:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(reader: Reader, services: Mapping[str, Check], alerts: list[Ignored]) -> Check:
+def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
     """Parse a check; after a mistake in its head, a nameless one for the mistakes in its options."""
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
     first, before = reader.at, len(reader.mistakes)
@@ -100,9 +101,9 @@ def _check(reader: Reader, services: Mapping[str, Check], alerts: list[Ignored])
         check = _head(reader, services)
     except MonitSyntaxError as exc:
         _recover(reader, first, exc)
-    check = _options(reader, check, alerts)
+    check = _options(reader, check, ignored)
     is_whole = len(reader.mistakes) == before
-    if is_whole and check.kind == "host" and not any(isinstance(rule.test, Connection | Ping) for rule in check.rules):
+    if is_whole and check.kind == "host" and all(other.service != check.name for other in ignored):
         raise reader.error(f"'if failed port' or 'if failed icmp' for the host {check.name}")
     return check
 
@@ -132,8 +133,8 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
     return replace(check, pidfile=reader.path("a path"))
 
 
-def _options(reader: Reader, check: Check, alerts: list[Ignored]) -> Check:
-    """Parse the options of a check, in any order and number; appends its alerts to ``alerts``."""
+def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
+    """Parse the options of a check, in any order and number; appends those without effect to ``ignored``."""
     kind = f"check {check.kind}"
     while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):
         first, token = reader.at, reader.next
@@ -141,9 +142,9 @@ def _options(reader: Reader, check: Check, alerts: list[Ignored]) -> Check:
             option = _OPTIONS.get(token.kind)
             if option is None or check.kind not in option.kinds:
                 raise reader.error(f"an option of {kind}, 'check', 'set' or the end of the file")
-            check = option.read(reader, check)
-            if token.kind in ("alert", "noalert"):
-                alerts.append(Ignored(reader.written(first), check.name, reader.line(token)))
+            before, check = check, option.read(reader, check)
+            if check is before:
+                ignored.append(Ignored(reader.written(first), check.name, reader.line(token)))
         except MonitSyntaxError as exc:
             _recover(reader, first, exc)
     return check
@@ -190,11 +191,13 @@ def _alert(reader: Reader, check: Check) -> Check:
 
 
 def _rule(reader: Reader, check: Check) -> Check:
-    return replace(check, rules=(*check.rules, read_rule(reader, check.kind, check.address)))
+    rule = read_rule(reader, check.kind)
+    return replace(check, rules=(*check.rules, rule)) if rule else check
 
 
 def _ignore(reader: Reader, check: Check) -> Check:
-    return replace(check, rules=(*check.rules, read_ignore(reader)))
+    read_ignore(reader)
+    return check
 
 
 class _Option(NamedTuple):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
-from agent_shim.supervisor.monit.lexer import KEYWORDS, URL, Token, lex
+from agent_shim.supervisor.monit.lexer import KEYWORDS, Token, lex
 
 MAX_DIGITS: Final = 36
 """Maximum digits of an integer. monit counts in 32 bits; this only keeps sizes in bytes exact."""
@@ -94,14 +93,6 @@ class Reader:
         if value > MAX_REAL:
             raise self.error(f"{expected} below {MAX_REAL:.0e}", token)
         return value
-
-    def url(self) -> re.Match[str]:
-        """Read a URL supported by monit; its parts are the groups of ``lexer.URL``."""
-        token = self.need("a URL", "URL")
-        match = URL.fullmatch(token.value)
-        if match is None or match["scheme"].lower() != "http":
-            raise self.error("'http://' (monit on a BOSH machine has no TLS)", token)
-        return match
 
     def timeout(self, default: int) -> int:
         """Read ``timeout N seconds``, no other unit; ``default`` if absent."""

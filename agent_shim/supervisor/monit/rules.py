@@ -6,15 +6,11 @@ timeout, and a timeout precedes the rate.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal, NamedTuple, cast
 
-import msgspec
-
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit import ast as values
-from agent_shim.supervisor.monit.ignored_statements import UNITS
 from agent_shim.supervisor.monit.reader import Reader
 
 MAX_CYCLES: Final = 64
@@ -23,10 +19,7 @@ MAX_CYCLES: Final = 64
 MAX_WORDS: Final = 63
 """Maximum words of a program, including its path."""
 
-MODE_BITS: Final = 0o7777
-SECONDS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
-SUMS: Final[Mapping[str, int]] = {"md5": 32, "sha1": 40}
-"""Hexadecimal digits of a checksum."""
+UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 PLAIN_PROTOCOLS: Final = (
     "clamav",
@@ -42,7 +35,6 @@ PLAIN_PROTOCOLS: Final = (
     "memcache",
     "mysql",
     "nntp",
-    "ntp3",
     "pgsql",
     "pop",
     "postfix-policy",
@@ -52,25 +44,9 @@ PLAIN_PROTOCOLS: Final = (
     "ssh",
     "tns",
 )
-"""Protocols without options."""
+"""Protocols without options, judged by the connection alone."""
 
-PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "radius", "sip")))
-
-APACHE_LIMITS: Final = (
-    "loglimit",
-    "closelimit",
-    "dnslimit",
-    "keepalivelimit",
-    "replylimit",
-    "requestlimit",
-    "startlimit",
-    "waitlimit",
-    "gracefullimit",
-    "cleanuplimit",
-)
-
-MAX_HOPS: Final = 255
-"""A larger value counts as absent."""
+PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "ntp3", "radius", "sip")))
 
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
@@ -97,47 +73,61 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
     return values.Program(tuple(argv), uid, gid, timeout)
 
 
-def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule:
-    """Parse a rule of a check of this kind; ``address`` is that of a host.
+def read_rule(reader: Reader, kind: values.Kind) -> values.Rule | None:
+    """Parse a rule of a check of this kind; None for a test that the agent does not act on.
 
     A rule without a rate has none. (monit 5.2.5 applies the rate of the preceding rule if that one tests existence or a
     pid change: a bug of ``seteventaction`` in ``p.y``.)
     """
     line = reader.line(reader.skip())
-    test = TESTS[_wanted(reader, kind)].read(reader)
-    # Resource tests may follow each other; monit keeps the last.
-    while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
-        test = _resource(reader)
-    if isinstance(test, values.Connection) and not (test.host or test.unixsocket):
-        test = msgspec.structs.replace(test, host=address or "localhost")
+    test = _test(reader, kind)
+    if test is None:
+        _skip_to_then(reader)
     is_count = isinstance(test, values.Restarts)
     rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")
     action = values.Action("unmonitor") if is_count and reader.take("timeout") else _action(reader)
-    recovers = not isinstance(test, values.Changed | values.Restarts | values.Match)
+    recovers = not isinstance(test, values.PidChanged | values.Restarts)
     recovery, recovery_rate = _recovery(reader) if recovers else (values.IGNORE, values.ONCE)
-    return values.Rule(test, action, rate, recovery, recovery_rate, line)
+    return values.Rule(test, action, rate, recovery, recovery_rate, line) if test else None
 
 
-def read_ignore(reader: Reader) -> values.Rule:
-    """Parse ``ignore [not] match PATTERN``: lines hidden from other rules."""
-    line = reader.line(reader.skip())
-    if reader.kind not in ("not", "match"):
-        raise reader.error("'match' or 'not match' after 'ignore'")
-    return values.Rule(_match(reader), values.IGNORE, recovery=values.IGNORE, line=line)
+def read_ignore(reader: Reader) -> None:
+    """Parse ``ignore [not] match PATTERN``, without effect."""
+    reader.skip()
+    reader.take("not")
+    reader.need("'match' or 'not match' after 'ignore'", "match")
+    reader.need("a regular expression or a path", "STRING", "PATH")
+
+
+def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
+    test = None
+    if wanted := _wanted(reader, kind):
+        test = TESTS[wanted].read(reader)
+    # Resource tests may follow each other; monit keeps the last.
+    while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind == "process":
+        test = _resource(reader)
+    return test
+
+
+def _skip_to_then(reader: Reader) -> None:
+    """Pass over the words of a test and its rate."""
+    while reader.kind not in ("then", "if", "set", "END", "BAD") and not reader.kind.startswith("check "):
+        reader.skip()
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:
-    """Return the next test as a key of ``TESTS``."""
+    """Return the next test as a key of ``TESTS``; "" for one that is known and not acted on."""
     first, second = reader.next, reader.second
     is_pair = first.kind in ("not", "changed", "failed")
     wanted = f"{first.kind} {second.kind}" if is_pair else first.kind
     if wanted in TESTS and kind in TESTS[wanted].kinds:
         return wanted
+    if wanted in NOT_ACTED_ON or (wanted in TESTS and kind not in ("process", "filesystem")):
+        return ""
     known = [name for name, test in TESTS.items() if kind in test.kinds]
-    if is_pair and (alike := [name for name in known if name.startswith(f"{first.kind} ")]):
-        raise reader.error(f"a test of check {kind}: {_listed(alike)}", second)
-    raise reader.error(f"a test of check {kind}: {_listed(known)}", first)
+    alike = [name for name in known if is_pair and name.startswith(f"{first.kind} ")]
+    raise reader.error(f"a test of check {kind}: {_listed(alike or known)}", second if is_pair else first)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -191,11 +181,10 @@ def _missing(reader: Reader) -> values.Missing:
     return values.Missing()
 
 
-def _changed(reader: Reader) -> values.Changed:
+def _pid_changed(reader: Reader) -> values.PidChanged:
     reader.need("'changed'", "changed")
-    algorithm = reader.take(*SUMS)
-    what = reader.need("'checksum'", "checksum") if algorithm else reader.skip()
-    return values.Changed(cast("values.Change", what.kind), algorithm.kind if algorithm else "")
+    reader.need("'pid'", "pid")
+    return values.PidChanged()
 
 
 def _restarts(reader: Reader) -> values.Restarts:
@@ -213,9 +202,7 @@ def _resource(reader: Reader) -> values.Limit:
     metric, operator = _metric(reader)
     if metric == "children":
         return values.Limit(metric, operator, reader.number("a number"))
-    if metric.startswith("loadavg"):
-        return values.Limit(metric, operator, reader.figure("a number"))
-    if metric in ("memory", "totalmemory", "swap"):
+    if metric in ("memory", "totalmemory"):
         return _amount(reader, metric, operator)
     limit = values.Limit(metric, operator, reader.number("a whole number of percent"), percent=True)
     reader.need("'%'", "%")
@@ -228,14 +215,6 @@ def _space(reader: Reader) -> values.Limit:
 
 def _inode(reader: Reader) -> values.Limit:
     return values.Limit(*_metric(reader), reader.number("a number"), percent=reader.take("%") is not None)
-
-
-def _size(reader: Reader) -> values.Limit:
-    return values.Limit(*_metric(reader), reader.number(AMOUNT) * _unit(reader, UNITS))
-
-
-def _timestamp(reader: Reader) -> values.Limit:
-    return values.Limit(*_metric(reader), reader.number("a number") * _unit(reader, SECONDS))
 
 
 def _metric(reader: Reader) -> tuple[str, values.Operator]:
@@ -254,56 +233,8 @@ def _amount(reader: Reader, metric: str, operator: values.Operator) -> values.Li
     value = reader.figure(AMOUNT)
     if is_whole and reader.take("%"):
         return values.Limit(metric, operator, value, percent=True)
-    return values.Limit(metric, operator, value * _unit(reader, UNITS))
-
-
-def _unit(reader: Reader, units: Mapping[str, int]) -> int:
-    unit = reader.take(*units)
-    return units[unit.kind] if unit else 1
-
-
-def _checksum(reader: Reader) -> values.Checksum:
-    reader.need("'failed'", "failed")
-    algorithm = reader.take(*SUMS)
-    reader.need("'checksum'", "checksum")
-    if not reader.take("expect"):
-        return values.Checksum(algorithm.kind if algorithm else "")
-    return values.Checksum(*_sum(reader, algorithm.kind if algorithm else ""))
-
-
-def _sum(reader: Reader, algorithm: str = "") -> tuple[str, str]:
-    """Parse a checksum; the number of digits determines the algorithm."""
-    token = reader.need("a checksum", "STRING")
-    digits = "".join(re.findall("[0-9a-f]", token.value.lower()))
-    for name, length in SUMS.items():
-        if len(digits) == length and algorithm in ("", name):
-            return name, digits
-    lengths = " or ".join(f"{length} ({name})" for name, length in SUMS.items() if algorithm in ("", name))
-    raise reader.error(f"a checksum of {lengths} hexadecimal digits", token)
-
-
-def _permission(reader: Reader) -> values.Permission:
-    reader.need("'failed'", "failed")
-    reader.need("'permission'", "permission")
-    token = reader.next
-    digits = str(reader.number("a mode"))
-    if "8" in digits or "9" in digits or int(digits, 8) > MODE_BITS:
-        raise reader.error("an octal number up to 7777", token)
-    return values.Permission(int(digits, 8))
-
-
-def _owner_test(reader: Reader) -> values.Owner:
-    reader.need("'failed'", "failed")
-    what = reader.need("'uid' or 'gid'", "uid", "gid").kind
-    return values.Owner(cast("Literal['uid', 'gid']", what), _owner(reader, "a name or a number"))
-
-
-def _match(reader: Reader) -> values.Match:
-    negated = reader.take("not") is not None
-    reader.need("'match'", "match")
-    if path := reader.take("PATH"):
-        return values.Match(path=path.value, negated=negated)
-    return values.Match(read_regex(reader, "STRING"), negated=negated)
+    unit = reader.take(*UNITS)
+    return values.Limit(metric, operator, value * (UNITS[unit.kind] if unit else 1))
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
@@ -316,71 +247,36 @@ def read_regex(reader: Reader, *kinds: str) -> str:
     return token.value
 
 
-def _ping(reader: Reader) -> values.Ping:
-    reader.need("'failed'", "failed")
-    reader.need("'icmp'", "icmp")
-    reader.need("'type'", "type")
-    reader.need("'echo'", "echo")
-    count = reader.number("a number of requests") if reader.take("count") else values.PING_COUNT
-    return values.Ping(count, reader.timeout(values.NET_TIMEOUT))
-
-
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-def _connection(reader: Reader) -> values.Connection:
-    """Parse ``[host H] port P`` or ``unixsocket PATH``; ``host`` is empty if absent."""
+def _connection(reader: Reader) -> values.Connection | None:
+    """Parse ``[host H] port P`` or ``unixsocket PATH``; None for a protocol that is not spoken."""
     reader.need("'failed'", "failed")
     host, port, path = "", 0, ""
     if reader.take("unixsocket"):
         path = reader.path("a path")
     else:
-        if reader.take("host"):
-            host = reader.string("a host name or address")
+        host = reader.string("a host name or address") if reader.take("host") else "localhost"
         reader.need("'port'", "port")
         port = reader.number("a port")
-    kind = reader.need(f"'tcp' or 'udp' ({NO_TLS})", "tcp", "udp").kind if reader.take("type") else "tcp"
+    if reader.take("type") and reader.need(f"'tcp' or 'udp' ({NO_TLS})", "tcp", "udp").kind == "udp":
+        return None
     protocol = _protocol(reader)
-    if protocol.name == "ntp3":
-        kind = "udp"
-    return values.Connection(
-        host, port, path, cast("Literal['tcp', 'udp']", kind), protocol, reader.timeout(values.NET_TIMEOUT)
-    )
+    if protocol is None:
+        return None
+    return values.Connection(host, port, path, protocol, reader.timeout(values.NET_TIMEOUT))
 
 
-def _url(reader: Reader) -> values.Connection:
-    """Parse ``url URL [content = REGEX]``, short for a host, a port and an http request."""
-    reader.need("'failed'", "failed")
-    reader.need("'url'", "url")
-    url = reader.url()
-    content, operator = "", "="
-    if reader.take("content"):
-        operator = reader.need("'=' or '!='", "=", "!=").kind
-        content = read_regex(reader, "STRING")
-    request = (url["path"] or "/") + (url["query"] or "")
-    protocol = values.Protocol("http", request, content=content, content_operator=cast("values.Operator", operator))
-    return values.Connection(
-        url["host"], int(url["port"] or 80), "", "tcp", protocol, reader.timeout(values.NET_TIMEOUT), url[0]
-    )
-
-
-def _protocol(reader: Reader) -> values.Protocol:
+def _protocol(reader: Reader) -> values.Protocol | None:
     if reader.kind in ("send", "expect"):
         return _dialogue(reader)
     if not reader.take("protocol"):
         return values.Protocol()
     name = reader.need(f"a protocol ({', '.join(PROTOCOLS)})", *PROTOCOLS).kind
-    match name:
-        case "http":
-            return _http(reader)
-        case "apache-status":
-            return _apache_status(reader)
-        case "radius":
-            reader.need("'secret'", "secret")
-            return values.Protocol(name, secret=reader.string("a secret"))
-        case "sip":
-            return _sip(reader)
-    return values.Protocol(name)
+    if name == "http":
+        return _http(reader)
+    return values.Protocol(name) if name in PLAIN_PROTOCOLS else None
 
 
 def _dialogue(reader: Reader) -> values.Protocol:
@@ -393,92 +289,50 @@ def _dialogue(reader: Reader) -> values.Protocol:
     return values.Protocol("generic", dialogue=tuple(lines))
 
 
-def _http(reader: Reader) -> values.Protocol:
-    """Parse ``[request PATH [checksum SUM] [hostheader NAME]]``."""
+def _http(reader: Reader) -> values.Protocol | None:
+    """Parse ``[request PATH [hostheader NAME]]``; None with a checksum of the page."""
     if not reader.take("request"):
         return values.Protocol("http")
     request = reader.path("a path")
-    checksum = _sum(reader)[1] if reader.take("checksum") else ""
-    hostheader = reader.string("a host name") if reader.take("hostheader") else ""
-    return values.Protocol("http", request, checksum, hostheader)
-
-
-def _apache_status(reader: Reader) -> values.Protocol:
-    limits: list[values.Limit] = []
-    while not limits or reader.take("or"):
-        if reader.kind not in APACHE_LIMITS:
-            raise reader.error(f"one of {', '.join(APACHE_LIMITS)}")
-        limits.append(values.Limit(*_metric(reader), reader.number("a number"), percent=True))
-        reader.need("'%'", "%")
-    return values.Protocol("apache-status", limits=tuple(limits))
-
-
-def _sip(reader: Reader) -> values.Protocol:
-    target = reader.need("an address", "MAIL", "STRING").value if reader.take("target") else ""
-    hops = reader.number("a number of hops") if reader.take("maxforward") else values.MAX_FORWARD
-    return values.Protocol("sip", target=target, maxforward=hops if hops <= MAX_HOPS else values.MAX_FORWARD)
+    if reader.kind == "checksum":
+        return None
+    return values.Protocol("http", request, reader.string("a host name") if reader.take("hostheader") else "")
 
 
 class Reading(NamedTuple):
     """Reader of a test, and the check types that have it."""
 
-    read: Callable[[Reader], values.Test]
+    read: Callable[[Reader], values.Test | None]
     kinds: frozenset[str]
 
 
 PROCESS: Final = frozenset({"process"})
-HOST: Final = frozenset({"host"})
 SYSTEM: Final = frozenset({"system"})
 FILE: Final = frozenset({"file"})
 FILESYSTEM: Final = frozenset({"filesystem"})
-CONTENTS: Final = frozenset({"file", "directory", "fifo"})
-PATHS: Final = CONTENTS | FILESYSTEM
 STATUS: Final = frozenset({"status"})
-ALL: Final = PATHS | PROCESS | HOST | SYSTEM | STATUS
+ALL: Final = PROCESS | SYSTEM | FILE | FILESYSTEM | STATUS | {"directory", "fifo", "host"}
 
-RESOURCES: Final[Mapping[str, frozenset[str]]] = {
-    "cpu": PROCESS,
-    "totalcpu": PROCESS,
-    "children": PROCESS,
-    "memory": PROCESS | SYSTEM,
-    "totalmemory": PROCESS | SYSTEM,
-    "loadavg1": PROCESS | SYSTEM,
-    "loadavg5": PROCESS | SYSTEM,
-    "loadavg15": PROCESS | SYSTEM,
-    "swap": SYSTEM,
-    "cpu user": SYSTEM,
-    "cpu system": SYSTEM,
-    "cpu wait": SYSTEM,
-}
+RESOURCES: Final = ("cpu", "totalcpu", "children", "memory", "totalmemory")
 
 TESTS: Final[Mapping[str, Reading]] = {
     "not exist": Reading(_missing, ALL - SYSTEM),
     "NUMBER": Reading(_restarts, ALL),
-    "changed pid": Reading(_changed, PROCESS),
-    "changed ppid": Reading(_changed, PROCESS),
-    "failed host": Reading(_connection, PROCESS | HOST),
-    "failed port": Reading(_connection, PROCESS | HOST),
-    "failed url": Reading(_url, PROCESS | HOST),
+    "changed pid": Reading(_pid_changed, PROCESS),
+    "failed host": Reading(_connection, PROCESS),
+    "failed port": Reading(_connection, PROCESS),
     "failed unixsocket": Reading(_connection, PROCESS),
-    "failed icmp": Reading(_ping, HOST),
-    **{metric: Reading(_resource, kinds) for metric, kinds in RESOURCES.items()},
+    **{metric: Reading(_resource, PROCESS) for metric in RESOURCES},
     "space": Reading(_space, FILESYSTEM),
     "inode": Reading(_inode, FILESYSTEM),
-    "changed fsflag": Reading(_changed, FILESYSTEM),
-    "timestamp": Reading(_timestamp, CONTENTS),
-    "changed timestamp": Reading(_changed, CONTENTS),
-    "size": Reading(_size, FILE),
-    "changed size": Reading(_changed, FILE),
-    "failed checksum": Reading(_checksum, FILE),
-    "failed md5": Reading(_checksum, FILE),
-    "failed sha1": Reading(_checksum, FILE),
-    "changed checksum": Reading(_changed, FILE),
-    "changed md5": Reading(_changed, FILE),
-    "changed sha1": Reading(_changed, FILE),
-    "match": Reading(_match, FILE),
-    "not match": Reading(_match, FILE),
-    "failed permission": Reading(_permission, PATHS),
-    "failed uid": Reading(_owner_test, PATHS),
-    "failed gid": Reading(_owner_test, PATHS),
 }
 """Readers by the words after ``if``: two for ``not``, ``changed`` and ``failed``, else one."""
+
+NOT_ACTED_ON: Final = frozenset(
+    {
+        *(f"changed {what}" for what in ("checksum", "fsflag", "md5", "ppid", "sha1", "size", "timestamp")),
+        *(f"failed {what}" for what in ("checksum", "gid", "icmp", "md5", "permission", "sha1", "uid", "url")),
+        *("loadavg", "match", "not match", "size", "swap", "timestamp"),
+    }
+)
+"""Other tests of monit, which no known release has: read up to their ``then``, and listed."""

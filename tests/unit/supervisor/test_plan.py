@@ -104,17 +104,18 @@ def test_other_rules_are_kept_for_the_checks() -> None:
 
 
 def test_statements_that_are_not_acted_on_are_named_without_what_may_be_secret() -> None:
-    """Statements outside of checks go to the first service; rules of unsupported checks are dropped."""
+    """Statements outside of checks go to the first service."""
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
 check directory two with path /tmp
   if failed permission 755 then alert
+  if timestamp > 3 days then alert
 """
     one, two = plan([JobFile("j", "", text)])
 
     assert one.unsupported == ("set httpd", "alert someone@example.com")
-    assert two.unsupported == ("rules of check directory",)
+    assert two.unsupported == ("if failed permission", "if timestamp")
 
 
 BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.supervisor.monit.ast import ALERT, Changed, Limit, Rate, Rule
+from agent_shim.supervisor.monit.ast import ALERT, Limit, Rate, Rule
 from agent_shim.supervisor.rule_counter import RuleCounter, RuleTransition, exceeds, percent
 
 LIMIT = Limit("memory", ">", 5)
@@ -33,15 +33,6 @@ def test_failures_are_counted(rate: Rate, recovery: Rate, looks: str, turns: str
     tally = RuleCounter(Rule(LIMIT, ALERT, rate, ALERT, recovery))
 
     assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
-
-
-@pytest.mark.parametrize(("rate", "looks", "turns"), [(Rate(), "xx.x", "FF.F"), (Rate(2, 3), "x.xx", "..FF")])
-def test_changes_have_no_state(rate: Rate, looks: str, turns: str) -> None:
-    """Each change is an event, and there is nothing to recover from."""
-    tally = RuleCounter(Rule(Changed("ppid"), ALERT, rate))
-
-    assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
-    assert not tally.has_failed
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agent_shim.supervisor.monit.lexer import (
     KEYWORDS,
-    MAX_URL_CHARS,
     NO_NAME,
     NOISE,
     SYNONYMS,
@@ -45,13 +44,7 @@ def words(text: str) -> list[str]:
         ("'it is' \"it's\"", ["STRING:it is", "STRING:it's"]),
         ('"abc\\" x', ["STRING:abc\\", "STRING:x"]),
         ('set "x', ["set", f"BAD:{UNCLOSED}", "STRING:x"]),
-        (
-            "loadavg loadavg (1min) loadavg(15 m) loadavg(7)",
-            ["loadavg1", "loadavg1", "loadavg15", "loadavg1", "NUMBER:7"],
-        ),
-        ("cpu cpu(wait) cpu usage (user)", ["cpu", "cpu wait", "cpu user"]),
-        ("cpu cpu (sys) cpuusage() cpu(user)", ["cpu", "cpu system", "cpu user", "cpu user"]),
-        ("http://a/b?c ftp://d", ["URL:http://a/b?c", "BAD:a URL without an end", "STRING:d"]),
+        ("loadavg (5min) cpu usage (user)", ["loadavg", "STRING:5min", "cpu", "STRING:user"]),
         ("from: a@b subject: x y\nmessage: z\n}", ["FROM:a@b", "SUBJECT:x y", "MESSAGE:z", "}"]),
     ],
 )
@@ -201,15 +194,3 @@ def test_nothing_is_raised_or_lost(text: str) -> None:
 
     assert tokens[-1].kind == "END"
     assert all(before.end <= after.start for before, after in pairwise(tokens))
-
-
-def test_urls_without_an_end_take_no_longer_than_others() -> None:
-    """Each search went to the end of the file: half a minute for 256 KiB of them."""
-    assert {token.kind for token in lex("http://" * 37_000)[:-1]} == {"BAD"}
-
-
-def test_a_url_has_a_longest_form() -> None:
-    longest = "http://h/".ljust(MAX_URL_CHARS, "a")
-
-    assert words(longest + " ") == [f"URL:{longest}"]
-    assert words(longest + "a ")[0] == "BAD:a URL without an end"

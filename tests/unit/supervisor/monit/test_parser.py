@@ -11,7 +11,6 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import (
     Action,
     Check,
-    Connection,
     Ignored,
     Limit,
     Missing,
@@ -123,12 +122,12 @@ def test_kinds(text: str, expected: Check) -> None:
     assert parse(text).services == (expected,)
 
 
-def test_host_is_tested_at_its_address() -> None:
-    """A port test without a host means the one that is checked."""
-    (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
+def test_host_has_an_address() -> None:
+    """Its tests are not acted on."""
+    file = parse('check host a with address "10.0.0.1" if failed port 80 then alert')
 
-    assert check.address == "10.0.0.1"
-    assert check.rules[0].test == Connection("10.0.0.1", 80)
+    assert file.services == (Check("host", "a", address="10.0.0.1"),)
+    assert file.ignored == (Ignored("if failed port 80 then alert", "a"),)
 
 
 def test_last_program_wins() -> None:

@@ -1,0 +1,31 @@
+"""Figures of ``check filesystem``: space and inodes in use. Blocks, perhaps forever: see ``host.guarded``."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from agent_shim.host import guarded, mounts
+from agent_shim.supervisor.rule_counter import percent
+
+
+def usage(path: Path) -> dict[str, float]:
+    """Return bytes and inodes in use, in numbers and percent; raises ``OSError`` if the path cannot be read."""
+    with guarded.held(path) as held:
+        is_device = stat.S_ISBLK(os.fstat(held).st_mode)
+        found = os.statvfs(_mounted(path) if is_device else held)
+    figures: dict[str, float] = {}
+    for name, free, total, unit in (
+        ("space", found.f_bfree, found.f_blocks, found.f_frsize),
+        ("inode", found.f_ffree, found.f_files, 1),
+    ):
+        if total:
+            figures |= {name: (total - free) * unit, f"{name} %": percent(total - free, total)}
+    return figures
+
+
+def _mounted(device: Path) -> Path:
+    """Return the mount point of a block device, which no job can create; else its own path."""
+    real = device.resolve()
+    return next((mount.point for mount in mounts.mounts() if Path(mount.source).resolve() == real), device)

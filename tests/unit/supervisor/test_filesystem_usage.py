@@ -1,0 +1,43 @@
+"""Figures of file systems."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import mounts
+from agent_shim.supervisor import filesystem_usage
+from agent_shim.supervisor.filesystem_usage import usage
+
+NUMBERS = (4096, 512, 100, 60, 50, 80, 20, 20, 0, 255)
+"""Reply of ``statvfs``: 40 of 100 blocks of 512 bytes and 60 of 80 inodes are in use."""
+
+
+def test_usage_in_numbers_and_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(NUMBERS))
+
+    assert usage(tmp_path) == {"space": 40 * 512, "space %": 40.0, "inode": 60, "inode %": 75.0}
+
+
+def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*NUMBERS[:5], 0, 0, 0, 0, 255)))
+
+    assert set(usage(tmp_path)) == {"space", "space %"}
+
+
+def test_a_device_means_its_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own name or by that of a link; a device that is not mounted means its own path."""
+    (tmp_path / "disk").touch()
+    (tmp_path / "by-id").symlink_to(tmp_path / "disk")
+    mount = mounts.Mount(1, 0, "8:1", "/", Path("/store"), frozenset(), "ext4", str(tmp_path / "disk"), frozenset())
+    monkeypatch.setattr(mounts, "mounts", lambda: [mount])
+
+    assert filesystem_usage._mounted(tmp_path / "by-id") == Path("/store")
+    assert filesystem_usage._mounted(tmp_path) == tmp_path
+
+
+def test_a_missing_path_has_no_figures(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        usage(tmp_path / "absent")
