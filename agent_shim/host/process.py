@@ -371,9 +371,13 @@ def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
     signal.signal(number, handle)
 
 
+_OWN_VARIABLES: Final = ("AGENT_SHIM_", "CREDENTIALS_DIRECTORY", "LISTEN_", "MALLOC_")
+"""Settings of the agent, and what a service manager hands to it alone."""
+
+
 def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for scripts of releases: without the variables that configure this program."""
-    return {name: value for name, value in environ.items() if not name.startswith(("AGENT_SHIM_", "MALLOC_"))}
+    """Return the environment for scripts of releases: without the variables that are meant for this program."""
+    return {name: value for name, value in environ.items() if not name.startswith(_OWN_VARIABLES)}
 
 
 CORE_LIMIT_BYTES: Final = 1
