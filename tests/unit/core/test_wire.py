@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -164,3 +165,31 @@ def test_brackets_in_texts_of_deep_documents_are_no_levels() -> None:
     deep = b'{"method":"ping","reply_to":"a]\\"}","ignored":' + b'["[\\"{",' * 600 + b"0" + b"]" * 600 + b"}"
 
     assert wire.decode_request(deep) == wire.Request("ping", None, 'a]"}')
+
+
+HOLDS: Mapping[str, bytes] = {
+    "deep, and no UTF-8": b"[" * 9000 + b'"' + b"\xff" * 1_000_000 + b'"' + b"]" * 9000,
+    "deep": b"[" * 9000 + b'"' + b"a" * 1_000_000 + b'"' + b"]" * 9000,
+    "no UTF-8": b'"' + b"\xff" * 1_000_000 + b'"',
+    "unterminated": b'"' + b"\xff" * 1_000_000,
+    "lone surrogates": b'"' + b"\\ud800" * 150_000 + b'"',
+    "quotes": b'"' * 1_000_000,
+    "backslashes": b"\\" * 1_000_000,
+    "closing brackets": b"]" * 1_000_000,
+    "objects": b"[" + b'{"a":1},' * 120_000 + b"0]",
+    "numbers": b"[" + b"1.5," * 250_000 + b"0]",
+    "long numbers": b"[" + (b"1" * 4000 + b",") * 250 + b"0]",
+    "one number": b"1" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("document", HOLDS.values(), ids=HOLDS)
+def test_a_megabyte_that_holds_the_interpreter_is_refused_before_any_repair(
+    document: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repair of defects took seconds; a thread would not help, because the decoders hold the interpreter."""
+    for name in ("_INVALID", "_ESCAPE", "_pruned"):
+        monkeypatch.delattr(wire, name)
+
+    with pytest.raises(wire.RequestError):
+        wire.decode_request(b'{"arguments":' + document + b"}")
