@@ -3,8 +3,8 @@
 Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel count: the thread's
 own CPU time, and the time that the thread slept during a callback: the wall time minus CPU time and minus the time that
 it waited for a CPU (schedstat). Sleep counts only with a witness: a thread that looks every 10 ms saw the loop's thread
-asleep in a system call other than a wait for the interpreter's lock, whose holder may be waiting for a CPU. Sleep is
-ignored if pages were read from a disk.
+asleep in a system call other than a wait for the interpreter's lock or a read of ``/proc``, which takes locks of the
+kernel: their holders may be waiting for a CPU. Sleep is ignored if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ logger = logging.getLogger(__name__)
 LIMIT_S: Final = 0.05
 LOOK_S: Final = 0.01
 """Interval of the witness; it looks at callbacks that have lasted for two of them."""
-FUTEX: Final = "98" if os.uname().machine == "aarch64" else "202"
-"""Number of the system call that waits for a lock."""
+READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
+"""Numbers of the system calls that read a file and wait for a lock."""
 RUNTIME_BYTES: Final = 1 << 20
 """Bound for the size of the interpreter's state, which its lock is a part of."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
+_start_thread: Final = threading.Thread.start
 violations: Final[list[str]] = []
 """Reports of callbacks that blocked a loop of this process."""
 
@@ -63,7 +64,7 @@ def _now(*, is_end: bool) -> _Clock:
 
 @contextlib.contextmanager
 def _spawning() -> Iterator[None]:
-    """Exclude the start of a program, whose duration on a busy machine is not the loop's fault."""
+    """Exclude the start of a program or a thread, whose duration on a busy machine is not the loop's fault."""
     callback: _Callback | None = getattr(_per_thread, "callback", None)
     if callback is not None:
         callback.is_spawning = True
@@ -112,6 +113,10 @@ def install(reports: Path | None = None) -> None:
     _installed.extend((witness, run))
     process.spawning = _spawning
 
+    def start_thread(thread: threading.Thread) -> None:
+        with _spawning():
+            _start_thread(thread)
+
     def guarded(handle: asyncio.Handle) -> None:
         witness.begin()
         before = _now(is_end=False)
@@ -124,7 +129,8 @@ def install(reports: Path | None = None) -> None:
             if lasted >= LIMIT_S and (what := judge(before, after, seen)):
                 _report(f"the event loop was blocked: a callback {what}: {_named(handle)}", reports)
 
-    setattr(asyncio.Handle, "_run", guarded)  # noqa: B010 - a name that is not in the types
+    setattr(threading.Thread, "start", start_thread)  # noqa: B010 - types refuse to replace a method
+    setattr(asyncio.Handle, "_run", guarded)  # noqa: B010
 
 
 def remove() -> None:
@@ -132,6 +138,7 @@ def remove() -> None:
     if _installed:
         setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
         _installed.pop().over.set()
+        setattr(threading.Thread, "start", _start_thread)  # noqa: B010
         process.spawning = contextlib.nullcontext
 
 
@@ -184,13 +191,14 @@ class _Witness(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps; "" if none or a wait for one of the locks."""
+    """Return the number of the system call in which a thread sleeps; "" if none or one that waits for other threads."""
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
         call, *arguments = Path(f"/proc/self/task/{native}/syscall").read_text().split()
+        is_of_proc = call == READ and Path(f"/proc/self/fd/{int(arguments[0], 16)}").readlink().is_relative_to("/proc")
     except OSError:
         return ""
-    if state not in "SD" or not call.isdigit() or (call == FUTEX and int(arguments[0], 16) in locks):
+    if state not in "SD" or not call.isdigit() or is_of_proc or (call == FUTEX and int(arguments[0], 16) in locks):
         return ""
     return call
 

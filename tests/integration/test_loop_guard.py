@@ -78,7 +78,7 @@ async def test_a_busy_machine_is_no_violation(guard: Path) -> None:
     threads = [threading.Thread(target=busy) for _ in range(2)]
     try:
         for thread in threads:
-            await asyncio.to_thread(thread.start)  # for the same reason
+            thread.start()
         for _ in range(100):
             await asyncio.sleep(0.001)
             spin(0.01)
@@ -106,6 +106,23 @@ async def test_the_start_of_a_program_before_a_wait_for_the_interpreter_is_no_vi
     await asyncio.sleep(0)
 
     assert loop_guard.violations == []
+
+
+class LateThread(threading.Thread):
+    """Gets the processor late, as on a busy machine; its ``start`` waits for it."""
+
+    def _bootstrap_inner(self) -> None:
+        time.sleep(0.3)
+        super()._bootstrap_inner()  # type: ignore[misc]
+
+
+async def test_the_start_of_a_thread_is_no_violation(guard: Path) -> None:
+    thread = LateThread(target=int)
+    asyncio.get_running_loop().call_soon(thread.start)
+    await asyncio.sleep(0)
+
+    assert loop_guard.violations == []
+    await asyncio.to_thread(thread.join)
 
 
 async def test_waiting_for_events_is_not_holding(guard: Path) -> None:

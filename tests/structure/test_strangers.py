@@ -17,6 +17,7 @@ PLACES: Mapping[str, str] = {
     "host.proc": "it is the one",
     "host.capabilities": "reads its own status below the root that tests give it",
     "host.sandbox_exec": "mounts it",
+    "host.loop_guard": "compares the path of an open file with it",
     "host.host_stats": "reads what is of the machine below the root that tests give it",
     "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",
     "supervisor.bpm.runner": "names it as a place of a jail",
