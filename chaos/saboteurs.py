@@ -394,8 +394,8 @@ JOBS: Final = (
         "S-10",
         "writes its log on the event loop",
         "agent_shim/core/log.py",
-        "        if self._lines.qsize() < MAX_WAITING:\n            self._lines.put(line)\n",
-        "        if True:\n            self._stream.write(f'{line}\\n')\n            self._stream.flush()\n",
+        "        while self.waiting and self._poll.poll(timeout_s * 1000):\n",
+        "        while self.waiting:\n",
         "no reply|RpcTimeout|no pong|TimeoutError",
     ),
     Saboteur(

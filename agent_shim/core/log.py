@@ -5,16 +5,16 @@ INFO is a timeline for operators; WARNING needs attention if it repeats; ERROR n
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import fcntl
 import json
 import logging
 import os
-import queue
 import re
+import select
 import stat
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -29,10 +29,12 @@ logger = logging.getLogger(__name__)
 LARGEST: Final = 10_000_000
 """Size at which a log file is rotated; one older file is kept."""
 
-MAX_WAITING: Final = 10_000
-"""Limit of lines waiting for a reader of stderr."""
-WRITTEN_AT_ONCE: Final = 100
-"""Lines in one write to stderr."""
+MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
+"""Bound of the lines that wait for a reader of stderr."""
+RETRY_S: Final = 0.1
+"""Interval of the attempts meanwhile."""
+MAX_TURN_LINES: Final = 100
+"""Lines of one turn of the event loop that are written at once."""
 FLUSH_TIMEOUT_S: Final = 1.0
 """For waiting lines to be written at exit."""
 
@@ -97,10 +99,14 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
+    _second = (0, "")
+
     def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        second = int(record.created)
+        if second != self._second[0]:
+            self._second = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
         line = {
-            "time": moment,
+            "time": f"{self._second[1]}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": redacted(record.getMessage()),
@@ -111,93 +117,129 @@ class _Json(logging.Formatter):
         return safetext.line(_encode(line))
 
 
-class _Once(logging.Formatter):
-    """Formats a record once for all handlers."""
-
-    def __init__(self, inner: logging.Formatter) -> None:
-        super().__init__()
-        self._inner = inner
-
-    def format(self, record: logging.LogRecord) -> str:
-        text: str | None = getattr(record, "formatted", None)
-        if text is None:
-            text = record.formatted = self._inner.format(record)
-        return text
-
-
-class _File(logging.Handler):
-    """Appends to a file as its only writer; a large file is renamed and kept for a while.
+class _File:
+    """A file that one handler appends to; a large one is renamed and kept for a while.
 
     Failed writes (a full disk, a missing directory) are ignored: standard error has the line too.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path = path
         self._fd = -1
         self._size = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, TypeError, ValueError):  # the latter from a record that is wrong itself
-            line = f"{self.format(record)}\n".encode("utf-8", "replace")
-            if self._fd >= 0 and self._size + len(line) > LARGEST:
-                os.close(self._fd)
-                self._fd = -1
+    def write(self, lines: bytes) -> None:
+        with suppress(OSError):
+            if self._fd >= 0 and self._size + len(lines) > LARGEST:
+                self.close()
                 self._path.replace(self._path.with_name(f"{self._path.name}.1"))
             if self._fd < 0:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(self._path, flags, 0o640)
                 self._size = os.fstat(self._fd).st_size
-            self._size += os.write(self._fd, line)
+            self._size += os.write(self._fd, lines)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
-class _Stderr(logging.Handler):
-    """Writes lines to stderr from a thread of its own: its reader may block without blocking the event loop.
+class _Stderr:
+    """Standard error, whose reader may be slow: a line waits until the descriptor takes ``PIPE_BUF`` bytes at once.
 
-    Lines beyond a full queue are dropped and counted in the next line.
+    It may be shared, so it stays blocking. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
     """
 
     def __init__(self) -> None:
+        self._fd = sys.stderr.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLOUT)
+        self.waiting = bytearray()
+        self.dropped = 0
+
+    def write(self, lines: bytes, timeout_s: float = 0.0) -> None:
+        """Write what waits and these lines, as far as the reader takes them within the time."""
+        if len(self.waiting) + len(lines) > MAX_WAITING_BYTES:
+            self.dropped += lines.count(b"\n")
+        else:
+            self.waiting += lines
+        while self.waiting and self._poll.poll(timeout_s * 1000):
+            end = self.waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
+            try:
+                del self.waiting[: os.write(self._fd, self.waiting[:end])]
+            except OSError:
+                self.waiting.clear()
+
+
+class _Lines(logging.Handler):
+    """Writes lines to stderr and a file: those of one turn of the event loop in one write, before its replies leave.
+
+    A warning, and a line of another thread, is written immediately, with those before it.
+    """
+
+    def __init__(self, file: Path | None) -> None:
         super().__init__()
-        self._stream = sys.stderr
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._dropped = 0
-        self._writer = threading.Thread(target=self._write, name="log", daemon=True)
-        self._writer.start()
+        self._file = _File(file) if file else None
+        self._stderr = _Stderr()
+        self._lines: list[str] = []
+        self._flushed_by: asyncio.AbstractEventLoop | None = None
+        """Event loop that flushes at its next turn."""
+        self._retried_by: asyncio.AbstractEventLoop | None = None
+        """Event loop that flushes after ``RETRY_S``, as lines wait for a reader."""
         atexit.register(self.close)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            self._lines.append(self.format(record))
+            loop = asyncio.get_running_loop()
         except (TypeError, ValueError, LookupError):
             self.handleError(record)
-            return
-        if self._dropped:
-            line += f" ({self._dropped} lines before this one were dropped: the reader is too slow)"
-        if self._lines.qsize() < MAX_WAITING:
-            self._lines.put(line)
-            self._dropped = 0
+        except RuntimeError:
+            self.flush()
         else:
-            self._dropped += 1
+            if record.levelno > logging.INFO or len(self._lines) > MAX_TURN_LINES:
+                self.flush()
+            elif self._flushed_by is not loop:
+                self._flushed_by = loop
+                loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        dropped = 0
+        self.acquire()
+        try:
+            lines, self._lines, self._flushed_by = self._lines, [], None
+            text = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
+            if self._file is not None and text:
+                self._file.write(text)
+            self._stderr.write(text)
+            if self._stderr.waiting:
+                self._retry_later()
+            else:
+                dropped, self._stderr.dropped = self._stderr.dropped, 0
+        finally:
+            self.release()
+        if dropped:
+            logger.warning("%d lines were dropped: the reader of stderr is too slow", dropped)
+
+    def _retry_later(self) -> None:
+        """Without an event loop the next line is the next attempt."""
+        with suppress(RuntimeError):
+            if (loop := asyncio.get_running_loop()) is not self._retried_by:
+                self._retried_by = loop
+                loop.call_later(RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._retried_by = None
+        self.flush()
 
     def close(self) -> None:
-        """Wait briefly for the remaining lines."""
-        if self._writer.is_alive():
-            self._lines.put(None)
-            self._writer.join(FLUSH_TIMEOUT_S)
+        """Wait briefly for the reader of the remaining lines."""
+        self.flush()
+        self._stderr.write(b"", FLUSH_TIMEOUT_S)
+        if self._file is not None:
+            self._file.close()
         super().close()
-
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            lines = [line]
-            with suppress(queue.Empty):
-                while len(lines) < WRITTEN_AT_ONCE and (line := self._lines.get_nowait()) is not None:
-                    lines.append(line)
-            with suppress(OSError, ValueError):
-                self._stream.write("\n".join(lines) + "\n")
-                self._stream.flush()
-            if line is None:
-                return
 
 
 def is_json(form: str) -> bool:
@@ -234,19 +276,18 @@ def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> N
 
     Not to ``file`` where a svlogd writes our stderr into its directory, as on a stemcell with runit.
     """
-    handlers: list[logging.Handler] = [_Stderr()]
-    if file is not None and not _is_svlogds(file.parent):
-        handlers.append(_File(file))
+    handler = _Lines(file if file is not None and not _is_svlogds(file.parent) else None)
+    handler.setFormatter(_Json() if is_json(form) else _Text())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
-        if isinstance(old, _Stderr | _File):
+        if isinstance(old, _Lines):
             old.close()
-    formatter = _Once(_Json() if is_json(form) else _Text())
-    for handler in handlers:
-        handler.setFormatter(formatter)
-        root.addHandler(handler)
+    root.addHandler(handler)
     root.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")
     logging.getLogger("nats").setLevel("ERROR")
     logging.raiseExceptions = False  # a full disk must not cause tracebacks on stderr
+    # No line shows these, and their look-up costs as much as the format.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # noqa: SLF001 - documented in the logging HOWTO

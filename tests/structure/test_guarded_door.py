@@ -231,7 +231,7 @@ RAW: Mapping[str, Raw] = {
         OWN, frozenset({"Watchdog._map_page", "Watchdog._report_dump", "Watchdog.remember", "read_marks"})
     ),
     "services.logs.tail": Raw("our own standard output", frozenset({"stream"})),
-    "core.log": Raw(OWN, frozenset({"_File.emit", "_is_svlogds"})),
+    "core.log": Raw(OWN, frozenset({"_File.write", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
         OWN, frozenset({"StateBackup._move", "StateBackup._restore", "_agent_id", "_empty", "_make_equal", "_read"})

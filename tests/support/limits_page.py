@@ -27,7 +27,7 @@ LIMITS: Final = (
     ("monit files of a job", "supervisor.plan.MAX_FILES", "the job is failing, with the error in `status`"),
     ("a `bpm.yml`", "supervisor.bpm.config.MAX_BYTES", "its processes do not start"),
     ("output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "its beginning is cut off"),
-    ("log lines that wait for a reader", "core.log.MAX_WAITING", "further ones are dropped and counted"),
+    ("log lines that wait for a reader", "core.log.MAX_WAITING_BYTES", "further ones are dropped and counted"),
 )
 """Subject, constant, and the effect beyond."""
 

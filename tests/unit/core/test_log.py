@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,19 @@ def root_logger() -> Iterator[None]:
     before = list(root.handlers), root.level
     yield
     root.handlers[:], root.level = before
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Set the log up with a file in the place of stderr; returns the path of that file."""
+    with (tmp_path / "stderr").open("w") as stream:
+
+        def begin(**options: Any) -> Path:
+            monkeypatch.setattr("sys.stderr", stream)
+            log.setup(**options)
+            return tmp_path / "stderr"
+
+        yield begin
 
 
 @pytest.mark.parametrize(
@@ -39,16 +54,13 @@ def test_secrets_are_redacted(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_line_of_either_form_carries_level_logger_and_message(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
-    log.setup(level="info", form=form)
+def test_a_line_of_either_form_carries_level_logger_and_message(form: str, setup: Callable[..., Path]) -> None:
+    stderr = setup(form=form)
 
     logging.getLogger("part").warning("url is %s", "nats://a:b@c")
     logging.getLogger("part").debug("not seen")
-    logging.getLogger().handlers[0].close()
 
-    line = stream.getvalue().strip()
+    line = stderr.read_text().strip()
     assert "a:b" not in line
     if form == "json":
         document = json.loads(line)
@@ -59,17 +71,14 @@ def test_a_line_of_either_form_carries_level_logger_and_message(form: str, monke
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, setup: Callable[..., Path]) -> None:
     """One line whatever is in it, and no secret."""
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
-    log.setup(level="info", form=form)
+    stderr = setup(form=form)
 
     members = {"method": "a\nb", "seconds": 0.5, "error": "GET https://h/b?sig=abc failed"}
     logging.getLogger("part").info("request", extra={"members": members})
-    logging.getLogger().handlers[0].close()
 
-    line = stream.getvalue().removesuffix("\n")
+    line = stderr.read_text().removesuffix("\n")
     if form == "json":
         document = json.loads(line)
         told = {"method": "a\nb", "seconds": 0.5, "error": "GET https://h/b?<redacted> failed"}
@@ -83,20 +92,17 @@ def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, mon
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, setup: Callable[..., Path]) -> None:
     """Every line end and both introducers of escape sequences are escaped, in tracebacks too."""
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
-    log.setup(level="info", form=form)
+    stderr = setup(form=form)
 
     hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
     try:
         raise ValueError(hostile)
     except ValueError:
         logging.getLogger("part").exception("unknown method %s", hostile, extra={"members": {"method": hostile}})
-    logging.getLogger().handlers[0].close()
 
-    text = stream.getvalue()
+    text = stderr.read_text()
     assert not set("\x1b\x9b\r\x85\u2028") & set(text)
     assert [line for line in text.splitlines() if line.startswith("2026-01-01")] == []
     if form == "json":
@@ -106,11 +112,9 @@ def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, m
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_traceback_tells_the_place_and_no_text_of_a_stranger(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_tells_the_place_and_no_text_of_a_stranger(form: str, setup: Callable[..., Path]) -> None:
     """Unreadable input may be a secret: the interpreter and libraries quote it in their errors."""
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
-    log.setup(level="info", form=form)
+    stderr = setup(form=form)
 
     secret = "s3cr3t"
     try:
@@ -124,9 +128,8 @@ def test_a_traceback_tells_the_place_and_no_text_of_a_stranger(form: str, monkey
         raise ExceptionGroup(secret, [OSError(errno.ENOSPC, secret), HostError("cannot write /a: it is full")])
     except ExceptionGroup:
         logging.getLogger("part").exception("broken")
-    logging.getLogger().handlers[0].close()
 
-    text = stream.getvalue()
+    text = stderr.read_text()
     assert "test_log.py" in text
     for told in ("ValueError", "KeyError", "ExceptionGroup", "OSError [Errno 28]", "HostError: cannot write /a"):
         assert told in text
@@ -138,10 +141,9 @@ def said(text: str) -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path: Path, setup: Callable[..., Path]) -> Path:
     """Where ``bosh logs --agent`` finds the log."""
-    monkeypatch.setattr("sys.stderr", io.StringIO())
-    log.setup(form="text", file=tmp_path / "log" / "current")
+    setup(form="text", file=tmp_path / "log" / "current")
     return tmp_path / "log" / "current"
 
 
@@ -217,20 +219,77 @@ def _lines(file: Path, name: str) -> list[str]:
     return file.with_name(name).read_text().splitlines()
 
 
-def test_a_stderr_that_nobody_reads_blocks_nobody_and_drops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_of_stderr_delays_nothing_and_dropped_lines_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file receives each line. Waiting lines are written once there is room, without a further line."""
     reading, writing = os.pipe()
-    monkeypatch.setattr("sys.stderr", os.fdopen(writing, "w"))
-    monkeypatch.setattr(log, "MAX_WAITING", 10)
-    monkeypatch.setattr(log, "FLUSH_TIMEOUT_S", 0.01)
-    log.setup(form="text")
+    file = tmp_path / "current"
+    monkeypatch.setattr(log, "MAX_WAITING_BYTES", 1 << 16)
+    with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        log.setup(form="text", file=file)
+        for number in range(3000):
+            said(f"line {number} {'x' * 100}")
+        await asyncio.sleep(0)
+        assert sum("x" * 100 in line for line in file.read_text().splitlines()) == 3000
+        content = b""
+        while b"dropped" not in content:
+            content += await asyncio.to_thread(pipe.read, 1 << 16)
 
-    for number in range(3000):
-        logging.getLogger("part").info("line %d %s", number, "x" * 100)
-    content = b""
-    while b"dropped" not in content:
-        content += os.read(reading, 1 << 16)
-        logging.getLogger("part").info("one more")
+    lines = content.decode().splitlines()
+    [dropped] = [int(line.split(": ")[1].split()[0]) for line in lines if "dropped" in line]
+    assert len(lines) - 1 + dropped == 3000
+    assert [line.split()[3] for line in lines[:2]] == ["line", "line"]
 
-    assert b"lines before this one were dropped" in content
-    logging.getLogger().handlers[0].close()
+
+async def test_lines_of_one_turn_of_the_loop_are_one_write(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write precedes all effects of the turn. A warning, and another thread, do not wait for its end."""
+    file.parent.mkdir()
+    said("first")
+    await asyncio.sleep(0)
+    writes: list[bytes] = []
+    write = os.write
+
+    def noted(fd: int, data: bytes) -> int:
+        writes.append(bytes(data))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", noted)
+    told = asyncio.get_running_loop().create_future()
+    said("one")
+    said("two")
+    asyncio.get_running_loop().call_soon(told.set_result, None)
+    assert writes == []
+    await told
+    assert [each.count(b"\n") for each in writes] == [2, 2]  # the file and stderr
+
+    del writes[:]
+    said("three")
+    logging.getLogger("part").warning("four")
+    said("five")
+    thread = threading.Thread(target=said, args=["six"])
+    thread.start()
+    thread.join()
+    assert [each.count(b"\n") for each in writes] == [2, 2, 2, 2]
+
+
+def test_a_line_of_many_kilobytes_is_whole(setup: Callable[..., Path]) -> None:
+    stderr = setup(form="text")
+    said("x" * 100_000)
+    said("y")
+
+    assert [line[-1] for line in stderr.read_text().splitlines()] == ["x", "y"]
+    assert len(stderr.read_text()) > 100_000
+
+
+def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
     os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        log.setup(form="text", file=tmp_path / "current")
+        said("one")
+        said("two")
+
+    assert len((tmp_path / "current").read_text().splitlines()) == 2
