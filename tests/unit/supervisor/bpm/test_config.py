@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import PurePosixPath
 
 import pytest
@@ -369,3 +370,20 @@ def test_nothing_else_is_raised(text: str) -> None:
     """Any text is read or refused."""
     with contextlib.suppress(ConfigError):
         parse(f"processes:\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/var/vcap/data/web/", "volume path must be canonical, expected /var/vcap/data/web"),
+        ("/var/vcap/data/web", "cannot conflict with default job data or store directories"),
+        ("/var/vcap/store/web", "cannot conflict with default job data or store directories"),
+        ("/etc", "must be within /var/vcap"),
+        ("/var/vcap", "must be within /var/vcap"),
+        ("/var/vcap/data/other", None),
+        ("/var/vcap/store/web/below", None),
+    ],
+)
+def test_a_volume_of_the_command_line_is_in_vcap_and_no_directory_that_the_job_has(path: str, why: str | None) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)) if why else contextlib.nullcontext():
+        config.check_volume(path, job="web")

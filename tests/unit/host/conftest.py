@@ -1,0 +1,34 @@
+"""No test of this floor leaves a descriptor open: descriptors are numbers there, which no collector closes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MAX_LOOKS = 200
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left() -> Iterator[None]:
+    before = _open()
+    yield
+    for _ in range(MAX_LOOKS):
+        if not (left := _open() - before):
+            return
+        gc.collect()  # files of the test itself
+        time.sleep(0.01)  # a thread of the test that still reads
+    assert left == set()
+
+
+def _open() -> set[tuple[str, str]]:
+    """Numbers and files of the open descriptors."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself
+            found.add((descriptor.name, str(descriptor.readlink())))
+    return found
