@@ -27,3 +27,19 @@ def test_under_a_svlogd_a_line_is_logged_once(tmp_path: Path, holder: str) -> No
 
     assert done.stderr.count(b"one line") == 1
     assert (tmp_path / "current").exists() == (holder == "nobody")
+
+
+@pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
+def test_the_last_request_is_logged_at_any_end_of_the_process(tmp_path: Path, end: str) -> None:
+    """Lines wait for the next turn of the event loop, which does not come."""
+    code = (
+        "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"
+        "log.setup(file=Path(sys.argv[1], 'current'))\n"
+        "async def last():\n"
+        f"    logging.getLogger('agent_shim.audit').info('request'); {end}\n"
+        "asyncio.run(last())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, timeout=60, check=False)
+
+    assert done.stderr.count(b'"request"') == 1
+    assert (tmp_path / "current").read_text().count('"request"') == 1
