@@ -86,8 +86,8 @@ class BlobError(ActionError):
     """A blob cannot be fetched or stored."""
 
 
-class NoRoomError(BlobError):
-    """The disk of this machine has no space for a blob: another attempt would fail too."""
+class LastingError(BlobError):
+    """Another attempt would fail too: the disk of this machine is full, or the URL is unusable."""
 
 
 class HostError(OSError):

@@ -172,7 +172,8 @@ class Done(msgspec.Struct, frozen=True):
 
 def checked_blob_id(blob_id: str) -> str:
     """Return ``blob_id``; raises ``BlobError`` if it could be a path or an option."""
-    if not re.fullmatch(r"[^/\x00-\x1f\x7f]{1,255}", blob_id) or ".." in blob_id or blob_id[0] in ".-":
+    is_plain = re.fullmatch(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]*", blob_id) and ".." not in blob_id
+    if not is_plain or len(blob_id.encode()) > 255:
         raise BlobError(f"cannot use the blob id {blob_id[:100]!r}: it is not a plain name")
     return blob_id
 

@@ -62,7 +62,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 def checked_name(kind: str, name: str) -> str:
     """Return ``name`` if it is a plain directory name; else raise ``ActionError``."""
-    if not name or "/" in name or ".." in name or "\0" in name or name.startswith(".") or len(name) > 200:
+    if not name.isprintable() or "/" in name or ".." in name or name[:1] in ("", ".", "-") or len(name.encode()) > 200:
         raise ActionError(f"cannot use {name[:100]!r} as the name of a {kind}")
     return name
 
@@ -104,8 +104,10 @@ class Bundles:
             with suppress(ActionError):
                 await self._in_thread(files.sweep, {path.parent for path in missing})
             raise
-        for bundle, outcome in zip(missing.values(), done.outcomes, strict=True):
+        for (path, bundle), outcome in zip(missing.items(), done.outcomes, strict=True):
             if outcome.error:
+                with suppress(OSError):  # it has other versions
+                    await asyncio.to_thread(path.parent.rmdir)
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
@@ -243,6 +245,8 @@ class Bundles:
                 raise files.failed(f"remove {path}", exc) from exc
             aside = path
         files.remove_tree(aside)
+        with suppress(OSError):  # it has other versions
+            path.parent.rmdir()
 
     def _remove_strays(self, wanted: Collection[str]) -> None:
         for path in self._paths.packages.iterdir():

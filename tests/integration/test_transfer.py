@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from agent_shim.core.digest import Hasher
-from agent_shim.core.errors import BlobError, NoRoomError
+from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.demo.pki import EXPIRED, Authority
 from agent_shim.services.blobstore import Timing
 from agent_shim.services.blobstore import transfer as transfers
@@ -276,8 +276,29 @@ async def test_a_blob_without_an_end_leaves_room_for_others(
     monkeypatch.setattr(transfers, "RESERVED_PART", 1)
     server.plan = [http.ENDLESS]
     async with Transfer("", SURE, tmp_path) as transfer:
-        with pytest.raises(NoRoomError, match="No space left on device, [0-9]+ MiB are free"):
+        with pytest.raises(LastingError, match="No space left on device, [0-9]+ MiB are free"):
             await transfer.download(f"{server.url}/b", {}, Hasher("sha256"))
+
+
+@pytest.mark.parametrize(
+    ("url", "headers"),
+    [
+        ("https://", {}),
+        ("http://[::1", {}),
+        ("http://127.0.0.1:99999/", {}),
+        ("file:///etc/passwd", {}),
+        ("../../x", {}),
+        ("{url}/a\0b", {}),
+        ("{url}/", {"a": "b\r\nc: d"}),
+    ],
+)
+async def test_what_can_never_be_asked_is_refused_for_good(
+    server: Server, tmp_path: Path, url: str, headers: dict[str, str]
+) -> None:
+    """Three tries with their pauses kept the bus waiting."""
+    async with Transfer("", SURE, tmp_path) as transfer:
+        with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
+            await transfer.download(url.format(url=server.url), headers, Hasher("sha256"))
 
 
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
 
 from agent_shim.core.digest import Hasher, MultipleDigest
-from agent_shim.core.errors import BlobError, DigestError, NoRoomError, ShimError
+from agent_shim.core.errors import BlobError, DigestError, LastingError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host.worker_client import checked_blob_id
@@ -133,7 +133,7 @@ async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 
         try:
             return await attempt()
         except (ShimError, OSError) as exc:
-            if not left or isinstance(exc, NoRoomError):
+            if not left or isinstance(exc, LastingError):
                 raise BlobError(f"{what}: {exc}") from exc
             await asyncio.sleep(pause)
     raise AssertionError("the last attempt returns or raises")

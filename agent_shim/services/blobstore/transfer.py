@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, Self
 
 from agent_shim.core import lean_imports
 from agent_shim.core.digest import Hasher
-from agent_shim.core.errors import BlobError, NoRoomError
+from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
 from agent_shim.services.blobstore import Timing
 
@@ -108,7 +108,7 @@ class Transfer:
         except OSError as exc:
             free = shutil.disk_usage(self._scratch).free if self._scratch.exists() else 0
             why = f"{exc.strerror}, {free // (1 << 20)} MiB are free"
-            raise NoRoomError(f"cannot keep the blob in {self._scratch}: {why}") from exc
+            raise LastingError(f"cannot keep the blob in {self._scratch}: {why}") from exc
 
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
         """Send the whole file ``source`` in one attempt; raises ``BlobError``."""
@@ -254,6 +254,10 @@ def _is_network(entry: str) -> bool:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
+_UNUSABLE: Final = (ValueError, aiohttp.NonHttpUrlClientError)
+"""Errors of the URL or a header itself."""
+
+
 @contextmanager
 def _explained(what: str, url: str) -> Iterator[None]:
     """Convert every failure of a transfer to ``BlobError``, without secrets."""
@@ -262,7 +266,8 @@ def _explained(what: str, url: str) -> Iterator[None]:
     except TimeoutError as exc:
         raise BlobError(f"{what}: {_host_of(url)}: it stalled") from exc
     except (aiohttp.ClientError, OSError, ValueError) as exc:
-        raise BlobError(f"{what}: {_host_of(url)}: {_why(exc)}") from exc
+        kind = LastingError if isinstance(exc, _UNUSABLE) else BlobError
+        raise kind(f"{what}: {_host_of(url)}: {_why(exc)}") from exc
 
 
 def _check(response: aiohttp.ClientResponse) -> None:
@@ -293,8 +298,8 @@ def _why(exc: BaseException) -> str:
             return f"its proxy answers {exc.status}"
         case aiohttp.ClientConnectorSSLError():
             return f"it does not speak TLS as it should: {getattr(exc.os_error, 'reason', None) or 'unknown'}"
-        case aiohttp.InvalidURL():
-            return "the URL cannot be read"
+        case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError() | ValueError():
+            return "the URL or a header cannot be used"
         case aiohttp.TooManyRedirects():
             return "it redirects again and again"
         case aiohttp.ServerDisconnectedError():

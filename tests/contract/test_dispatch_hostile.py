@@ -1,0 +1,183 @@
+"""Hostile values in each place of the arguments of each action: one error, no change, and the agent answers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from agent_shim.actions.dispatch import ACTIONS
+from tests.support import jobs
+from tests.support.world import World
+
+DEEP: Final[list[Any]] = []
+_level = DEEP
+for _ in range(300):
+    _level.append([])
+    _level = _level[0]
+
+HOSTILE: Final[dict[str, Any]] = {
+    "null": None,
+    "empty text": "",
+    "true": True,
+    "negative": -1,
+    "huge number": 2**70,
+    "fraction": 1e308,
+    "list": [None, 1, "x", {}],
+    "object": {"": None, "x": [1], "../x": {}, "name": 5},
+    "nested": DEEP,
+    "long text": "x" * 5000,
+    "NUL": "a\0b",
+    "path": "../../../../etc/passwd",
+    "dots": "..",
+    "lone surrogate": "a\ud800b",
+    "line breaks": "a\r\nb: c\x1b[2J\u2028",
+    "option": "--help",
+    "URL without host": "https://",
+    "URL of a wrong host": "http://[::1",
+    "URL of a wrong port": "http://127.0.0.1:99999/",
+    "URL of a file": "file:///etc/passwd",
+    "not ASCII": "ä" * 200,
+}
+FEW: Final = ("negative", "nested", "NUL", "path", "not ASCII")
+"""Those for an action that starts a program for each."""
+URLS: Final = ("URL of a wrong port", "URL of a file")
+SIGNED: Final = {"signed_url": "", "blobstore_headers": {"a": "b"}}
+DIGEST: Final = hashlib.sha1(b"").hexdigest()
+NEEDED: Final = {"tool": {"name": "tool", "version": "1", "sha1": DIGEST, "blobstore_id": "b"}}
+CERT: Final = {"ca": "", "certificate": "c", "private_key": "p"}
+
+
+def arguments(world: World) -> dict[str, list[Any]]:
+    """Arguments for each action, with each member that it reads."""
+    store = world.paths.base.parent / "blobstore"
+    spec = jobs.spec(
+        store, {"web": {"monit": ""}}, {"tool": {"x": ""}}, properties={"logging": {"max_log_file_size": "1M"}}
+    )
+    return {
+        "ping": [],
+        "info": [],
+        "start": [],
+        "shutdown": [],
+        "stop": [],
+        "list_disk": [],
+        "get_task": ["task"],
+        "cancel_task": ["task"],
+        "get_state": ["full"],
+        "ssh": ["cleanup", {"user": "bosh_x", "public_key": "ssh-rsa AAAA x", "user_regex": "^bosh_x"}],
+        "apply": [spec],
+        "prepare": [spec],
+        "drain": ["update", spec],
+        "run_script": ["pre-start", {"env": {"A": "b"}}],
+        "run_errand": ["web"],
+        "mount_disk": ["cid"],
+        "unmount_disk": ["cid"],
+        "migrate_disk": ["old", "new"],
+        "add_persistent_disk": ["cid", {"path": "/dev/none", "id": "x"}],
+        "remove_persistent_disk": ["cid"],
+        "add_dynamic_disk": ["cid", {"path": "/dev/null"}],
+        "remove_dynamic_disk": ["cid"],
+        "sync_dns": ["blob", DIGEST, 1],
+        "sync_dns_with_signed_url": [{**SIGNED, "multi_digest": DIGEST, "version": 1}],
+        "delete_arp_entries": [{"ips": ["x"]}],
+        "fetch_logs": ["job", ["*.log"]],
+        "fetch_logs_with_signed_url": [{**SIGNED, "log_type": "job", "filters": ["*.log"]}],
+        "bundle_logs": [{"owning_user": "nobody", "log_type": "job", "filters": ["*.log"]}],
+        "remove_file": ["/tmp/x"],
+        "upload_blob": [{"blob_id": "blob", "checksum": DIGEST, "payload": ""}],
+        "compile_package": ["blob", DIGEST, "p", "1", NEEDED],
+        "compile_package_with_signed_url": [
+            {
+                "package_get_signed_url": "",
+                "upload_signed_url": "",
+                "digest": DIGEST,
+                "name": "p",
+                "version": "1",
+                "blobstore_headers": {"a": "b"},
+                "deps": NEEDED,
+            }
+        ],
+        "update_settings": [
+            {
+                "trusted_certs": "",
+                "disk_associations": [],
+                "mbus": {"cert": CERT, "urls": ["nats://127.0.0.1:1"]},
+                "blobstores": [{"provider": "local", "options": {"blobstore_path": "/nowhere"}}],
+            }
+        ],
+    }
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to each value below this one."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, member in inner:
+        yield (*way, key)
+        yield from places(member, (*way, key))
+
+
+def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
+    """Return a copy with another value in one place."""
+    made = copy.deepcopy(value)
+    *above, last = way
+    at = made
+    for key in above:
+        at = at[key]
+    at[last] = new
+    return made
+
+
+def tree(world: World) -> dict[str, bytes]:
+    """Installed files, and the documents that outlive the agent."""
+    base = world.paths.base
+    kept = [path for path in base.glob("bosh/*.json") if path.name != "supervisor.json"]
+    found = {str(path): path.read_bytes() for path in kept}
+    for directory in ("jobs", "packages", "data/jobs", "data/packages", "data/sensitive_blobs", "data/dynamic_disks"):
+        found |= {str(path): b"" for path in (base / directory).rglob("*") if "bpm" not in path.parts}
+    return found
+
+
+WORKING: Final = {"apply", "prepare", "compile_package", "compile_package_with_signed_url", "fetch_logs"} | {
+    "fetch_logs_with_signed_url",
+    "bundle_logs",
+    "sync_dns",
+    "sync_dns_with_signed_url",
+}
+UNTRIED: Final = {"add_dynamic_disk": [1]}
+"""Arguments for which an action waits until they are right: a path that may appear."""
+
+
+def test_each_action_has_arguments(world: World) -> None:
+    assert arguments(world).keys() == ACTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
+)
+async def test_a_hostile_value_gives_one_error_and_changes_nothing(world: World, method: str) -> None:
+    """The error has an end, and an expected reason; the next request is answered."""
+    valid = arguments(world)[method]
+    outside = sorted(world.paths.base.parent.iterdir())
+    findings = []
+    for way in places(valid):
+        if way[0] in UNTRIED.get(method, []):
+            continue
+        names = HOSTILE if method not in WORKING else (*FEW, *URLS) if str(way[-1]).endswith("url") else FEW
+        for name in names:
+            before = tree(world)
+            reply = await world.run(method, *changed(valid, way, HOSTILE[name]))
+            if "value" not in reply:
+                text = reply["exception"]["message"]
+                if "internal error" in text or not text or len(text) > 20_000:
+                    findings.append((way, name, text[:300]))
+                if (
+                    after := {key for key, value in tree(world).items() if before.pop(key, None) != value}
+                    | before.keys()
+                ):
+                    findings.append((way, name, str(sorted(after))))
+            assert await world.value("ping") == "pong"
+    assert findings == []
+    assert sorted(world.paths.base.parent.iterdir()) == outside
