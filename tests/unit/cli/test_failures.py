@@ -172,6 +172,9 @@ def test_errors_of_usage_name_what_was_meant(
     assert said in shown
 
 
-def test_a_base_that_cannot_be_made_ends_the_daemon_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_cannot_be_made_ends_the_daemon_with_a_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_shim.core.log.setup", lambda **_: None)  # it writes to a descriptor, which capsys lacks
     assert run("run", "-b", "/proc/nope") == 70
     assert "agent-shim: cannot start: " in capsys.readouterr().err
