@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.parse
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
@@ -195,7 +195,7 @@ class Metrics:
         self._methods = frozenset(methods)
         self._clock = clock
         self._actions: Counter[tuple[str, str]] = Counter()
-        self._durations: dict[str, Histogram] = {}
+        self._durations: defaultdict[str, Histogram] = defaultdict(partial(Histogram, ACTION_BOUNDS))
         self._lag = Histogram(LAG_BOUNDS)
         self._pages: dict[bool, tuple[float, bytes]] = {}
         self._rendering = asyncio.Lock()
@@ -205,7 +205,7 @@ class Metrics:
         """Count an action (``outcome``: done or failed) that took ``seconds`` from its request to its end."""
         method = method if method in self._methods else OTHER
         self._actions[method, outcome if outcome in OUTCOMES else OTHER] += 1
-        self._durations.setdefault(method, Histogram(ACTION_BOUNDS)).add(seconds)
+        self._durations[method].add(seconds)
 
     async def watch_lag(self) -> None:
         """Measure how late the event loop wakes a sleeper; endless, runs as a root task."""
