@@ -51,14 +51,16 @@ def subject(common_name: str) -> str:
 class Authority:
     """A certificate authority; ``ca`` is its certificate (PEM).
 
-    ``bits`` is the length of all RSA keys below it; 0 means elliptic keys (P-256).
+    ``bits`` is the length of all RSA keys below it; 0 means elliptic keys (P-256). It signs itself without ``issuer``.
     """
 
-    def __init__(self, common_name: str = "default.nats-ca.bosh-internal", *, bits: int = 0) -> None:
+    def __init__(
+        self, common_name: str = "default.nats-ca.bosh-internal", *, bits: int = 0, issuer: Authority | None = None
+    ) -> None:
         self._bits = bits
         self._key = _key(bits)
         self._name = _name(common_name)
-        self.ca = _pem(self._sign(self._name, self._key.public_key(), GOOD, _authority()))
+        self.ca = _pem((issuer or self)._sign(self._name, self._key.public_key(), GOOD, _authority()))
 
     def server(
         self,

@@ -33,10 +33,13 @@ def cli(bus: HttpsBus) -> Cli:
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/agent"), ("GET", "/agent"), ("PUT", "/blobs/a/b"), ("GET", "/blobs/")]
 )
-async def test_t9_who_does_not_know_the_password_gets_401(cli: Cli, method: str, path: str, auth: str) -> None:
+async def test_t9_who_does_not_know_the_password_gets_401(
+    cli: Cli, bus: HttpsBus, method: str, path: str, auth: str
+) -> None:
     answer = await cli.send(method, path, auth=auth.rstrip() + "x" if auth.endswith(" ") else auth)
 
     assert (answer.status, answer.body) == (401, b"")
+    assert bus.stats.denied == 1
     assert answer.headers["www-authenticate"] == 'Basic realm=""'
 
 

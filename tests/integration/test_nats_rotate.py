@@ -103,6 +103,35 @@ async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
     assert len(handled) == 2
 
 
+@pytest.mark.parametrize("is_refused", [False, True], ids=["done", "refused"])
+async def test_same_bytes_by_a_later_connection_are_another_request(tmp_path: Path, is_refused: bool) -> None:
+    """Only the two connections of a rotation deliver one message twice."""
+    handled = []
+
+    async def handle(data: bytes) -> None:
+        handled.append(data)
+
+    async with talking(tmp_path, handle=handle) as talk:
+        if is_refused:
+            with pytest.raises(ActionError):
+                await talk.bus.rotate(bad_credentials(talk, "unreadable"))
+        else:
+            await talk.bus.rotate(talk.server.mbus("agent"))
+            assert talk.bus._retiring is not None
+            await asyncio.wait({talk.bus._retiring})
+        peer = talk.director._peer
+        assert peer is not None
+        for count in (1, 2):
+            connects = talk.bus.stats.connects
+            await peer.publish("agent.agent", b"the same")
+            await until(lambda count=count: talk.bus.stats.received == count)  # type: ignore[misc]
+            await talk.server.kill()
+            await talk.server.start()
+            await until(lambda connects=connects: talk.bus.stats.connects > connects)  # type: ignore[misc]
+
+    assert len(handled) == 2
+
+
 def bad_credentials(talk: Talk, kind: str) -> Mbus:
     """Good ones but for one thing."""
     good = talk.server.mbus("agent")

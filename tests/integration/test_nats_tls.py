@@ -110,3 +110,11 @@ async def test_t1_certificates_as_a_director_makes_them(tmp_path: Path) -> None:
         await server.add_agent("agent")
         async with on_bus(server.mbus("agent", bootstrap=True)) as bus:
             await connected(bus)
+
+
+async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_path: Path) -> None:
+    """As in Go: the CA of the settings need not be a root."""
+    async with NatsServer(tmp_path, Authority(issuer=Authority("root"))) as server:
+        await server.add_agent("agent")
+        async with on_bus(server.mbus("agent")) as bus:
+            await connected(bus)
