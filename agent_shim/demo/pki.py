@@ -60,7 +60,7 @@ class Authority:
         self._bits = bits
         self._key = _key(bits)
         self._name = _name(common_name)
-        self.ca = _pem((issuer or self)._sign(self._name, self._key.public_key(), GOOD, _authority()))
+        self.ca = _pem((issuer or self).sign(self._name, self._key.public_key(), GOOD, _authority()))
 
     def server(
         self,
@@ -82,9 +82,9 @@ class Authority:
 
     def _pair(self, common_name: str, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]) -> Pair:
         key = _key(self._bits)
-        return Pair(_pem(self._sign(_name(common_name), key.public_key(), valid, extensions)), _key_pem(key))
+        return Pair(_pem(self.sign(_name(common_name), key.public_key(), valid, extensions)), _key_pem(key))
 
-    def _sign(
+    def sign(
         self, name: x509.Name, public_key: Any, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]
     ) -> x509.Certificate:
         from cryptography import x509
