@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,11 +133,7 @@ async def start(agent: Agent) -> str:
     await agent.state_backup.prepared()
     agent.supervisor.resume()
 
-    async def record() -> None:
-        await record_health(agent)
-        await agent.state_backup.update()
-
-    await agent.supervisor.start(beside=record)
+    await agent.supervisor.start(partial(record_health, agent), agent.state_backup.update)
     return "started"
 
 

@@ -76,7 +76,7 @@ def chown(path: Path | str, owner: str) -> None:
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
     """Set owner, then mode (chown clears bits); right values are not set again."""
-    uid, gid = owner_ids(owner)
+    uid, gid = owner_ids(owner) if owner else (-1, -1)
     now = os.fstat(fd)
     if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
         os.fchown(fd, uid, gid)

@@ -180,19 +180,16 @@ def start(path: StrPath) -> tuple[str, deque[str]]:
     another directory by now, for example one that was mounted over it.
     """
     text = os.fspath(path)
+    top = "/" if text.startswith("/") else "."
     if text.startswith(_HELD):
         number, _, rest = text.removeprefix(_HELD).partition("/")
         if number.isdecimal():
-            return _HELD + number, _names(rest)
-    return "/" if text.startswith("/") else ".", _names(text)
+            top, text = _HELD + number, rest
+    # A ``..`` stays, and goes up from where the walk is.
+    return top, deque(name for name in text.split("/") if name not in ("", "."))
 
 
 _HELD: Final = "/proc/self/fd/"
-
-
-def _names(path: str) -> deque[str]:
-    """Split a path; a ``..`` stays, and goes up from where the walk is."""
-    return deque(name for name in path.split("/") if name not in ("", "."))
 
 
 def _walk(path: StrPath) -> int:
@@ -211,7 +208,7 @@ def _walk(path: StrPath) -> int:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                     refuse_link(name, status, os.fstat(here))
                     target = os.readlink("", dir_fd=below)
-                    rest.extendleft(reversed(_names(target)))
+                    rest.extendleft(name for name in reversed(target.split("/")) if name not in ("", "."))
                     os.close(below)
                     below = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
             except BaseException:

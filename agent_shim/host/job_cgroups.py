@@ -110,6 +110,7 @@ def _plain(name: str) -> str:
     return name.replace("%2f", "/").replace("%25", "%")
 
 
+@functools.cache
 def place(hierarchy: cgroups.Hierarchy) -> Path:
     """Return the parent directory for job cgroups: in version 2 beside our own if the one above is delegated."""
     if hierarchy.version == 2 and len(hierarchy.levels) > 1:
@@ -125,7 +126,11 @@ class JobCgroup:
     """The cgroups of one process of a job, with a ``name`` that is unique on the machine. Blocks."""
 
     def __init__(self, name: str) -> None:
-        self._name = _escaped(name)
+        below, tree = f"{_DIRECTORY}/{_escaped(name)}", tracker()
+        self._tracking = None if tree is None else place(tree.hierarchy) / below
+        self._limited = [(*each, place(each[1]) / below) for each in _hierarchies()]
+        found = [self._tracking] if self._tracking is not None else []
+        self._all = dict.fromkeys([*found, *(directory for _, _, directory in self._limited)])
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
         """Create them with limits (bytes; processes and threads); return the directories to join. Raises ``OSError``.
@@ -133,14 +138,13 @@ class JobCgroup:
         Without limits only the one that tracks its processes, or none where that is impossible.
         """
         made = []
-        if (tracking := self._tracking()) is not None:
-            tracking.mkdir(parents=True, exist_ok=True)
-            made.append(str(tracking))
-        for controller, hierarchy in _hierarchies():
+        if self._tracking is not None:
+            self._tracking.mkdir(parents=True, exist_ok=True)
+            made.append(str(self._tracking))
+        for controller, hierarchy, directory in self._limited:
             limit = memory if controller == "memory" else processes
             if limit is None:
                 continue
-            directory = self._directory(hierarchy)
             if hierarchy.version == 2:
                 _hand_down(place(hierarchy), controller)
                 directory.parent.mkdir(exist_ok=True)
@@ -154,14 +158,14 @@ class JobCgroup:
 
     def remove(self) -> None:
         """Remove them; one with a living process stays."""
-        for directory in self._all():
+        for directory in self._all:
             for each in reversed(_below(directory)):
                 with contextlib.suppress(OSError):
                     each.rmdir()
 
     def is_empty(self) -> bool:
         """Return True if the kernel confirms that no process is left, not even one that forks continuously."""
-        tracking = self._tracking()
+        tracking = self._tracking
         if tracking is None:
             return True
         events = tracking / "cgroup.events"
@@ -176,7 +180,7 @@ class JobCgroup:
     def members(self) -> list[tuple[int, int]]:
         """Return the living processes in them and below, by pid and start time."""
         pids = set()
-        for directory in self._all():
+        for directory in self._all:
             for each in _below(directory):
                 with contextlib.suppress(OSError):
                     pids |= set((each / "cgroup.procs").read_text().split())
@@ -184,7 +188,7 @@ class JobCgroup:
 
     def kill(self) -> None:
         """Kill all of its processes, even one that forks continuously: atomically, or while they are frozen."""
-        tracking = self._tracking()
+        tracking = self._tracking
         if tracking is None or not tracking.is_dir():
             return
         with contextlib.suppress(OSError):  # before Linux 5.14, and in version 1, the file does not exist
@@ -199,24 +203,12 @@ class JobCgroup:
 
         None if its memory is not limited.
         """
-        for controller, hierarchy in _hierarchies():
-            directory = self._directory(hierarchy)
+        for controller, hierarchy, directory in self._limited:
             limit = cgroups.memory_limit(hierarchy.version, directory) if controller == "memory" else None
             if limit is not None and limit < _NO_LIMIT:
                 kills = cgroups.oom_kills_of(hierarchy.version, directory)
                 return kills or 0, cgroups.memory_peak(hierarchy.version, directory) or 0
         return None
-
-    def _tracking(self) -> Path | None:
-        tree = tracker()
-        return None if tree is None else self._directory(tree.hierarchy)
-
-    def _all(self) -> list[Path]:
-        found = [tracking] if (tracking := self._tracking()) is not None else []
-        return list(dict.fromkeys([*found, *(self._directory(hierarchy) for _, hierarchy in _hierarchies())]))
-
-    def _directory(self, hierarchy: cgroups.Hierarchy) -> Path:
-        return place(hierarchy) / _DIRECTORY / self._name
 
 
 def _below(directory: Path) -> list[Path]:

@@ -334,7 +334,7 @@ class Programs:
 
     async def _printed(self, name: str) -> list[str]:
         """Return the last lines of a service's programs; most programs print nothing, and need no thread."""
-        path = self._file(name)
+        path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):
             if not path.stat(follow_symlinks=False).st_size:
                 return []
@@ -356,15 +356,12 @@ class Programs:
         """Open the output file; None if that fails, because a full disk must not prevent a start."""
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
-            output = guarded.open_log(self._file(name), 0o640)
+            output = guarded.open_log(self._output / f"{name.replace('/', '_')}.log", 0o640)
         except OSError as exc:
             logger.warning("cannot capture the output of %s: %s", name, exc)
             return None
         opened.callback(os.close, output)
         return output
-
-    def _file(self, name: str) -> Path:
-        return self._output / f"{name.replace('/', '_')}.log"
 
 
 async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:

@@ -182,18 +182,15 @@ class Ownership:
 
     def label_of(self, pid: int) -> str | None:
         """Return the service whose cgroup a process is in, or None."""
-        return self._label(job_cgroups.name_of(pid))
+        name, end = job_cgroups.name_of(pid), mark("", self._base)
+        return name.removesuffix(end) if name is not None and name.endswith(end) else None
 
     # --- all processes ----------------------------------------------------------------------------------------------
 
     def caged(self) -> dict[int, str]:
         """Map each process in a service's cgroup to the label of that service. Blocks."""
-        found = {pid: self._label(name) for pid, name in job_cgroups.members(mark("", self._base)).items()}
-        return {pid: label for pid, label in found.items() if label is not None}
-
-    def _label(self, name: str | None) -> str | None:
         end = mark("", self._base)
-        return name.removesuffix(end) if name is not None and name.endswith(end) else None
+        return {pid: name.removesuffix(end) for pid, name in job_cgroups.members(end).items()}
 
     def members(self, look: Look, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """List living processes of a service: proven, marked, in ``known``, or descending from those."""

@@ -231,26 +231,23 @@ class Service:
         self.record.state = move.to
         self._take_effect(move.effect)
         if move.to is not before:
-            self._log(trigger)
+            is_failure = trigger in (Trigger.DIED, Trigger.FAILED, Trigger.STUCK)
+            members = {
+                "process": self.spec.name,
+                "job": self.spec.job,
+                "trigger": trigger.value,
+                "state": move.to.value,
+                **({"exit": self.record.last_exit} if trigger is Trigger.DIED else {}),
+            }
+            why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
+            level = logging.WARNING if is_failure else logging.INFO
+            logger.log(level, "%s: %s, now %s", self.spec.name, why, move.to.value, extra={"members": members})
             if self._moved is not None:
                 self._moved.set()
                 self._moved = None
         if self._step is not None and WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
             self._step.cancel()
         self._shared.changed()
-
-    def _log(self, trigger: Trigger) -> None:
-        members = {
-            "process": self.spec.name,
-            "job": self.spec.job,
-            "trigger": trigger.value,
-            "state": self.record.state.value,
-            **({"exit": self.record.last_exit} if trigger is Trigger.DIED else {}),
-        }
-        is_failure = trigger in (Trigger.DIED, Trigger.FAILED, Trigger.STUCK)
-        why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
-        level = logging.WARNING if is_failure else logging.INFO
-        logger.log(level, "%s: %s, now %s", self.spec.name, why, self.record.state.value, extra={"members": members})
 
     def _take_effect(self, effect: Effect) -> None:
         record = self.record

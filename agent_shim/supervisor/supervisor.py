@@ -24,7 +24,7 @@ from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
-from agent_shim.supervisor.plan import JobFile, ProcessSpec
+from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_finder import Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
@@ -126,6 +126,8 @@ class Supervisor:
 
     async def __aenter__(self) -> Self:
         self._counting.enter_context(self._programs.counting(self._records))
+        # Finds our cgroups now, and not at the first start.
+        await asyncio.to_thread(self._programs.ownership.cage, "")
         return self
 
     def _records(self) -> list[tuple[str, ProcessRecord]]:
@@ -266,43 +268,41 @@ class Supervisor:
 
     async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         async with self._planning:  # the last request wins, not the fastest parse
-            self._use(job_files, await asyncio.to_thread(plan.plan, job_files), same_world=same_world)
-
-    def _use(self, job_files: Sequence[JobFile], planned: Sequence[ProcessSpec], *, same_world: bool) -> None:
-        specs = {spec.name.lower(): spec for spec in planned}
-        known = self._memory | {key: service.record for key, service in self._services.items()}
-        reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
-        self._files = job_files
-        before, self._services = self._services, {}
-        for key, old in before.items():
-            if key not in specs:
-                self._forget_service(key, old)
-        for key, spec in specs.items():
-            if key in self._lives:
-                service = before[key]
-                service.take_spec(spec)
-            else:
-                service = Service(spec, self._shared, self._held.get(key, ""))
-                if spec.unsupported:
-                    logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
-                if record := self._memory.pop(key, None):
-                    service.resume(record, same_world=same_world)
-            self._services[key] = service
-        for service in self._services.values():
-            own = service.spec.name.lower()
-            needed = [name.lower() for name in service.spec.depends]
-            service.prerequisites = [self._services[name] for name in needed if name in self._services]
-            service.dependants = [
-                other for other in self._services.values() if own in (name.lower() for name in other.spec.depends)
-            ]
-        for key, service in self._services.items():
-            if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
-                service.notify("Execution failed", "alert", service.record.reason)
-            if key not in self._lives:
-                self._lives[key] = asyncio.create_task(service.live(), name=f"service {key}")
-                self._lives[key].add_done_callback(self._life_ended)
-        self._checks.plan_changed.set()
-        self._changed()
+            planned = await asyncio.to_thread(plan.plan, job_files) if job_files else ()
+            specs = {spec.name.lower(): spec for spec in planned}
+            known = self._memory | {key: service.record for key, service in self._services.items()}
+            reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
+            self._files = job_files
+            before, self._services = self._services, {}
+            for key, old in before.items():
+                if key not in specs:
+                    self._forget_service(key, old)
+            for key, spec in specs.items():
+                if key in self._lives:
+                    service = before[key]
+                    service.take_spec(spec)
+                else:
+                    service = Service(spec, self._shared, self._held.get(key, ""))
+                    if spec.unsupported:
+                        logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
+                    if record := self._memory.pop(key, None):
+                        service.resume(record, same_world=same_world)
+                self._services[key] = service
+            for service in self._services.values():
+                own = service.spec.name.lower()
+                needed = [name.lower() for name in service.spec.depends]
+                service.prerequisites = [self._services[name] for name in needed if name in self._services]
+                service.dependants = [
+                    other for other in self._services.values() if own in (name.lower() for name in other.spec.depends)
+                ]
+            for key, service in self._services.items():
+                if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
+                    service.notify("Execution failed", "alert", service.record.reason)
+                if key not in self._lives:
+                    self._lives[key] = asyncio.create_task(service.live(), name=f"service {key}")
+                    self._lives[key].add_done_callback(self._life_ended)
+            self._checks.plan_changed.set()
+            self._changed()
 
     def _forget_service(self, key: str, service: Service) -> None:
         self._lives.pop(key).cancel()
@@ -311,10 +311,10 @@ class Supervisor:
 
     # --- requests to all services -----------------------------------------------------------------------------------
 
-    async def start(self, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def start(self, *beside: Callable[[], Awaitable[None]]) -> None:
         """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload.
 
-        ``beside`` runs while the state is saved: a process that starts afterwards holds the loop for milliseconds.
+        ``beside`` run while the state is saved: a process that starts afterwards holds the loop for milliseconds.
         """
         self._is_wanted = True
         self._settled_at = time.monotonic() + self._settling()
@@ -324,9 +324,7 @@ class Supervisor:
         self._is_starting = any(each.spec.is_vcap and each.state not in MONITORED for each in wanted)
         try:
             # Save first: if this agent exits on the way, the next one knows every started process.
-            await asyncio.gather(
-                self._save(starting=wanted), self._monit_files_written(), *([beside()] if beside is not None else [])
-            )
+            await asyncio.gather(self._save(starting=wanted), self._monit_files_written(), *(work() for work in beside))
         finally:
             self._is_starting = False
         for service in wanted:

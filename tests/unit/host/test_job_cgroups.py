@@ -82,12 +82,11 @@ def test_each_limit_alone(own: Path) -> None:
 
 
 def test_memory_is_counted_by_the_controller_of_memory_alone(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = job_cgroups.JobCgroup("a")
-    group.make(memory=1 << 20)
+    job_cgroups.JobCgroup("a").make(memory=1 << 20)
     for controller, found in (("memory", (0, 0)), ("pids", None)):
         hierarchies = ((controller, cgroups.Hierarchy(2, (own,))),)
         monkeypatch.setattr(job_cgroups, "_hierarchies", lambda given=hierarchies: given)
-        assert group.memory() == found
+        assert job_cgroups.JobCgroup("a").memory() == found
 
 
 @pytest.mark.parametrize(("populated", "is_empty"), [(1, False), (0, True)])
