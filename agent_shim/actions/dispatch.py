@@ -65,13 +65,7 @@ class Action(msgspec.Struct, frozen=True):
     injected: dict[str, Any]
     task_from_protocol: int
     persistent: bool
-
-    def is_task(self, protocol: int) -> bool:
-        return self.mode is Mode.TASK and protocol >= self.task_from_protocol
-
-    @property
-    def is_cancellable(self) -> bool:
-        return asyncio.Event in self.injected.values()
+    is_cancellable: bool = False
 
     def bind(self, arguments: Any) -> dict[str, Any]:
         """Convert positional JSON arguments to named ones of the declared types.
@@ -129,7 +123,15 @@ def action(
             parameters.append((name, _of_a_value(hints[name])))
             required += parameter.default is inspect.Parameter.empty
         ACTIONS[method] = Action(
-            method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
+            method,
+            mode,
+            function,
+            tuple(parameters),
+            required,
+            injected,
+            task_from_protocol,
+            persistent,
+            is_cancellable=asyncio.Event in injected.values(),
         )
         return function
 
@@ -185,40 +187,40 @@ class Dispatcher:
             raise UnknownActionError(f"unknown message {request.method}")
         if self.refusing and found.method not in HARMLESS:
             raise ActionError(f"cannot run {found.method}: {self.refusing}")
-        if not found.is_task(request.protocol):
+        if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
             return await self._run(found, request, None), ""
-        message = hashlib.blake2b(data, digest_size=16).digest()
-        begun = self._known(message, request.reply_to)
-        if begun is None:
-            begun = self._begin(found, request, data)
-            # Registered before any await: another connection may deliver the same request meanwhile.
-            self._recent.pop(message, None)  # insertion order is age
-            self._recent[message] = time.monotonic(), begun
+        begun = self._begin(found, request, data)
         task = begun if isinstance(begun, Task) else await asyncio.shield(begun)
         return {"agent_task_id": task.id, "state": "running"}, task.id
 
     def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task | asyncio.Future[Task]:
+        """Begin a task, or return that of an earlier message with the same bytes: each request on the bus has its own
+        ``reply_to``. Without an await: another connection may deliver the same request meanwhile.
+        """
+        message, now = hashlib.blake2b(data, digest_size=16).digest(), time.monotonic()
+        while self._recent:
+            oldest = next(iter(self._recent))
+            if self._recent[oldest][0] > now - DUPLICATE_WINDOW_S and len(self._recent) < MAX_RECENT:
+                break
+            del self._recent[oldest]
+        known = self._recent.get(message)
+        if known is not None and _is_of_a_director(request.reply_to):
+            return known[1]
+        begun: Task | asyncio.Future[Task]
         if found.persistent:
-            return asyncio.ensure_future(self._begin_persistent(found, request, data))
-        cancelled = asyncio.Event() if found.is_cancellable else None
-        work = partial(self._run_task, found, request, cancelled)
-        return self._tasks.submit(found.method, work, cancelled=cancelled)
+            begun = asyncio.ensure_future(self._begin_persistent(found, request, data))
+        else:
+            cancelled = asyncio.Event() if found.is_cancellable else None
+            work = partial(self._run_task, found, request, cancelled)
+            begun = self._tasks.submit(found.method, work, cancelled=cancelled)
+        self._recent.pop(message, None)  # insertion order is age
+        self._recent[message] = now, begun
+        return begun
 
     async def _begin_persistent(self, found: Action, request: wire.Request, data: bytes) -> Task:
         task = await self._tasks.submit_persistent(found.method, partial(self._run_task, found, request, None), data)
         await self._agent.state_backup.update()
         return task
-
-    def _known(self, message: bytes, reply_to: str) -> Task | asyncio.Future[Task] | None:
-        """Return the task of an earlier message with this digest: each request on the bus has its own ``reply_to``."""
-        old = time.monotonic() - DUPLICATE_WINDOW_S
-        while self._recent:
-            oldest = next(iter(self._recent))
-            if self._recent[oldest][0] > old and len(self._recent) < MAX_RECENT:
-                break
-            del self._recent[oldest]
-        known = self._recent.get(message)
-        return known[1] if known is not None and _is_of_a_director(reply_to) else None
 
     async def _run_task(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Any:
         begun_at = time.monotonic()

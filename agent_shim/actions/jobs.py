@@ -52,7 +52,7 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
             await agent.bundles.activate(jobs, packages)
             await agent.bundles.make_job_dirs([job.name for job in jobs])
     await agent.spec.save(wanted)
-    await agent.spec.write_instance_files()
+    await asyncio.to_thread(agent.spec.write_instance_files)
     return "applied"
 
 
@@ -71,7 +71,7 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
     jobs = []
     if archive is not None:
         source = BlobRef(blob_id=archive.blobstore_id, digest=archive.sha1 or "")
-        jobs = [Bundle("job", template.name, template.version, source) for template in wanted.jobs]
+        jobs = [Bundle("job", template.name, template.version, source) for template in wanted.job.templates or []]
     packages = [
         Bundle(
             "package",

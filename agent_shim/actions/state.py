@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -84,7 +85,7 @@ async def record_health(agent: Agent) -> None:
     """
     health = msgspec.json.encode({"state": agent.supervisor.job_state()})
     try:
-        await files.save(agent.paths.health, health, mode=0o644, is_synced=False)
+        await asyncio.to_thread(files.write_atomic, agent.paths.health, health, mode=0o644, is_synced=False)
     except HostError:
         return
 

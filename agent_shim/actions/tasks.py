@@ -205,20 +205,29 @@ class Tasks:
         self.running = task
         task.begun_at = time.monotonic()
         try:
-            state, outcome = "done", await self._stored_outcome(task, await work())
+            state, outcome = "done", await work()
+            content = msgspec.json.encode(outcome)
         except asyncio.CancelledError as exc:
             if is_asked_to_end():
                 raise
-            state, outcome = "failed", await self._stored_outcome(task, failure(task.method, exc))
+            state, outcome, content = "failed", failure(task.method, exc), b""
         except Exception as exc:  # noqa: BLE001 - the queue survives any failure of a task
             # A lone surrogate (undecodable output of a script) has no UTF-8 form.
-            text = failure(task.method, exc).encode("utf-8", "replace").decode()
-            state, outcome = "failed", await self._stored_outcome(task, text)
+            state, outcome = "failed", failure(task.method, exc).encode("utf-8", "replace").decode()
+            content = msgspec.json.encode(outcome)
+        if len(content) > MAX_MEMORY_OUTCOME_BYTES:
+            outcome = await self._stored_outcome(task, outcome, content)
         if self._stored.pop(task.id, None) is not None:
             await self._save()
         self._finish(task, state, outcome)
         self.running = None
-        if left := self._forget_old():
+        ended = [task for task in self._tasks.values() if task.state != "running"]
+        ended.sort(key=lambda task: task.ended_at)
+        surplus, horizon = len(ended) - self._bounds.number, time.monotonic() - self._bounds.age
+        old = [task for position, task in enumerate(ended) if position < surplus or task.ended_at < horizon]
+        for task in old:
+            del self._tasks[task.id]
+        if left := [task.outcome for task in old if isinstance(task.outcome, Path)]:
             await asyncio.to_thread(_remove, left)
 
     def _finish(self, task: Task, state: str, outcome: Any) -> None:
@@ -228,38 +237,23 @@ class Tasks:
         # A thousand finished tasks are remembered: an event has 0.8 KB.
         task.ended, task.cancelled = _ENDED, None
 
-    async def _stored_outcome(self, task: Task, outcome: Any) -> Any:
-        """Return the outcome, or the path of the file with a large one."""
-        content = msgspec.json.encode(outcome)
-        if len(content) <= MAX_MEMORY_OUTCOME_BYTES:
-            return outcome
+    async def _stored_outcome(self, task: Task, outcome: Any, content: bytes) -> Any:
+        """Return the path of the file with a large outcome, or the outcome if it cannot be written."""
         path = self._outcomes / task.id
         try:
             await asyncio.to_thread(files.make_dir, self._outcomes, 0o700)
-            await files.save(path, content, mode=0o600)
+            await asyncio.to_thread(files.write_atomic, path, content, mode=0o600)
         except HostError as exc:
             logger.warning("cannot store the outcome of task %s, keeping it in memory: %s", task.id, exc)
             return outcome
         return path
 
-    def _forget_old(self) -> list[Path]:
-        """Drop tasks beyond the bounds; returns their outcome files."""
-        ended = [task for task in self._tasks.values() if task.state != "running"]
-        horizon = time.monotonic() - self._bounds.age
-        surplus = len(ended) - self._bounds.number
-        forgotten = [
-            task
-            for position, task in enumerate(sorted(ended, key=lambda task: task.ended_at))
-            if position < surplus or task.ended_at < horizon
-        ]
-        for task in forgotten:
-            del self._tasks[task.id]
-        return [task.outcome for task in forgotten if isinstance(task.outcome, Path)]
-
     async def _save(self) -> None:
         try:
             if self._stored:
-                await files.save(self._journal, msgspec.json.encode(self._stored), mode=0o600)
+                await asyncio.to_thread(
+                    files.write_atomic, self._journal, msgspec.json.encode(self._stored), mode=0o600
+                )
             else:
                 await asyncio.to_thread(self._journal.unlink, missing_ok=True)
         except OSError as exc:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -20,6 +20,14 @@ KNOWN: Final = ("sha512", "sha256", "sha1")
 
 # Go accepts every decimal digit of Unicode, as ``\d`` does.
 _WORD: Final = re.compile(r"[a-zA-Z\d]+")
+
+
+class Hasher(Protocol):
+    """A hash of ``hashlib``, which lets other threads run meanwhile for many bytes."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 class Digest(msgspec.Struct, frozen=True):
@@ -67,12 +75,16 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         return next((by_name[name] for name in KNOWN if name in by_name), self.digests[0])
 
     def hasher(self) -> Hasher:
-        """Return a hasher to feed before :meth:`check`."""
-        return Hasher(self.strongest.algorithm)
+        """Return a hash to feed before :meth:`check`."""
+        name = self.strongest.algorithm
+        if name not in KNOWN:
+            raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{name}'")
+        return hashlib.new(name, usedforsecurity=False)
 
     def check(self, hasher: Hasher) -> None:
         """Compare with the digest of ``hasher``, exactly; raises ``DigestError``."""
-        expected, actual = self.strongest, hasher.digest().strongest
+        expected = self.strongest
+        actual = Digest(expected.algorithm, hasher.hexdigest())
         if expected != actual:
             raise DigestError(f"Expected stream to have digest '{expected}' but was '{actual}'")
 
@@ -81,24 +93,3 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         hasher = self.hasher()
         hasher.update(data)
         self.check(hasher)
-
-
-class Hasher:
-    """Digests of one stream by several algorithms in one pass."""
-
-    def __init__(self, *algorithms: str) -> None:
-        for name in algorithms:
-            if name not in KNOWN:
-                raise DigestError(
-                    f"Computing digest from stream: Unable to create digest of unknown algorithm '{name}'"
-                )
-        self._hashes = {name: hashlib.new(name, usedforsecurity=False) for name in algorithms}
-
-    def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Add the next bytes of the stream; for many bytes other threads run meanwhile."""
-        for each in self._hashes.values():
-            each.update(data)
-
-    def digest(self) -> MultipleDigest:
-        """Return the digests of all bytes so far, in the order of the algorithms."""
-        return MultipleDigest(tuple(Digest(name, each.hexdigest()) for name, each in self._hashes.items()))

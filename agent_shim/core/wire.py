@@ -217,7 +217,13 @@ def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None)
 def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
     """Return ``value`` with the names of ``wanted`` and its zero values, without unknown members; as in ``convert``."""
     if "digest" in _extra(wanted):
-        return _digest_text(value)
+        # The text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON of any type, without quotes.
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        try:
+            MultipleDigest.parse(text)
+        except DigestError as exc:
+            raise msgspec.ValidationError(str(exc)) from exc
+        return text
     if value is None:
         return _zero(wanted)
     if isinstance(value, int) and value > _extra(wanted).get("most", value):
@@ -233,13 +239,10 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
             arm = typing.get_args(wanted)[1]
             return {name: normalized(member, arm, ignored) for name, member in value.items()}
     if isinstance(value, list):
-        if origin in (list, frozenset, set):
-            arm = typing.get_args(wanted)[0]
-            return [normalized(member, arm, ignored) for member in value]
+        arms = typing.get_args(wanted)
+        if origin in (list, frozenset, set) or (origin is tuple and arms[1:] == (...,)):
+            return [normalized(member, arms[0], ignored) for member in value]
         if origin is tuple:
-            arms = typing.get_args(wanted)
-            if len(arms) == 2 and arms[1] is ...:
-                return [normalized(member, arms[0], ignored) for member in value]
             return [normalized(member, arm, ignored) for member, arm in zip(value, arms, strict=False)] + value[
                 len(arms) :
             ]
@@ -280,16 +283,6 @@ def _extra(wanted: Any) -> dict[str, Any]:
     for meta in getattr(wanted, "__metadata__", ()):
         noted |= getattr(meta, "extra", None) or {}
     return noted
-
-
-def _digest_text(value: Any) -> str:
-    """Return the text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON of any type, without quotes."""
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    try:
-        MultipleDigest.parse(text)
-    except DigestError as exc:
-        raise msgspec.ValidationError(str(exc)) from exc
-    return text
 
 
 def _zero(wanted: Any) -> Any:

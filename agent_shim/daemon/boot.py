@@ -143,7 +143,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         if known and not monit_password:
             return "there is one"
         password = monit_password or secrets.token_hex(16)
-        await files.save(paths.monit_user, f"vcap:{password}\n".encode(), mode=0o600)
+        await asyncio.to_thread(files.write_atomic, paths.monit_user, f"vcap:{password}\n".encode(), mode=0o600)
         return None
 
     async def left() -> str:
@@ -228,7 +228,7 @@ def _server_steps(agent: Agent) -> list[Step]:
     async def time_servers() -> str | None:
         if not settings.ntp:
             return "no servers in the settings"
-        await files.save(paths.bosh_etc / "ntpserver", " ".join(settings.ntp).encode())
+        await asyncio.to_thread(files.write_atomic, paths.bosh_etc / "ntpserver", " ".join(settings.ntp).encode())
         return None
 
     return [Step("name servers", name_servers), Step("time servers", time_servers)]
@@ -246,7 +246,7 @@ def _instance_steps(agent: Agent) -> list[Step]:
         await agent.bundles.link(
             [job for job in jobs if job not in gone], [package for package in packages if package not in gone]
         )
-        await agent.spec.write_instance_files()
+        await asyncio.to_thread(agent.spec.write_instance_files)
         await agent.dns.restore(agent.settings.current.agent_id)
         return None
 

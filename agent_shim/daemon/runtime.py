@@ -288,7 +288,9 @@ class Runtime:
         agent = self.agent
         self.phase = SHUT_DOWN
         try:
-            await files.save(agent.paths.shut_down, agent.settings.current.agent_id.encode(), mode=0o600)
+            await asyncio.to_thread(
+                files.write_atomic, agent.paths.shut_down, agent.settings.current.agent_id.encode(), mode=0o600
+            )
             await agent.state_backup.update()
         except HostError as exc:
             logger.error("the agent would come back after a restart: %s", exc)
@@ -414,7 +416,7 @@ def assemble(
         spec=spec,
         tasks=Tasks(paths.tasks, paths.outcomes),
         supervisor=supervisor,
-        bundles=Bundles(paths, small_installs.work),
+        bundles=Bundles(paths, partial(small_installs.work, paths)),
         compiler=Compiler(paths, environ),
         scripts=Scripts(paths, environ),
         logs=Logs(paths),

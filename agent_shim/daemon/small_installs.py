@@ -28,25 +28,24 @@ MAX_RECORDS: Final = 2000
 """Limit of each target's records in extended headers: ten for each member."""
 
 
-async def work(request: Request) -> Done:
+async def work(paths: Paths, request: Request) -> Done:
     """Run ``request`` here if it is a small install, else in a worker; raises as ``worker_client.work``."""
     if isinstance(request, Install) and len(request.targets) <= MAX_TARGETS:
-        outcomes = await asyncio.to_thread(_install, request)
+        outcomes = await asyncio.to_thread(_install, paths, request)
         if outcomes is not None:
             return Done(outcomes=outcomes)
     return await worker_client.work(request)
 
 
-def _install(request: Install) -> list[Outcome] | None:
+def _install(paths: Paths, request: Install) -> list[Outcome] | None:
     """Install all targets; None for those of a worker: one is not on this machine, too large, or fails."""
     # Only a part of all agents needs them, and an import takes too long for the event loop.
     from agent_shim.daemon import worker
     from agent_shim.host import archive
     from agent_shim.services.blobstore import blobs
 
-    paths = Paths(Path(request.base))
     limits = archive.Limits(MAX_MEMBERS, MAX_UNPACKED_BYTES, records=MAX_RECORDS)
-    pieces = worker.pieces_of(request)
+    pieces = [worker.Piece(target, files.sibling(Path(target.path))) for target in request.targets]
     room = MAX_PACKED_BYTES
     try:
         for piece in pieces:

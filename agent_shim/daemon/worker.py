@@ -178,17 +178,12 @@ class Piece(msgspec.Struct):
     outcome: Outcome = UNREACHED
 
 
-def pieces_of(request: Install) -> list[Piece]:
-    """Return the targets with their temporary names."""
-    return [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
-
-
 async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
     """Install all targets; those of one blob share its transfer. The failure of one does not affect the others."""
     from agent_shim.services.blobstore.blobs import Blobs
 
     paths = Paths(Path(request.base))
-    pieces = pieces_of(request)
+    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
     temps += [piece.temp for piece in pieces]
     of_blob: dict[tuple[str, str, str], list[Piece]] = {}
     for piece in pieces:

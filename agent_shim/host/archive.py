@@ -113,7 +113,7 @@ def unpack(
 def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, limits: Limits) -> bool:
     """Unpack the members below ``wanted``; True if there are any."""
     found = not wanted
-    reader = _reader(source, limits)
+    reader = _Reader(source, limits)
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         tree = _Tree(fd, outside_links, limits.names)
         for member in reader.members():
@@ -133,19 +133,11 @@ def entries(source: BinaryIO, limits: Limits = GENEROUS) -> Iterator[tuple[Membe
     ``ArchiveError``.
     """
     try:
-        reader = _reader(source, limits)
+        reader = _Reader(source, limits)
         for member in reader.members():
             yield member, "/".join(_parts(member.name)), reader.data()
     except _BROKEN as exc:
         raise ArchiveError(f"cannot read the archive: {exc}") from exc
-
-
-def _reader(source: BinaryIO, limits: Limits) -> _Reader:
-    room = limits.room(os.fstat(source.fileno()).st_size)
-    stream: _Source = source
-    if is_gzip(source):
-        stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
-    return _Reader(stream, limits, room)
 
 
 def _place(tree: _Tree, reader: _Reader, member: Member, parts: _Parts, wanted: _Parts) -> None:
@@ -198,11 +190,13 @@ class _Source(Protocol):
 class _Reader:
     """Members of a tar stream, read forward only, with a limit on every byte."""
 
-    def __init__(self, stream: _Source, limits: Limits, room: int) -> None:
-        self._stream = stream
+    def __init__(self, source: BinaryIO, limits: Limits) -> None:
+        self._stream: _Source = source
+        if is_gzip(source):
+            self._stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
         self._members = limits.members
         self._records = limits.records
-        self._room = room
+        self._room = limits.room(os.fstat(source.fileno()).st_size)
         self._left = 0
         """Data bytes of the current member that are not read yet."""
         self._padding = 0
@@ -211,7 +205,17 @@ class _Reader:
         """Yield each member; data not read before the next one is skipped."""
         defaults: dict[str, str] = {}
         extended: dict[str, str] = {}
-        while (header := self._header()) is not None:
+        while (block := self._stream.read(BLOCK_BYTES)) not in (b"", bytes(BLOCK_BYTES)):
+            # One empty block is enough for GNU tar, too.
+            self._members -= 1
+            if self._members < 0:
+                raise ArchiveError("it has too many members")
+            try:
+                header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            except tarfile.HeaderError as exc:
+                raise ArchiveError(f"{exc}") from exc
+            if header.size < 0:
+                raise ArchiveError(f"{_quoted(header.name)}: its size is negative")
             if header.type in LONG_NAMES:
                 name = "path" if header.type == tarfile.GNUTYPE_LONGNAME else "linkpath"
                 text = self._extension(header.size).partition(b"\0")[0]
@@ -235,23 +239,11 @@ class _Reader:
                 raise ArchiveError("it ends in the middle of a file")
             self._left -= len(piece)
             yield piece
-        self._exactly(self._padding)
-        self._padding = 0
-
-    def _header(self) -> tarfile.TarInfo | None:
-        self._members -= 1
-        if self._members < 0:
-            raise ArchiveError("it has too many members")
-        block = self._stream.read(BLOCK_BYTES)
-        if block in (b"", bytes(BLOCK_BYTES)):  # one empty block is enough for GNU tar, too
-            return None
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as exc:
-            raise ArchiveError(f"{exc}") from exc
-        if header.size < 0:
-            raise ArchiveError(f"{_quoted(header.name)}: its size is negative")
-        return header
+        while self._padding:
+            piece = self._stream.read(self._padding)
+            if not piece:
+                raise ArchiveError("it ends too early")
+            self._padding -= len(piece)
 
     def _extension(self, size: int) -> bytes:
         if size > MAX_EXTENSION_BYTES:
@@ -284,13 +276,6 @@ class _Reader:
             raise ArchiveError("it is too large when unpacked")
         self._left = size
         self._padding = -size % BLOCK_BYTES
-
-    def _exactly(self, size: int) -> None:
-        while size:
-            piece = self._stream.read(size)
-            if not piece:
-                raise ArchiveError("it ends too early")
-            size -= len(piece)
 
 
 def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:

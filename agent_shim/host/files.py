@@ -1,6 +1,6 @@
 """Atomic files, and directories with defined modes.
 
-All functions block on the disk; the event loop calls them through ``asyncio.to_thread`` (:func:`save` does). Failures
+All functions block on the disk; the event loop calls them through ``asyncio.to_thread``. Failures
 are :class:`HostError` with ``errno`` and a text that names the path. Owners are ``user:group``. They are ignored unless
 we are root, so that an ordinary user can use a scratch tree; root of a container without CAP_CHOWN keeps the files,
 which is logged once.
@@ -8,7 +8,6 @@ which is logged once.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import grp
 import logging
@@ -178,11 +177,6 @@ def write_atomic(
         raise failed(f"write {path}", exc) from exc
 
 
-async def save(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> None:
-    """Call :func:`write_atomic` in a thread, for the event loop."""
-    await asyncio.to_thread(write_atomic, path, data, mode=mode, owner=owner, is_synced=is_synced)
-
-
 def version(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes with every change of a file; None without a file.
 
@@ -234,8 +228,14 @@ def _make_way(path: Path, mode: int) -> int:
     try:
         while rest:
             name = rest.popleft()
+            kind = os.O_PATH if rest else os.O_RDONLY  # the last one is opened for changes
             try:
-                below = _enter(here, name, None if rest else mode)
+                with suppress(FileExistsError):
+                    try:
+                        os.stat(name, dir_fd=here, follow_symlinks=False)
+                    except FileNotFoundError:
+                        os.mkdir(name, 0o777 if rest else mode, dir_fd=here)
+                below = os.open(name, kind | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
             except NotADirectoryError:
                 links += 1
                 target = _link_to_follow(here, name) if rest and links <= _MAX_LINKS else None
@@ -251,17 +251,6 @@ def _make_way(path: Path, mode: int) -> int:
     return here
 
 
-def _enter(here: int, name: str, mode: int | None) -> int:
-    """Open or create the directory ``name``; the last one has a ``mode`` and is opened for changes."""
-    with suppress(FileExistsError):
-        try:
-            os.stat(name, dir_fd=here, follow_symlinks=False)
-        except FileNotFoundError:
-            os.mkdir(name, 0o777 if mode is None else mode, dir_fd=here)
-    kind = os.O_PATH if mode is None else os.O_RDONLY
-    return os.open(name, kind | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-
-
 def _link_to_follow(here: int, name: str) -> Path | None:
     """Return the target of a link that may be followed; None if ``name`` is not a link."""
     status = os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -273,6 +262,9 @@ def _link_to_follow(here: int, name: str) -> Path | None:
 
 def swap_link(target: Path, link: Path) -> None:
     """Point ``link`` to ``target`` atomically, unless it replaces a real directory, which is removed first."""
+    with suppress(OSError):  # missing, or not a link
+        if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
+            return
     temp = sibling(link)
     try:
         with suppress(FileExistsError):

@@ -8,6 +8,7 @@ that could block is opened, and files that vanished are left out.
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
 import posixpath
@@ -23,7 +24,7 @@ from typing import BinaryIO, Final
 import msgspec
 from isal import isal_zlib
 
-from agent_shim.core.digest import Hasher, MultipleDigest
+from agent_shim.core.digest import Digest, MultipleDigest
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
@@ -362,7 +363,7 @@ class Sink:
         self._out = out
         self._newest = newest
         self._newest_seen = 0
-        self._hasher = Hasher("sha1", "sha512")
+        self._hashers = [hashlib.sha1(usedforsecurity=False), hashlib.sha512(usedforsecurity=False)]
         # 31: with a gzip header, which holds neither name nor time.
         self._gzip = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, 31) if compressed else None
         self._buffer = memoryview(bytearray(files.CHUNK_BYTES))
@@ -447,10 +448,11 @@ class Sink:
         self._write_gathered()
         if self._gzip:
             self._put(self._gzip.flush())
-        return self._hasher.digest()
+        return MultipleDigest(tuple(Digest(each.name, each.hexdigest()) for each in self._hashers))
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
-        self._hasher.update(data)
+        for each in self._hashers:
+            each.update(data)
         try:
             self._out.write(data)
         except OSError as exc:

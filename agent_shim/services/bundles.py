@@ -91,7 +91,7 @@ class Bundles:
 
         Successful ones stay if others fail. The error is the first in the order of ``wanted``: the step and its reason.
         """
-        missing = {self.path(bundle): bundle for bundle in self.missing(wanted)}
+        missing = {path: bundle for bundle in wanted if not (path := self.path(bundle)).is_dir()}
         if not missing:
             return
         targets = [
@@ -155,7 +155,7 @@ class Bundles:
         except DigestError as exc:
             raise DigestError(f"Payload corrupted. Checksum mismatch. Expected '{expected}': {exc}") from exc
         with errors_as("Opening blob store file", HostError):
-            await files.save(path, content, mode=0o640)
+            await asyncio.to_thread(files.write_atomic, path, content, mode=0o640)
 
     async def delete_source(self, blob_id: str) -> None:
         """Delete the blob of an installed bundle; only blobs on this machine are deleted (cascading_blobstore.go)."""
@@ -197,19 +197,7 @@ class Bundles:
     def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         self._activate("package", packages)
         self._activate("job", jobs)
-        self._link_packages(jobs, packages)
-        install_bpm_wrapper(self._paths)
-
-    def _activate(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
-        links = self._links[kind]
-        files.make_dir(links, DIRECTORY_MODE[kind], self._paths.shared_owner)
-        for bundle in bundles:
-            if not (path := self.path(bundle)).is_dir():
-                raise ActionError(f"cannot use the {kind} {bundle.name}: bundle must be installed")
-            _link(path, links / bundle.name)
-
-    def _link_packages(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link all packages of the spec into each job, as the Go agent does, not only those that the job asks for."""
+        # All packages of the spec into each job, as the Go agent does, not only those that the job asks for.
         wanted, installed = {package.name: self.path(package) for package in packages}, self._paths.data_packages
         for job in jobs:
             links = self.path(job) / "packages"
@@ -218,7 +206,16 @@ class Bundles:
                 if link.is_symlink() and link.name not in wanted and link.readlink().is_relative_to(installed):
                     link.unlink()
             for name, path in wanted.items():
-                _link(path, links / name)
+                files.swap_link(path, links / name)
+        install_bpm_wrapper(self._paths)
+
+    def _activate(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
+        links = self._links[kind]
+        files.make_dir(links, DIRECTORY_MODE[kind], self._paths.shared_owner)
+        for bundle in bundles:
+            if not (path := self.path(bundle)).is_dir():
+                raise ActionError(f"cannot use the {kind} {bundle.name}: bundle must be installed")
+            files.swap_link(path, links / bundle.name)
 
     def _keep_only(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
         wanted = {self.path(bundle) for bundle in bundles}
@@ -253,24 +250,17 @@ class Bundles:
             if path.name not in wanted:
                 files.remove_tree(path)
 
+    def _make_job_dirs(self, names: Iterable[str]) -> None:
+        for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
+            if not os.path.lexists(path):
+                files.make_dir(path, 0o770, self._paths.shared_owner)
+
     def _create(self, bundle: Bundle, path: Path) -> None:
         if path.exists():
             self._uninstall(bundle.kind, path)
         for directory in (path.parent, path):
             files.make_dir(directory, DIRECTORY_MODE[bundle.kind], self._paths.shared_owner)
         self._activate(bundle.kind, [bundle])
-
-    def _make_job_dirs(self, names: Iterable[str]) -> None:
-        for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
-            if not os.path.lexists(path):
-                files.make_dir(path, 0o770, self._paths.shared_owner)
-
-
-def _link(target: Path, link: Path) -> None:
-    with suppress(OSError):  # missing, or not a link
-        if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
-            return
-    files.swap_link(target, link)
 
 
 BPM: Final = "bpm"

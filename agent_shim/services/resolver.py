@@ -33,7 +33,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
     before = await asyncio.to_thread(_text, RESOLV_CONF)
     if (after := resolv_conf(before, wanted)) == before:
         return "they are there"
-    await files.save(RESOLV_CONF, after.encode())
+    await asyncio.to_thread(files.write_atomic, RESOLV_CONF, after.encode())
     return None
 
 
@@ -42,7 +42,7 @@ async def _settle_resolved(servers: Sequence[str]) -> str | None:
     if await asyncio.to_thread(_text, RESOLVED_DROP_IN) == drop_in:
         return "they are there"
     files.make_dir(RESOLVED_DROP_IN.parent, 0o755)
-    await files.save(RESOLVED_DROP_IN, drop_in.encode())
+    await asyncio.to_thread(files.write_atomic, RESOLVED_DROP_IN, drop_in.encode())
     await command.run("systemctl", "restart", "systemd-resolved")
     return None
 

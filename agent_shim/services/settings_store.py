@@ -78,14 +78,18 @@ class SettingsStore:
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
         """Store ``update`` and use it."""
-        await files.save(files.behind(self._paths.update_settings), msgspec.json.encode(update), mode=0o600)
+        await asyncio.to_thread(
+            files.write_atomic, files.behind(self._paths.update_settings), msgspec.json.encode(update), mode=0o600
+        )
         self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
         """Keep working credentials during a rotation, which continues even if this fails."""
         self._former = mbus
         try:
-            await files.save(files.behind(self._paths.former_mbus), msgspec.json.encode(mbus), mode=0o600)
+            await asyncio.to_thread(
+                files.write_atomic, files.behind(self._paths.former_mbus), msgspec.json.encode(mbus), mode=0o600
+            )
         except HostError as exc:
             self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
@@ -162,7 +166,7 @@ class SettingsStore:
         if self._current is not None and await asyncio.to_thread(_same, self._paths.settings_cache, raw):
             return
         try:
-            await files.save(files.behind(self._paths.settings_cache), raw, mode=0o600)
+            await asyncio.to_thread(files.write_atomic, files.behind(self._paths.settings_cache), raw, mode=0o600)
         except OSError as exc:
             self._say(logging.WARNING, f"cannot keep a copy of the settings in {self._paths.settings_cache}: {exc}")
 

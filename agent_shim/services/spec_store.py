@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -40,24 +38,17 @@ class SpecStore:
 
     async def save(self, wanted: spec.ApplySpec) -> None:
         """Store ``wanted``; signed URLs in it are secrets, hence the mode."""
-        await files.save(self._paths.spec, msgspec.json.encode(wanted.members()), mode=0o600)
+        await asyncio.to_thread(files.write_atomic, self._paths.spec, msgspec.json.encode(wanted), mode=0o600)
         self.current = wanted
 
-    async def write_instance_files(self) -> None:
+    def write_instance_files(self) -> None:
         """Write ``instance/{id,az,name,deployment}``: world readable, no newline, empty if unset
-        (agent/action/apply.go).
+        (agent/action/apply.go). Blocks on the disk, and most specs change none of them.
         """
-        wanted = self.current
-        members = {"id": wanted.id, "az": wanted.az, "name": wanted.name, "deployment": wanted.deployment}
-        await asyncio.to_thread(_write_changed, self._paths.instance, members)
-
-
-def _write_changed(directory: Path, texts: Mapping[str, str]) -> None:
-    """Write files that differ: each write waits for the disk, and most specs change none."""
-    files.make_dir(directory, 0o755)
-    for name, text in texts.items():
-        path = directory / name
-        with suppress(OSError):
-            if path.read_bytes() == text.encode():
-                continue
-        files.write_atomic(path, text.encode(), mode=0o644)
+        files.make_dir(self._paths.instance, 0o755)
+        for name in ("id", "az", "name", "deployment"):
+            path, text = self._paths.instance / name, getattr(self.current, name).encode()
+            with suppress(OSError):
+                if path.read_bytes() == text:
+                    continue
+            files.write_atomic(path, text, mode=0o644)

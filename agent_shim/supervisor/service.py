@@ -345,8 +345,13 @@ class Service:
                 # The container refused the limit, and the shell continued without it.
                 self.record.reason = f"running with a lower limit than its start program requested: {said}"
         if self._is_counted:
-            self._is_counted = False
-            await self._heed_limits()
+            self._is_counted, now = False, time.monotonic()
+            for limit in self.spec.limits:
+                recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
+                if len(recent) >= limit.count:
+                    self.notify("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
+                    if limit.reaction.kind not in ("start", "restart"):  # already in progress
+                        await self.react(limit.reaction)
 
     async def _bring_up(self) -> None:
         spec, finder = self.spec, self._finder
@@ -479,16 +484,6 @@ class Service:
                 if await self._finder.look(self.spec, self.record.traces):
                     self.on(Trigger.APPEARED)
                     return
-
-    async def _heed_limits(self) -> None:
-        """Apply ``if N restarts within M cycles then …`` after each restart."""
-        now = time.monotonic()
-        for limit in self.spec.limits:
-            recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
-            if len(recent) >= limit.count:
-                self.notify("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
-                if limit.reaction.kind not in ("start", "restart"):  # already in progress
-                    await self.react(limit.reaction)
 
     def _delay(self) -> float:
         """Seconds before the next restart: none after the first exit in a row, then doubled each time."""

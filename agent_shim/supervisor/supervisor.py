@@ -116,7 +116,7 @@ class Supervisor:
         self._is_wanted = False
         self._is_starting = False
         """A start is being saved: its services are still in the state before it."""
-        self._incarnation = ""
+        self._incarnation = proc.incarnation()
         self._is_dirty = False
         self._is_sealed = False
         self._saving: asyncio.Task[None] | None = None
@@ -217,7 +217,7 @@ class Supervisor:
         if saved is None:
             return False
         self._held = await asyncio.to_thread(watchdog.read_marks, self._held_marks)
-        same_world = saved.incarnation == proc.incarnation() != "" and not root_is_new
+        same_world = saved.incarnation == self._incarnation != "" and not root_is_new
         self._is_wanted = saved.is_wanted
         self._memory = saved.services
         if root_is_new:
@@ -355,7 +355,7 @@ class Supervisor:
             service.stop(StopRequest(time.monotonic() + kill_after, is_one_of_all=True))
         await self._save()
         if not (self._is_sealed or self._is_wanted):  # a start may have come meanwhile
-            await files.save(self._paths.stopped_marker, b"")
+            await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
         if wait:
             await _stopped(vcap, timeout)
             if self._is_dirty:
@@ -502,7 +502,9 @@ class Supervisor:
             self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             try:
-                await files.save(self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600)
+                await asyncio.to_thread(
+                    files.write_atomic, self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600
+                )
             except HostError as exc:
                 logger.warning(
                     "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s", exc

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
@@ -52,11 +51,11 @@ def made(
 
 
 async def content(store: Provider, blob_id: str = ID) -> bytes:
-    hasher = Hasher("sha256")
+    hasher = hashlib.sha256()
     with await store.get(blob_id, hasher) as file:
         file.seek(0)
         found = file.read()
-    assert hasher.digest().strongest.value == hashlib.sha256(found).hexdigest()
+    assert hasher.hexdigest() == hashlib.sha256(found).hexdigest()
     return found
 
 
@@ -279,7 +278,7 @@ async def test_the_dummy_takes_all_and_has_nothing(paths: Paths, tmp_path: Path)
     store = made(paths, "dummy")
     await store.put(ID, tmp_path / "file")
     with pytest.raises(BlobError, match=f"cannot get {ID}: the blobstore is a dummy"):
-        await store.get(ID, Hasher())
+        await store.get(ID, hashlib.sha256())
 
 
 @pytest.mark.parametrize(

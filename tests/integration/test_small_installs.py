@@ -64,7 +64,7 @@ def target(paths: Paths, members: Mapping[str, bytes], name: str = "p", kind: st
 
 async def installed(paths: Paths, *targets: Target) -> list[str]:
     """The errors; and nothing unfinished is left."""
-    done = await small_installs.work(Install(str(paths.base), DUMMY, 5, list(targets)))
+    done = await small_installs.work(paths, Install(str(paths.base), DUMMY, 5, list(targets)))
     assert not list(paths.data_packages.rglob(".*.tmp-*"))
     return [outcome.error for outcome in done.outcomes]
 
@@ -134,7 +134,7 @@ async def test_an_error_is_that_of_the_worker(paths: Paths, asked: Asked) -> Non
     text = Target("package", "text", text.path, BlobRef("text", digest=digest))
     request = Install(str(paths.base), DUMMY, 5, [wrong, text])
 
-    here = await small_installs.work(request)
+    here = await small_installs.work(paths, request)
 
     assert asked.count == 1
     assert here == await worker_client.work(request)

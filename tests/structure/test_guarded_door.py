@@ -250,7 +250,7 @@ RAW: Mapping[str, Raw] = {
     "services.settings_store": Raw(
         OWN, frozenset({"SettingsStore._read_source", "SettingsStore._read_update", "_read_mbus", "_same"})
     ),
-    "services.spec_store": Raw(OWN, frozenset({"SpecStore.load", "_write_changed"})),
+    "services.spec_store": Raw(OWN, frozenset({"SpecStore.load", "SpecStore.write_instance_files"})),
     "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size", "Sshd._start", "Sshd.host_key"})),
     "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version", "instance"})),
     "supervisor.bpm.runner": Raw(

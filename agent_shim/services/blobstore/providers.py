@@ -193,7 +193,7 @@ class External:
                 return
         except FileNotFoundError:
             pass
-        await files.save(self._config, content, mode=0o600)
+        await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:

@@ -291,7 +291,7 @@ class Bpm:
         async with sandbox.prepared(order, env=mark, **logs) as running:
             if has_pidfile:
                 self.started[label] = ProcessRecord(known=running.identity, is_caged=True)
-                await files.save(self._pidfile(job, name), str(running.pid).encode())
+                await asyncio.to_thread(files.write_atomic, self._pidfile(job, name), str(running.pid).encode())
         return running
 
     async def _run_hook(self, job: str, wanted: bpm.Process) -> None:

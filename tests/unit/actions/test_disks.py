@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent_shim.actions import disks as actions
-from agent_shim.actions.dispatch import ACTIONS
+from agent_shim.actions.dispatch import ACTIONS, Mode
 from agent_shim.actions.state import update_settings
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import DiskAssociation, Effective, UpdateSettings
@@ -135,6 +135,5 @@ async def test_a24_a_dynamic_disk(world: World) -> None:
 
 
 def test_a19_list_disk_answers_the_cli_at_once() -> None:
-    assert not ACTIONS["list_disk"].is_task(0)
-    assert ACTIONS["list_disk"].is_task(3)
-    assert not ACTIONS["remove_dynamic_disk"].is_task(3)
+    assert (ACTIONS["list_disk"].mode, ACTIONS["list_disk"].task_from_protocol) == (Mode.TASK, 3)
+    assert ACTIONS["remove_dynamic_disk"].mode is Mode.NOW

@@ -126,14 +126,6 @@ def test_a_mount_point_is_written_in_place(tmp_path: Path, monkeypatch: pytest.M
     assert path.stat().st_ino == before
 
 
-async def test_save_writes_in_a_thread(tmp_path: Path) -> None:
-    """The same for the event loop."""
-    await files.save(tmp_path / "a", b"new", mode=0o600)
-
-    assert (tmp_path / "a").read_bytes() == b"new"
-    assert mode_of(tmp_path / "a") == 0o600
-
-
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     """The text says which path."""
     with pytest.raises(HostError, match=f"cannot write {tmp_path}/no/a: No such file or directory"):
