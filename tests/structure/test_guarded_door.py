@@ -66,14 +66,14 @@ RAW: Mapping[str, Raw] = {
                 "Bundles._activate",
                 "Bundles._create",
                 "Bundles._keep_only",
-                "Bundles._link_packages",
+                "Bundles._link_all",
                 "Bundles._remove_strays",
                 "Bundles._uninstall",
                 "Bundles._versions",
                 "Bundles.delete_source",
                 "Bundles.fetch_small",
+                "Bundles.install",
                 "Bundles.missing",
-                "_link",
                 "install_bpm_wrapper",
             }
         ),
@@ -148,7 +148,6 @@ RAW: Mapping[str, Raw] = {
         "writes and makes what is ours; directories step by step, links as guarded.refuse_link says",
         frozenset(
             {
-                "_enter",
                 "_let_owner_write",
                 "_link_to_follow",
                 "_make_way",
