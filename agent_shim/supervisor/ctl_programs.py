@@ -323,16 +323,12 @@ class Programs:
 
     # --- program output ---------------------------------------------------------------------------------------------
 
-    async def last_words(self, name: str) -> str:
-        """Return the last output line of a service's programs."""
-        return _last_word(await self._printed(name))
-
     async def refused_limit(self, name: str) -> str:
         """Return the last shell message about a limit that a script could not set; "" without one."""
-        lines = await self._printed(name)
+        lines = await self.printed(name)
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
-    async def _printed(self, name: str) -> list[str]:
+    async def printed(self, name: str) -> list[str]:
         """Return the last lines of a service's programs; most programs print nothing, and need no thread."""
         path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):
@@ -383,13 +379,13 @@ def _release(processes: list[Process]) -> None:
 async def last_line(whose: str, path: Path, root: Path) -> str:
     """Return the last meaningful line of a file below ``root``; "" if it cannot be read.
 
-    At most ``MAX_LAST_BYTES`` of it. Commands traced by ``set -x`` count only if there is nothing else. ``whose`` is
-    the label of the service that may write the file.
+    ``whose`` is the label of the service that may write the file.
     """
-    return _last_word(await _lines(whose, path, root))
+    return last_word(await _lines(whose, path, root))
 
 
-def _last_word(lines: list[str]) -> str:
+def last_word(lines: list[str]) -> str:
+    """Return the end of the last line; commands traced by ``set -x`` count only if there is nothing else."""
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 

@@ -24,10 +24,10 @@ from agent_shim.host import watchdog
 from agent_shim.host.process import Process
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.bpm.runner import Bpm
-from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
+from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.ownership import Left, left
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program, Reaction
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Reaction
 from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import (
@@ -374,7 +374,11 @@ class Service:
             with watchdog.reading(spec.name, "its pidfile"):
                 before = process_record.read(spec.pidfile)
             start, call = spec.start, spec.start.bpm
-            program = await (self._start_bpm(call, start.timeout) if call else self._run(start, "Started"))
+            if call:
+                program = await self._start_bpm(call, start.timeout)
+            else:
+                run = self._shared.programs.run
+                program = await run(spec.name, start, "Started", label=spec.label, pid=finder.pid)
             finder.program = program
             self.record.traces.begin(program.identity, before)
             caged = self._shared.programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
@@ -501,7 +505,9 @@ class Service:
         """
         if reaction.kind == "exec" and reaction.program is not None:
             try:
-                await self._run(reaction.program, "Action done", is_aside=True)
+                await self._shared.programs.run(
+                    self.spec.name, reaction.program, "Action done", pid=self._finder.pid, is_aside=True
+                )
             except HostError as exc:
                 self.notify("Execution failed", "alert", str(exc))
         elif reaction.kind == "unmonitor":
@@ -566,7 +572,9 @@ class Service:
             return
         if stop is not None:
             try:
-                stopper = self._stopper = await self._run(stop, "Stopped")
+                run = self._shared.programs.run
+                stopper = await run(self.spec.name, stop, "Stopped", label=self.spec.label, pid=self._finder.pid)
+                self._stopper = stopper
             except HostError as exc:
                 self.notify("Execution failed", "alert", str(exc))
                 return
@@ -590,15 +598,11 @@ class Service:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    async def _run(self, program: Program, event: str, *, is_aside: bool = False) -> Process:
-        return await self._shared.programs.run(
-            self.spec.name, program, event, label=self.spec.label, pid=self._finder.pid, is_aside=is_aside
-        )
-
     async def _with_last_words(self, why: str) -> str:
         start = self.spec.start
         call = start.bpm if start else None
-        words = await (self._shared.bpm.last_words(call) if call else self._shared.programs.last_words(self.spec.name))
+        programs, bpm = self._shared.programs, self._shared.bpm
+        words = await bpm.last_words(call) if call else last_word(await programs.printed(self.spec.name))
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import process
-from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, TokenBucket
+from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, TokenBucket, last_word
 from agent_shim.supervisor.plan import Program
 
 
@@ -26,8 +26,8 @@ async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
 
     assert (tmp_path / "output/a_b.log").read_text() == "one\ntwo\n\n"
     assert (tmp_path / "output").stat().st_mode & 0o777 == 0o700
-    assert await programs.last_words("a/b") == "two"
-    assert await programs.last_words("other") == ""
+    assert last_word(await programs.printed("a/b")) == "two"
+    assert last_word(await programs.printed("other")) == ""
 
 
 async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
 
     assert path.stat().st_size <= MAX_OUTPUT_BYTES // 2 + 5
     assert path.read_bytes().endswith(b"x\nlast\nnext\n")
-    assert await programs.last_words("web") == "next"
+    assert last_word(await programs.printed("web")) == "next"
 
 
 async def test_last_words_are_few(tmp_path: Path) -> None:
     """A line without end fits an alert."""
     (tmp_path / "web.log").write_bytes(b"y" * 10 * MAX_LAST_BYTES)
 
-    assert len(await Programs(tmp_path, tmp_path).last_words("web")) == MAX_LAST_BYTES
+    assert len(last_word(await Programs(tmp_path, tmp_path).printed("web"))) == MAX_LAST_BYTES
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, 
     """The last line of a script with ``set -x`` is the exit; the fault precedes it."""
     (tmp_path / "web.log").write_text(printed)
 
-    assert await Programs(tmp_path, tmp_path).last_words("web") == told
+    assert last_word(await Programs(tmp_path, tmp_path).printed("web")) == told
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])

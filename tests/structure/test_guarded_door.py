@@ -270,7 +270,7 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "supervisor.process_finder": Raw(PROBE, frozenset({"_exists"})),
-    "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "Programs._printed"})),
+    "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "Programs.printed"})),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "read_saved"})),
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),

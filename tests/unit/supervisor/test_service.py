@@ -126,14 +126,14 @@ async def test_a_kill_for_want_of_memory_is_counted(how: str, was_oom: bool, kil
 CTL = Program(("ctl",))
 
 
-async def last_words(_: str) -> str:
-    return "disk full"
+async def printed(_: str) -> list[str]:
+    return ["disk full"]
 
 
 def made(name: str, *, was_oom: bool = False, notify: Callable[[Event], None] = lambda _: None) -> Service:
     shared = ServiceContext(
         base=Path("/"),
-        programs=cast("Any", SimpleNamespace(ownership=None, last_words=last_words)),
+        programs=cast("Any", SimpleNamespace(ownership=None, printed=printed)),
         bpm=cast("Any", None),
         restarts=TokenBucket(1, 1),
         timing=Timing(),

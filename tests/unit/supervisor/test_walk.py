@@ -252,8 +252,8 @@ class PlayedPrograms:
     async def refused_limit(self, _: str) -> str:
         return ""
 
-    async def last_words(self, _: str) -> str:
-        return ""
+    async def printed(self, _: str) -> list[str]:
+        return []
 
 
 @dataclass
