@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import user_namespace
+from agent_shim.host.descriptors import closing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -293,21 +294,14 @@ def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
 
 def head(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the first ``limit`` bytes of a regular file."""
-    return _part(path, root, limit, from_end=False)
+    with closing(open_file(path, root)) as descriptor:
+        return os.pread(descriptor, limit, 0)
 
 
 def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the last ``limit`` bytes of a regular file."""
-    return _part(path, root, limit, from_end=True)
-
-
-def _part(path: Path, root: Path | None, limit: int, *, from_end: bool) -> bytes:
-    descriptor = open_file(path, root)
-    try:
-        begin = max(0, os.fstat(descriptor).st_size - limit) if from_end else 0
-        return os.pread(descriptor, limit, begin)
-    finally:
-        os.close(descriptor)
+    with closing(open_file(path, root)) as descriptor:
+        return os.pread(descriptor, limit, max(0, os.fstat(descriptor).st_size - limit))
 
 
 def read(path: Path, limit: int, root: Path | None = None) -> bytes:

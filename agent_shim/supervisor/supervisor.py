@@ -125,9 +125,9 @@ class Supervisor:
         self._monit_files: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._counting.enter_context(self._programs.counting(self._records))
         # Finds our cgroups now, and not at the first start.
         await asyncio.to_thread(self._programs.ownership.cage, "")
+        self._counting.enter_context(self._programs.counting(self._records))
         return self
 
     def _records(self) -> list[tuple[str, ProcessRecord]]:
