@@ -27,7 +27,6 @@ from contextlib import contextmanager, suppress
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import user_namespace
-from agent_shim.host.descriptors import closing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -294,14 +293,20 @@ def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
 
 def head(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the first ``limit`` bytes of a regular file."""
-    with closing(open_file(path, root)) as descriptor:
+    descriptor = open_file(path, root)
+    try:
         return os.pread(descriptor, limit, 0)
+    finally:
+        os.close(descriptor)
 
 
 def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the last ``limit`` bytes of a regular file."""
-    with closing(open_file(path, root)) as descriptor:
+    descriptor = open_file(path, root)
+    try:
         return os.pread(descriptor, limit, max(0, os.fstat(descriptor).st_size - limit))
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path, limit: int, root: Path | None = None) -> bytes:
