@@ -18,7 +18,7 @@ CRASHES: Final = (
         "takes a directory for an installed bundle before it is complete",
         "agent_shim/daemon/worker.py",
         "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n",
-        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
+        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n    temps = []\n",
         "not as after an apply|is not",
     ),
     Saboteur(
