@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from agent_shim.actions import state as _core
+from agent_shim.actions import tasks
 from agent_shim.actions.dispatch import ACTIONS
 from agent_shim.core import (
     digest,
@@ -35,14 +37,15 @@ from agent_shim.core import (
     wire,
     x509,
 )
-from agent_shim.core.errors import ArchiveError, BadArgumentsError, ShimError
+from agent_shim.core.errors import ArchiveError, BadArgumentsError, HostError, ShimError
+from agent_shim.core.paths import Paths
 from agent_shim.demo.pki import Authority
 from agent_shim.edges import http_server
 from agent_shim.edges.bus import tls
-from agent_shim.host import archive, mounts, proc
-from agent_shim.services import trusted_cas
-from agent_shim.services.disks import hints
-from agent_shim.supervisor import process_record
+from agent_shim.host import archive, mounts, packing, proc, worker_client
+from agent_shim.services import dns, trusted_cas, volume_lease
+from agent_shim.services.disks import hints, markers
+from agent_shim.supervisor import process_record, service, supervisor
 from agent_shim.supervisor.bpm import bpm_api, config
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.monit import parser as monitrc
@@ -89,11 +92,19 @@ class _Unheard(asyncio.Transport):
 _LOOP: Final = asyncio.new_event_loop()
 
 
+@contextmanager
+def _file(data: bytes, name: str) -> Iterator[Path]:
+    """A file in memory with this content."""
+    with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
+        path = Path(place, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        yield path
+
+
 def _pidfile(data: bytes) -> None:
     """Check that the parsed values can be passed to the kernel."""
-    with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
-        path = Path(place, "pid")
-        path.write_bytes(data)
+    with _file(data, "pid") as path:
         found = process_record.read(path)
     if found is not None:
         if found.pid <= 0:
@@ -110,6 +121,57 @@ def _update(data: bytes) -> None:
             settings.bus_address(url)
         tls.client_context(mbus)
     trusted_cas.split(update.trusted_certs)
+
+
+def _marker(data: bytes) -> None:
+    with _file(data, f"{markers.DIRECTORY}/{markers.NAME}") as path:
+        markers.read(path.parents[1])
+
+
+def _lease(data: bytes) -> None:
+    with _file(data, f"{markers.DIRECTORY}/{volume_lease.NAME}") as path:
+        volume_lease.VolumeLeases().twin(path.parent)
+
+
+def _saved(data: bytes) -> None:
+    with _file(data, "supervisor.json") as path:
+        supervisor.read_saved(path)
+
+
+def _journal(data: bytes) -> None:
+    """Only tasks of known methods are queued."""
+    with _file(data, "tasks.json") as path:
+        queue = tasks.Tasks(path, path.with_name("outcomes"))
+        _LOOP.run_until_complete(queue.resume({"fetch_logs": lambda _: lambda: asyncio.sleep(0)}))
+        if queue.waiting_methods() - {"fetch_logs"}:
+            raise AssertionError("an unknown method is queued")
+
+
+def _records(data: bytes) -> None:
+    """Check the lines of the hosts file: an address and names, and no second address of localhost."""
+
+    async def fetch() -> bytes:
+        return data
+
+    with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
+        paths = Paths(Path(place))
+        _LOOP.run_until_complete(dns.Dns(paths).sync(3, fetch, agent_id="agent"))
+        hosts = paths.etc / "hosts"
+        lines = hosts.read_text().splitlines() if hosts.exists() else []
+    for line in lines[2:]:
+        address, *names = line.split(" ")
+        if not line.isascii() or not address or address.strip("0123456789abcdefABCDEF.:") or dns.LOCALHOST in names:
+            raise AssertionError(f"a forged line: {line!r}")
+
+
+def _filters(data: bytes) -> None:
+    """Pack a tree with long and deep names by these patterns, one in each line."""
+    with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
+        deep = Path(place, *["ab"] * 30)
+        deep.mkdir(parents=True)
+        (deep / ("a" * 250)).touch()
+        tree = worker_client.Tree(place, patterns=data.decode(errors="replace").split("\n"))
+        packing.pack(io.BytesIO(), [tree], remarks="remarks")
 
 
 class _NoProcesses:
@@ -370,6 +432,43 @@ TARGETS: Final[dict[str, Target]] = {
         (),
         (b"41\n", b" 41", b"0", b"-1\n", b"4194304 rest\n", b"99999999999\n", b"9" * 70),
         (b"\n", b" ", b"-", b"+", b"0x", b"\0", b"_", b"\xd9\xa1"),
+    ),
+    "marker": Target(
+        _marker, (), (_json({"cid": "c", "role": "store", "source": "s", "generation": 1}), _DEEP), (b"null", b"-1")
+    ),
+    "lease": Target(
+        _lease,
+        (),
+        (_json({"schema": 1, "holder": "h", "agent_id": "a", "host": "h", "boot": "b", "count": 2}), _DEEP),
+        (b"null", b"true", b'"is_over":'),
+    ),
+    "saved": Target(
+        _saved,
+        (),
+        (msgspec.json.encode(supervisor.Saved(supervisor.SCHEMA, "boot", True, [], {"web": service.Record()})), _DEEP),
+        (b"null", b"[]", b"1e999", b'"down"', b"-1"),
+    ),
+    "journal": Target(
+        _journal,
+        (),
+        (_json({"a": {"TaskID": "a", "Method": "fetch_logs", "Payload": "e30="}}), _DEEP),
+        (b"null", b"{}", b"=", b"fetch_logs"),
+    ),
+    "records": Target(
+        _records,
+        (ShimError,),
+        (
+            _json({"version": 3, "records": [["10.0.0.1", "a.b"], ["fe80::1", "c"]], "record_keys": ["id"]}),
+            b'{"version":3,"records":' + b"[" * 3000,
+            b'{"version":3,"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"records":[]}',
+        ),
+        (b"null", b"[]", b"\\n", b"localhost", b'["1.1.1.1","a"],', b"\\u0085", b"\\ud800"),
+    ),
+    "filters": Target(
+        _filters,
+        (HostError,),
+        (b"*.log\n**/[a-z]?*.{log,gz}", b"**/" * 30 + b"x", b"*a" * 100 + b"x", b"{" * 50, b"{a,b}" * 9),
+        (b"**/", b"*", b"[^", b"]", b"{", b"}", b",", b"\\", b"../", b"\n"),
     ),
     "command": Target(
         _asked,

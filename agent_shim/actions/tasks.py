@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, HostError, TaskNotFoundError
 from agent_shim.core.keep_running import is_asked_to_end
 from agent_shim.host import files
@@ -269,7 +270,7 @@ def _remove(paths: Iterable[Path]) -> None:
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes]]:
     """Read the stored tasks; an unreadable file counts as empty (agent/task/concrete_manager.go)."""
     try:
-        document = msgspec.json.decode(journal.read_bytes(), type=dict[str, dict[str, str]])
+        document = wire.decode(journal.read_bytes(), dict[str, dict[str, str]])
         return [(entry["TaskID"], entry["Method"], base64.b64decode(entry["Payload"])) for entry in document.values()]
     except FileNotFoundError:
         return []

@@ -101,6 +101,14 @@ _MAX_INTEGER_DIGITS: Final = 100
 """Python refuses to read very long integers, and no number of the protocol is that long."""
 
 
+def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError as exc:
+        raise msgspec.DecodeError("it is nested too deep") from exc
+
+
 def decode_json(data: bytes) -> Any:
     """Read a document that encoding/json of Go reads; raises ``ValueError``.
 

@@ -26,6 +26,7 @@ import msgspec
 
 from agent_shim.actions import jobs
 from agent_shim.actions.agent import Agent
+from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, ConfigError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
@@ -72,7 +73,7 @@ def instance(directory: Path) -> Instance:
     """Read ``instance.json``; the default is the host name. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Instance)
+        found = wire.decode(path.read_bytes(), Instance)
     except FileNotFoundError:
         found = Instance()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -470,6 +470,8 @@ MAX_PATTERN_CHARS: Final = 4096
 """Limit of one pattern, as of a path."""
 MAX_BRACES: Final = 50
 """Limit for one pattern."""
+MAX_EXPANDED_CHARS: Final = 100_000
+"""Limit of all patterns after the expansion: a thousand long ones take half a minute to compile."""
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _PIECE: Final = re.compile(
     r"\\(?P<escaped>.)|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\])+)\]|(?P<stars>\*+)|(?P<any>\?)|(?P<plain>.)", re.DOTALL
@@ -478,32 +480,34 @@ _PIECE: Final = re.compile(
 
 def _compiled(patterns: Sequence[str]) -> list[_Pattern]:
     """Expand and compile patterns; raises ``HostError`` for too many: thirty braces expand to a billion."""
-    found = list(
-        itertools.islice((compiled for pattern in patterns for compiled in _compile(pattern)), MAX_PATTERNS + 1)
-    )
-    if len(found) > MAX_PATTERNS:
-        raise HostError(f"cannot use the patterns: their braces expand to more than {MAX_PATTERNS}")
-    return found
+    expanded = list(itertools.islice((one for pattern in patterns for one in _expanded(pattern)), MAX_PATTERNS + 1))
+    if len(expanded) > MAX_PATTERNS or sum(map(len, expanded)) > MAX_EXPANDED_CHARS:
+        most = f"{MAX_PATTERNS} patterns or {MAX_EXPANDED_CHARS} characters"
+        raise HostError(f"cannot use the patterns: their braces expand to more than {most}")
+    return [_compile(pattern) for pattern in expanded]
 
 
-def _compile(pattern: str) -> Iterator[_Pattern]:
-    """Compile one pattern: ``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one; ``{a,b}`` is
-    either.
-    """
+def _expanded(pattern: str) -> Iterator[str]:
+    """Expand ``{a,b}``, which is either."""
     if len(pattern) > MAX_PATTERN_CHARS or pattern.count("{") > MAX_BRACES:
         most = f"more than {MAX_PATTERN_CHARS} characters or {MAX_BRACES} braces"
         raise HostError(f"cannot use the pattern '{pattern[:100]}': it has {most}")
     choice = _BRACES.search(pattern)
-    if choice:
-        for arm in choice[1].split(","):
-            yield from _compile(pattern[: choice.start()] + arm + pattern[choice.end() :])
+    if choice is None:
+        yield pattern
         return
+    for arm in choice[1].split(","):
+        yield from _expanded(pattern[: choice.start()] + arm + pattern[choice.end() :])
+
+
+def _compile(pattern: str) -> _Pattern:
+    """Compile one pattern: ``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one."""
     steps = [step for step in posixpath.normpath(pattern).split("/") if step not in ("", ".")]
     try:
         compiled: _Pattern = [None if step == "**" else re.compile(_step(step), re.DOTALL) for step in steps]
     except re.error as exc:
-        raise HostError(f"cannot read the pattern '{pattern}': {exc}") from exc
-    yield compiled if re.search(r"[*?\[\\]", pattern) else [*compiled, None]
+        raise HostError(f"cannot read the pattern '{pattern[:100]}': {exc}") from exc
+    return compiled if re.search(r"[*?\[\\]", pattern) else [*compiled, None]
 
 
 def _step(step: str) -> str:

@@ -27,6 +27,7 @@ from typing import Final, TextIO
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.core.errors import HostError
 from agent_shim.host import files
 
@@ -85,7 +86,7 @@ def reading(service: str, what: str) -> Iterator[None]:
 def read_marks(path: Path) -> dict[str, str]:
     """Return the parts of services that blocked an earlier agent; empty without a readable file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        return wire.decode(path.read_bytes(), dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:

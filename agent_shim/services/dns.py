@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, hostname, mounts
@@ -83,7 +84,7 @@ class Dns:
 
     def _store(self, raw: bytes, version: int, agent_id: str) -> None:
         with errors_as("unmarshalling DNS records", msgspec.DecodeError):
-            blob = msgspec.json.decode(raw, type=_Blob)
+            blob = wire.decode(raw, _Blob)
         if blob.version != version:
             raise ActionError("version from unpacked dns blob does not match version supplied by director")
         records = self._paths.dns_records
@@ -105,7 +106,7 @@ class Dns:
     def _stored(self) -> _Blob | None:
         """Return the records of the last ``sync_dns``; None without one."""
         try:
-            return msgspec.json.decode(self._paths.dns_records.read_bytes(), type=_Blob)
+            return wire.decode(self._paths.dns_records.read_bytes(), _Blob)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as exc:
@@ -127,7 +128,7 @@ class Dns:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         what = f"{hosts} holds no names of other instances"
         with errors_as(what, OSError, msgspec.DecodeError, UnicodeDecodeError):
-            records = msgspec.json.decode(blob.records, type=list[list[str]] | None) or []
+            records: list[list[str]] = wire.convert(wire.decode(blob.records, object) or [], list[list[str]])
             hosts.parent.mkdir(parents=True, exist_ok=True)
             kept = lines_naming(host_name, hosts) if agent_id != host_name else []
             files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
@@ -136,7 +137,7 @@ class Dns:
 def stored_version(records: Path) -> int:
     """Return the version of a ``records.json``; -1, older than any, without a readable one."""
     try:
-        return msgspec.json.decode(records.read_bytes(), type=_Blob).version
+        return wire.decode(records.read_bytes(), _Blob).version
     except (OSError, msgspec.DecodeError):
         return -1
 

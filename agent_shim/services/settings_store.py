@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.core import settings
+from agent_shim.core import settings, wire
 from agent_shim.core.errors import HostError, SettingsError
 from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files
@@ -179,7 +179,7 @@ class SettingsStore:
 def _read_mbus(path: Path) -> settings.Mbus | None:
     """Load the kept credentials; None if they are missing or unreadable."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=settings.Mbus)
+        return wire.decode(path.read_bytes(), settings.Mbus)
     except (OSError, ValueError):
         return None
 

@@ -236,7 +236,7 @@ def forget(paths: Paths) -> None:
 def _read(path: Path) -> Stamp | None:
     """Read a stamp; an unreadable one belongs to no agent, and its files are not used."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Stamp)
+        return wire.decode(path.read_bytes(), Stamp)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:

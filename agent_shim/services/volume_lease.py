@@ -32,6 +32,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.core.errors import AlreadyRunningError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, guarded, proc
@@ -244,7 +245,7 @@ def _lock(descriptor: int) -> bool | None:
 def _decoded(raw: bytes) -> Lease | None:
     """Decode a lease; None if it is empty or incomplete."""
     try:
-        return msgspec.json.decode(raw, type=Lease)
+        return wire.decode(raw, Lease)
     except ValueError:
         return None
 

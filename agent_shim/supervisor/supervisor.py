@@ -16,6 +16,7 @@ from typing import Final, Self
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
@@ -519,7 +520,7 @@ class Supervisor:
 def read_saved(path: Path) -> Saved | None:
     """Read the state of the last supervisor; None if it is unusable."""
     try:
-        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+        saved = wire.decode(path.read_bytes(), Saved)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:

@@ -26,6 +26,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.host import files, guarded
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Marker(msgspec.Struct, frozen=True):
 def read(volume: Path) -> Marker | None:
     """Read the marker of a volume, which jobs may replace; None without a readable one."""
     try:
-        return msgspec.json.decode(guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume), type=Marker)
+        return wire.decode(guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume), Marker)
     except OSError as exc:
         if exc.errno != errno.ENOENT:
             logger.warning("cannot read the marker of the volume %s: %s", volume, exc)
