@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -119,6 +120,19 @@ async def test_tree_is_counted(world: World) -> None:
         reason = info(supervisor, "web").reason
         assert "children of 3 matches" in reason
         assert "totalmemory of" in reason
+
+
+async def test_total_memory_is_that_of_the_children_too(world: World) -> None:
+    child = f"{sys.executable} -c 'import time; kept = bytes(1) * (64 << 20); time.sleep(600)'"
+    rules = ("if mem > 48 Mb then alert", "if totalmem > 48 Mb then alert")
+    job = world.job("web", f"echo $$ >$pidfile; {child} & wait", "kill $(cat $pidfile)", *rules)
+    async with checking(world, job) as supervisor:
+        await until(supervisor, "web", "running")
+        await eventually(lambda: told(world, "Resource limit matched"))
+
+        reason = info(supervisor, "web").reason
+        assert reason.startswith("totalmemory of ")
+        assert "; " not in reason
 
 
 async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:

@@ -28,6 +28,22 @@ def test_what_only_the_agent_may_read_is_closed_to_all_others(tmp_path: Path) ->
     assert [stat.S_IMODE(path.stat().st_mode) for path in closed[:2]] == [0o700, 0o700]
 
 
+def test_jobs_find_their_directories_with_the_modes_of_the_go_agent(tmp_path: Path) -> None:
+    """``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` of platform/linux_platform.go; any job may use sys/run."""
+    paths = Paths(tmp_path)
+    boot.make_tree(paths)
+
+    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in (paths.log, paths.run, paths.data_sys)} == {
+        paths.log: "0o750",
+        paths.run: "0o1777",
+        paths.data_sys: "0o750",
+    }
+    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in (paths.jobs, paths.data_jobs)} == {
+        paths.jobs: "0o750",
+        paths.data_jobs: "0o750",
+    }
+
+
 async def test_what_the_bus_does_not_need_is_late_and_nothing_vital_is(tmp_path: Path) -> None:
     """Late steps run beside the connection, with programs that take most of a second as root."""
     async with world(tmp_path) as made:
