@@ -199,7 +199,7 @@ async def expired(stand: Stand) -> str:
         expect(told == 1, f"told {told} times")
 
         settings(authority.agent(AGENT))
-        back = await stand.answers(CONNECTED + 5)
+        back = await stand.answers(CONNECTED + 8)
     return (
         f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after settings had a good one"
     )

@@ -104,7 +104,7 @@ class Daemon:
         self._paths = options.paths
         self._begun_at = time.monotonic()
         self._systemd = sd_notify.from_environment()
-        self._watchdog = watchdog.Watchdog(self._systemd.beat, step=self._systemd.period or watchdog.STEP_S)
+        self._watchdog = watchdog.Watchdog(self._systemd.beat, period=self._systemd.period)
         self._stop = asyncio.Event()
         self._stage = "starting"
         self._live: Runtime | None = None

@@ -1,9 +1,9 @@
 """A thread that watches the event loop, reports a blocked one, and ends the process after a minute.
 
-It does not need the loop. It asks the loop for one iteration in every ``STEP_S``, and counts its own steps instead of
-seconds, so that a stopped process (SIGSTOP, a frozen container, a suspended machine) does not count as blocked. While C
-code holds the interpreter no Python thread runs: a kernel timer on CPU time, restarted by each step, then dumps all
-stacks (faulthandler) and ends the process.
+It does not need the loop. It asks the loop for one iteration after every ``REST_S``, and counts its own steps until the
+answer instead of seconds, so that a stopped process (SIGSTOP, a frozen container, a suspended machine) does not count
+as blocked. While C code holds the interpreter no Python thread runs: a kernel timer on CPU time, restarted by each
+step, then dumps all stacks (faulthandler) and ends the process.
 
 ``reading`` notes the service that is being read on the loop. A service that blocks the loop is recorded on disk, so
 that the next agent does not read it.
@@ -34,8 +34,10 @@ from agent_shim.host import files
 logger = logging.getLogger(__name__)
 
 STEP_S: Final = 2.0
+REST_S: Final = 8.0
+"""Between an answer and the next question, which wakes the loop."""
 TELL_AFTER_S: Final = 6.0
-"""Time after which a blocked loop is reported and the service being read is recorded."""
+"""Time without an answer after which a blocked loop is reported and the service being read is recorded."""
 END_AFTER_S: Final = 60.0
 EXIT_CODE: Final = 70
 FAREWELL_S: Final = 1.0
@@ -117,13 +119,14 @@ class Watchdog:
     Calls end when the process is about to be killed: an outer watchdog (systemd) must not be faster than this one.
     """
 
-    def __init__(self, feed: Callable[[], None] = lambda: None, *, step: float = STEP_S) -> None:
+    def __init__(self, feed: Callable[[], None] = lambda: None, *, period: float = 0.0) -> None:
+        """``period``: maximum seconds between two calls of ``feed``; 0 for any."""
         self._feed = feed
-        self._step = min(step, STEP_S)
+        self._step, self._rest = min(period or STEP_S, STEP_S), min(period or REST_S, REST_S)
         self._marks: Path | None = None
         self._trace: TextIO | None = None
         self._marked = ""
-        self._has_turned = True
+        self._has_turned = False
         self._held_s = 0.0
         self._over = threading.Event()
         self._loop_thread = 0
@@ -183,13 +186,15 @@ class Watchdog:
             _page, _page_thread = mmap.mmap(file.fileno(), _PAGE_BYTES), self._loop_thread
 
     def _watch(self) -> None:
-        while not self._over.wait(self._step):
+        is_asked = False
+        while not self._over.wait(self._step if is_asked else self._rest):
             self._arm()
-            if self._has_turned:
+            if is_asked and self._has_turned:
                 if self._held_s >= TELL_AFTER_S:
                     self._aside(self._recovered, self._held_s)
-                self._held_s = 0.0
-                self._has_turned = False
+                self._held_s, is_asked = 0.0, False
+            elif not is_asked:
+                is_asked, self._has_turned = True, False
                 with contextlib.suppress(RuntimeError):  # closed: the process is ending
                     self._loop.call_soon_threadsafe(self._turned)
             else:

@@ -35,7 +35,7 @@ import msgspec
 from agent_shim.core import wire
 from agent_shim.core.errors import AlreadyRunningError
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, guarded, proc
+from agent_shim.host import clock, files, guarded, proc
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class VolumeLeases:
                 lost(found)
 
         while True:
-            await asyncio.sleep(self._pace.period)
+            await asyncio.sleep(clock.until_beat(self._pace.period))
             for directory in list(self._held):
                 if directory not in renewing or renewing[directory].done():
                     renewing[directory] = asyncio.create_task(renew(directory), name="lease")
