@@ -309,6 +309,28 @@ async def test_a_disk_in_a_hint_alone_is_mounted_and_its_hint_forgotten(instance
 # --- unmount --------------------------------------------------------------------------------------------------------
 
 
+async def test_a_link_to_a_volume_that_is_gone_gives_way(instance: Instance) -> None:
+    instance.attach("a")
+    instance.paths.store.rmdir()
+    instance.paths.store.symlink_to(instance.scratch / "gone")
+
+    await instance.disks.mount("a")
+
+    assert instance.paths.store.readlink() == instance.volume("a")
+
+
+async def test_a_disk_that_was_taken_down_may_be_taken_by_another_agent(instance: Instance) -> None:
+    volume = instance.attach("a")
+    released: list[Path] = []
+    instance.disks._places._release = released.append
+    await instance.disks.mount("a")
+    assert released == []
+
+    await instance.disks.unmount("a")
+
+    assert released == [volume / markers.DIRECTORY]
+
+
 async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")

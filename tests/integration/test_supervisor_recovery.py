@@ -233,7 +233,9 @@ async def test_what_is_held_can_be_stopped(world: World, monkeypatch: pytest.Mon
     async with world.supervisor() as supervisor:
         supervisor.hold("the disk is not there")
         await supervisor.recover()
+        assert supervisor.job_state() == "failing"
         await supervisor.stop(wait=True)
+        assert supervisor.job_state() == "stopped"
         supervisor.resume()
         await asyncio.sleep(0.1)
 

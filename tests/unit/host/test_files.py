@@ -67,12 +67,13 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
 
     def fsync(fd: int) -> None:
         is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
-        synced.append(("directory" if is_directory else "file", path.read_bytes()))
+        written = b"" if is_directory else Path(f"/proc/self/fd/{fd}").read_bytes()
+        synced.append(("directory" if is_directory else "file", path.read_bytes(), written))
 
     monkeypatch.setattr(os, "fsync", fsync)
     files.write_atomic(path, b"new")
 
-    assert synced == [("file", b"old"), ("directory", b"new")]
+    assert synced == [("file", b"old", b"new"), ("directory", b"new", b"")]
 
 
 def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
