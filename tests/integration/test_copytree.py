@@ -99,7 +99,6 @@ def replace_by_name_of(path: Path, other: Path) -> None:
         lambda target: replace_by_file(target / "a third name"),
         lambda target: replace_by_file(target / "pipe"),
         lambda target: replace_by_directory(target / "tool"),
-        lambda target: (shutil.rmtree(target / "db"), (target / "db").touch()),
     ],
 )
 def test_what_differs_is_put_right(pair: tuple[Path, Path], spoil: Callable[[Path], object]) -> None:
