@@ -15,6 +15,7 @@ import pytest
 from agent_shim.core.errors import ShimError
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcRemoteError, RpcTimeoutError, joined
+from tests.support.bus import until
 
 
 @asynccontextmanager
@@ -84,8 +85,9 @@ async def test_silence(tmp_path: Path, method: str, times: int) -> None:
     async with answering(tmp_path, *[None] * times) as (director, requests):
         with pytest.raises(RpcTimeoutError):
             await director.call("agent", method, timeout=0.05)
+        await until(lambda: len(requests) >= times)
 
-    assert len({request["reply_to"] for request in requests}) == times
+    assert len({request["reply_to"] for request in requests}) == len(requests) == times
 
 
 @pytest.mark.parametrize("nothing", [b"", b"{}", b"[]", b"no json", b"null"])
