@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import configparser
 import os
+import runpy
 import shutil
 import stat
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,24 @@ def test_second_run_changes_nothing(debian: Path) -> None:
 
     assert applied(debian) == []
     assert snapshot(debian) == before
+
+
+def test_directory_of_another_program_is_taken(debian: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPI puts the settings into a container whose overlay is just being applied."""
+    program: Any = types.SimpleNamespace(**runpy.run_path(str(OVERLAY / "apply")))
+    settings = debian / "var/vcap/bosh/warden-cpi-agent-env.json"
+    say = program.Root.changes
+
+    def changes(root: Any, line: str) -> bool:
+        if line == "make /var/vcap/bosh":
+            put(debian, str(settings.relative_to(debian)), "{}")
+        return bool(say(root, line))
+
+    monkeypatch.setattr(program.Root, "changes", changes)
+    program.overlay(program.Root(debian, dry=False), MANIFEST)
+
+    assert settings.read_text() == "{}"
+    assert applied(debian) == []
 
 
 def test_dry_run_only_says(debian: Path) -> None:
