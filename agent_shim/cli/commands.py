@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -17,19 +18,16 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from agent_shim import __version__
-from agent_shim.core import lean_imports, safetext
+from agent_shim.cli import daemon
+from agent_shim.core import safetext
 from agent_shim.core.errors import (
     BadArgumentsError,
-    BootError,
     HostError,
     NoAgentError,
     NotThereError,
     ShimError,
 )
 from agent_shim.core.paths import VCAP, Paths
-
-with lean_imports.without("bz2", "lzma"):  # saves 0.13 MB: nothing here has archives made by shutil
-    import shutil
 
 USAGE: Final = 2
 NO: Final = 1
@@ -62,27 +60,25 @@ def main(argv: Sequence[str]) -> int:
     args, surplus = parser().parse_known_args(argv)
     if surplus:
         args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")
-    return _outcome("agent-shim", args.run, args)
+    return _run(args) if args.run is _run else _outcome(args)
 
 
-def _outcome(program: str, command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run a command; print its error and return the exit code."""
+def _outcome(args: argparse.Namespace) -> int:
+    """Run a command that is not the daemon; print its error and return the exit code."""
     try:
-        return command(args)
+        return int(args.run(args))
     except ShimError as exc:
-        print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)
+        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
         return exc.exit_code
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except HostError as exc:
-        print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)
-        return BootError.exit_code if command is _run else _code_of(exc)
+        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
+        return _code_of(exc)
     except OSError as exc:
-        if command is _run:
-            raise  # a bug of the daemon, whose traceback is needed
-        print(safetext.lines(f"{program}: cannot {args.command}: {exc}"), file=sys.stderr)
+        print(safetext.lines(f"agent-shim: cannot {args.command}: {exc}"), file=sys.stderr)
         return _code_of(exc)
     except KeyboardInterrupt:
         # The signal ends the process, so that a shell ends a loop around the command, too.
@@ -124,7 +120,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
     if args.version:
         print(f"[Version] {__version__}")
         return 0
-    return _outcome("bosh-agent", _run, args)
+    return daemon.run("bosh-agent", config=args.config, base=args.base)
 
 
 EXAMPLES: Final[dict[str, str]] = {
@@ -335,18 +331,7 @@ def _daemon_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from agent_shim.daemon import main as daemon
-
-    return daemon.main(
-        daemon.Options(
-            config=args.config,
-            paths=Paths(args.base.absolute()),
-            http=getattr(args, "http", None),
-            log_format=getattr(args, "log_format", ""),
-            log_level=getattr(args, "log_level", ""),
-            job_logs=getattr(args, "job_logs", False),
-        )
-    )
+    return daemon.run("agent-shim", **vars(args))
 
 
 def _ask(args: argparse.Namespace, request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:

@@ -1,6 +1,6 @@
-"""Entry points ``agent-shim`` and ``bosh-agent``, with a fast path for probes, which run every few seconds.
+"""Entry points ``agent-shim`` and ``bosh-agent``, with short paths for probes, which run often, and for the daemon.
 
-The other commands are in ``commands``, whose imports alone exceed the budget of a probe.
+The other commands are in ``commands``, whose imports alone exceed the budget of a probe and the daemon's memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if (question := probe.read(words[1:])) is not None:
             return probe.main(question)
+    if words[:1] == ["run"]:
+        from agent_shim.cli import daemon
+
+        if (flags := daemon.read(words[1:])) is not None:
+            return daemon.run("agent-shim", **flags)
     from agent_shim.cli import commands
 
     return commands.main(words)
@@ -27,9 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bosh_agent(argv: Sequence[str] | None = None) -> int:
     """``bosh-agent``: run the daemon with the name and flags of CPIs and unit files."""
+    from agent_shim.cli import daemon
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    if (flags := daemon.read(words)) is not None:
+        return daemon.run("bosh-agent", **flags)
     from agent_shim.cli import commands
 
-    return commands.bosh_agent(sys.argv[1:] if argv is None else argv)
+    return commands.bosh_agent(words)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-import calendar
-import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from typing import NamedTuple
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -87,4 +86,6 @@ def _seconds(tag: int, stamp: bytes) -> int:
         text = ("19" if text[:2] >= "50" else "20") + text
     elif tag != _GENERALIZED_TIME:
         raise ValueError("the certificate has no validity")
-    return calendar.timegm(time.strptime(text, "%Y%m%d%H%M%SZ"))
+    if not text.endswith("Z"):
+        raise ValueError("the certificate has no validity")
+    return int(datetime.fromisoformat(f"{text[:8]}T{text[8:]}").timestamp())  # strptime takes 0.3 MB

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -166,6 +165,8 @@ class Scripts:
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bytes:
         """Return the output of the script; its exit code is ignored."""
+        import tempfile  # late: 0.1 MB
+
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             script = process.spawn(
                 [str(self._script(job, "drain")), *arguments],

@@ -11,7 +11,6 @@ import asyncio
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -146,6 +145,8 @@ async def _make_host_key(private: Path, public: Path) -> None:
             files.write_atomic, public, (await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))).encode()
         )
     except HostError:
+        import tempfile  # late: 0.1 MB
+
         files.make_dir(private.parent, 0o755)
         with tempfile.TemporaryDirectory(dir=private.parent) as scratch:
             made = Path(scratch, "key")

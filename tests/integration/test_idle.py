@@ -21,7 +21,19 @@ LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil
 ABSENT: Final = {
     *("agent_shim.demo", "agent_shim.daemon.worker", "agent_shim.edges.bus.https", "agent_shim.host.archive"),
     *("agent_shim.host.packing", "agent_shim.host.sandbox", "agent_shim.services.blobstore.transfer"),
-    *("agent_shim.supervisor.bpm.config", "bz2", "email", "http.client", "http.server", "multiprocessing", "sqlite3"),
+    *(
+        "agent_shim.supervisor.bpm.config",
+        "_strptime",
+        "argparse",
+        "bz2",
+        "email",
+        "encodings.idna",
+        "http.client",
+        "http.server",
+        "multiprocessing",
+        "sqlite3",
+    ),
+    *("_strptime", "argparse", "encodings.idna", "msgspec.inspect", "tempfile"),
     *("lzma", "tarfile", "unittest", "urllib.request", "xml", "zipfile"),
 }
 """Modules of this package and of the standard library for other processes, or for single requests."""

@@ -15,7 +15,7 @@ SENDERS = frozenset({"host", "demo.play"})
 """Modules that may signal by number: the demonstration kills a process that is not its own."""
 
 COMMANDS = frozenset(
-    {"cli.check", "cli.commands", "cli.compile_release", "cli.monit", "cli.bpm", "cli.bpm_logs", "demo"}
+    {"cli.check", "cli.commands", "cli.compile_release", "cli.daemon", "cli.monit", "cli.bpm", "cli.bpm_logs", "demo"}
 )
 
 

@@ -1,4 +1,4 @@
-"""The image's modules are compiled without docstrings, with everything else."""
+"""The image's modules are compiled without docstrings and types of functions, with everything else."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def nothing() -> None:
     """Of a function without a body."""
 
 
+@(lambda function: function)
+def typed(number: int): ...
+
+
 NAME = "kept"
 '''
 
@@ -51,6 +55,7 @@ def test_docstrings_are_gone_and_assertions_stay(tmp_path: Path) -> None:
     assert [names.get("__doc__"), *(names[name].__doc__ for name in ("Empty", "half", "nothing"))] == [None] * 4
     assert names["NAME"] == "kept"
     assert names["half"](4) == 2
+    assert (names["half"].__annotations__, names["typed"].__annotations__) == ({}, {"number": "int"})
     with pytest.raises(AssertionError):
         names["half"](3)
     positions = list(names["half"].__code__.co_positions())

@@ -195,7 +195,9 @@ class _Transport(TcpTransport):
         assert self._io_writer is not None
         reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
         protocol = _OverTls(reader)
-        host = uri if isinstance(uri, str) else uri.hostname
+        host: Any = uri if isinstance(uri, str) else uri.hostname
+        if host.isascii():
+            host = host.encode()  # a name in letters would bring the codec for others, which takes 0.2 MB
         transport = await loop.start_tls(self._io_writer.transport, protocol, ssl_context, server_hostname=host)
         assert transport is not None
         self._io_reader, self._io_writer = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
