@@ -59,8 +59,8 @@ CRASHES: Final = (
         "C-04",
         "makes up how a process ended that it did not see end",
         "agent_shim/supervisor/service.py",
-        "        record.last_exit = how\n",
-        "        record.last_exit = 'exit 0' if how == 'unknown' else how\n",
+        '    last_exit: str = ""\n',
+        '    last_exit: str = "exit 0"\n',
         "an invented exit",
     ),
     Saboteur(
@@ -569,7 +569,7 @@ INVARIANTS: Final = (
         "agent_shim/host/files.py",
         'without following links; a missing path is no error."""\n',
         'without following links; a missing path is no error."""\n    if is_leftover(path.name):\n        return\n',
-        "I6: .*packages",
+        "I6: .*data/(jobs|packages)/",
         case="D-06",
     ),
     Saboteur(

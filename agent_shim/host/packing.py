@@ -466,12 +466,12 @@ _Pattern = list[re.Pattern[str] | None]
 
 MAX_PATTERNS: Final = 1000
 """Limit of patterns after the expansion of braces; each file is compared with all of them."""
-MAX_PATTERN_CHARS: Final = 4096
-"""Limit of one pattern, as of a path."""
+MAX_PATTERN_CHARS: Final = 1024
+"""Limit of one pattern: unclosed brackets take quadratic time."""
 MAX_BRACES: Final = 50
 """Limit for one pattern."""
-MAX_EXPANDED_CHARS: Final = 100_000
-"""Limit of all patterns after the expansion: a thousand long ones take half a minute to compile."""
+MAX_EXPANDED_CHARS: Final = 10_000
+"""Limit of all patterns after the expansion, which take half a second to compile."""
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _PIECE: Final = re.compile(
     r"\\(?P<escaped>.)|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\])+)\]|(?P<stars>\*+)|(?P<any>\?)|(?P<plain>.)", re.DOTALL
