@@ -268,8 +268,8 @@ async def supervisor_killed(stand: Stand) -> str:
     back = await stand.answers(5)
     stand.between = lambda: None
     again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
-    told = {one["name"]: one for one in (await asked(stand, "services", action="show"))["services"]}
-    expect(told[victim].get("last_exit") in (None, "", "unknown"), f"an invented exit: {told[victim]}")
+    told = {one["name"]: one for one in (await asked(stand, "status"))["processes"]}
+    expect(told[victim]["last_exit"] in ("", "unknown"), f"an invented exit: {told[victim]}")
     return f"back after {back:.2f} s, the job {again:.2f} s later; how it ended is not made up; 19 of 20 untouched"
 
 

@@ -467,7 +467,10 @@ TARGETS: Final[dict[str, Target]] = {
     "filters": Target(
         _filters,
         (HostError,),
-        (b"*.log\n**/[a-z]?*.{log,gz}", b"**/" * 30 + b"x", b"*a" * 100 + b"x", b"{" * 50, b"{a,b}" * 9),
+        (
+            *(b"*.log\n**/[a-z]?*.{log,gz}", b"**/" * 30 + b"x", b"*a" * 100 + b"x", b"{" * 50, b"{a,b}" * 9),
+            *(b"\n".join([b"[" * 4000] * 24), b"{a,b}" * 9 + b"[^\x97a-z]?*" * 8),
+        ),
         (b"**/", b"*", b"[^", b"]", b"{", b"}", b",", b"\\", b"../", b"\n"),
     ),
     "command": Target(

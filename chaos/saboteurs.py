@@ -59,8 +59,8 @@ CRASHES: Final = (
         "C-04",
         "makes up how a process ended that it did not see end",
         "agent_shim/supervisor/service.py",
-        '    last_exit: str = ""\n',
-        '    last_exit: str = "exit 0"\n',
+        "        record.last_exit = how\n",
+        "        record.last_exit = 'exit 0' if how == 'unknown' else how\n",
         "an invented exit",
     ),
     Saboteur(
@@ -434,8 +434,9 @@ JOBS: Final = (
         "S-15",
         "takes uptimes from the wall clock",
         "agent_shim/host/clock.py",
-        "    return time.clock_gettime(time.CLOCK_BOOTTIME)\n",
-        "    return time.time()\n",
+        "def uptime_of(start_ticks: int) -> int:\n",
+        "_ORIGIN = time.time() - boot_time()\n\n\ndef uptime_of(start_ticks: int) -> int:\n"
+        "    return int(time.time() - _ORIGIN - start_ticks / TICKS)\n",
         "uptimes of|not within|I2|the jobs are",
     ),
     Saboteur(
