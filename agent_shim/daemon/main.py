@@ -28,6 +28,7 @@ from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, is_https, until_stoppe
 from agent_shim.edges import control_server, metrics
 from agent_shim.host import (
     daemon_thread,
+    files,
     loop_guard,
     process,
     reaper,
@@ -90,7 +91,7 @@ def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
     if path is None:
         return settings.AgentConfig()
     try:
-        return settings.parse_config(path.read_bytes(), origin=str(path), unknown=unknown)
+        return settings.parse_config(files.read(path), origin=str(path), unknown=unknown)
     except OSError as exc:
         raise ConfigError(f"cannot read the agent's configuration from {path}: {exc.strerror}") from exc
 

@@ -8,6 +8,7 @@ which is logged once.
 
 from __future__ import annotations
 
+import errno
 import functools
 import grp
 import logging
@@ -31,10 +32,26 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 * 1024
 """Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
-
+MAX_FILE_BYTES: Final = 16 * 1024 * 1024
+"""Limit of one document; the largest settings known have half a megabyte."""
 _MAX_LINKS: Final = 40
 """Links in one path, as in the kernel."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
+
+
+def read(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a file of the agent or the CPI; links are followed, as in the kubelet's volumes.
+
+    Raises ``OSError`` for anything but a regular file, of which a FIFO waits and a device has no end, and beyond
+    ``limit`` bytes.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return content
 
 
 def failed(what: str, exc: OSError) -> HostError:

@@ -470,7 +470,7 @@ MAX_PATTERN_CHARS: Final = 1024
 """Limit of one pattern: unclosed brackets take quadratic time."""
 MAX_BRACES: Final = 50
 """Limit for one pattern."""
-MAX_EXPANDED_CHARS: Final = 10_000
+MAX_EXPANDED_CHARS: Final = 5_000
 """Limit of all patterns after the expansion, which take half a second to compile."""
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _PIECE: Final = re.compile(

@@ -134,7 +134,7 @@ class SettingsStore:
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:
-                raw = path.read_bytes()
+                raw = files.read(path)
                 ignored: list[str] = []
                 found = settings.parse(raw, origin=str(path), ignored=ignored)
                 if ignored != self._ignored:
@@ -153,7 +153,7 @@ class SettingsStore:
     def _read_update(self) -> settings.UpdateSettings:
         path = self._paths.update_settings
         try:
-            return settings.parse_update(path.read_bytes(), origin=str(path))
+            return settings.parse_update(files.read(path), origin=str(path))
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
@@ -179,13 +179,13 @@ class SettingsStore:
 def _read_mbus(path: Path) -> settings.Mbus | None:
     """Load the kept credentials; None if they are missing or unreadable."""
     try:
-        return wire.decode(path.read_bytes(), settings.Mbus)
+        return wire.decode(files.read(path), settings.Mbus)
     except (OSError, ValueError):
         return None
 
 
 def _same(path: Path, raw: bytes) -> bool:
     try:
-        return path.read_bytes() == raw
+        return files.read(path) == raw
     except OSError:
         return False

@@ -88,7 +88,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
-    "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_read_config", "_was_shut_down"})),
+    "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_was_shut_down"})),
     "services.disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
     "services.disks.hints": Raw(OWN, frozenset({"load"})),
     "services.disks.mounting": Raw(
@@ -153,6 +153,7 @@ RAW: Mapping[str, Raw] = {
                 "_make_way",
                 "_write_in_place",
                 "behind",
+                "read",
                 "remove_leftovers",
                 "remove_tree",
                 "replacing",
@@ -245,9 +246,6 @@ RAW: Mapping[str, Raw] = {
     "daemon.runtime": Raw(NAMED, frozenset({"write_termination_log"})),
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})
-    ),
-    "services.settings_store": Raw(
-        OWN, frozenset({"SettingsStore._read_source", "SettingsStore._read_update", "_read_mbus", "_same"})
     ),
     "services.spec_store": Raw(OWN, frozenset({"SpecStore.load", "SpecStore.write_instance_files"})),
     "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size", "Sshd._start", "Sshd.host_key"})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from agent_shim.core import settings
 from agent_shim.core.errors import SettingsError
 from agent_shim.core.paths import Paths
+from agent_shim.host.files import MAX_FILE_BYTES
 from agent_shim.services.settings_store import SettingsStore
 
 
@@ -51,6 +53,21 @@ async def test_settings_are_waited_for(files: Files, before: str | None) -> None
 
     async with asyncio.timeout(5):
         assert (await waiting).agent_id == "a-1"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "flood"])
+async def test_a_fifo_a_device_and_a_flood_are_no_settings(files: Files, kind: str) -> None:
+    """A FIFO held the start, a device and a flood took memory without a bound."""
+    if kind == "fifo":
+        os.mkfifo(files.source)
+    elif kind == "device":
+        files.source.symlink_to("/dev/zero")
+    else:
+        files.write()
+        os.truncate(files.source, MAX_FILE_BYTES + 1)
+
+    with pytest.raises(SettingsError, match=r"it is no regular file|it has more than \d+ bytes"):
+        await files.store.refreshed()
 
 
 async def test_each_problem_is_logged_once(files: Files, caplog: pytest.LogCaptureFixture) -> None:
