@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,26 @@ def test_a_copy_is_exact(pair: tuple[Path, Path]) -> None:
 
     assert fingerprint(target) == fingerprint(source)
     assert target.stat().st_mode == source.stat().st_mode
+
+
+@pytest.mark.parametrize(("refusal", "is_fatal"), [(errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_volume_without_attributes_is_copied_and_a_broken_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int, is_fatal: bool
+) -> None:
+    """NFS has no extended attributes. An error of the disk is never taken for that."""
+    source, target = tmp_path / "from", tmp_path / "to"
+    for path in (source, target):
+        path.mkdir()
+    (source / "data").write_text("1")
+
+    def refused(_: int) -> list[str]:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(os, "listxattr", refused)
+
+    with pytest.raises((HostError, OSError)) if is_fatal else nullcontext():
+        copytree.mirror(source, target)
+    assert is_fatal or (target / "data").read_text() == "1"
 
 
 def test_the_source_is_not_touched(pair: tuple[Path, Path]) -> None:

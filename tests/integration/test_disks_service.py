@@ -12,7 +12,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.settings import DiskAssociation, UpdateSettings
-from agent_shim.host import copytree, files, volumes
+from agent_shim.host import copytree, files, mounts, volumes
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from tests.support.volumes import MORE_THAN_ALL, Instance, fingerprint, holding, migrate_until
@@ -21,6 +21,75 @@ from tests.support.volumes import MORE_THAN_ALL, Instance, fingerprint, holding,
 @pytest.fixture
 def instance(tmp_path: Path) -> Instance:
     return Instance(tmp_path, bind=False)
+
+
+async def test_a_former_error_is_not_told_again(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the mounts were restored, it is not why a disk is missing."""
+    instance.attach("a")
+    await instance.disks.mount("a")
+
+    def refused() -> None:
+        raise ActionError("no loop device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(instance.disks._places, "restore", refused)
+        await instance.disks.recover()
+    instance.paths.store.unlink()
+    assert (await instance.disks.problem()).endswith(": no loop device")
+    await instance.disks.recover()
+    instance.paths.store.unlink()
+
+    assert (await instance.disks.problem()).endswith(": it has not been mounted")
+
+
+async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one with the marker of a disk that was unmounted, nor the volume of a known disk."""
+    store = instance.paths.store
+    monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == store)
+
+    assert await instance.disks.list() == []
+    assert instance.disks.is_mounted()
+
+    markers.write(store, Marker("a", ""))
+    assert await instance.disks.list() == []
+    assert not instance.disks.is_mounted()
+
+    markers.remove(store)
+    instance.persistent["b"] = str(store)
+    assert await instance.disks.list() == []
+    assert not instance.disks.is_mounted()
+
+
+@pytest.mark.parametrize(("marker", "stays"), [(None, True), (Marker("b", "target", instance="another"), False)])
+async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
+    instance: Instance, marker: Marker | None, stays: bool
+) -> None:
+    """An older agent wrote no marker: that is no evidence against the disk."""
+    instance.id = "this"
+    for cid in "ab":
+        instance.attach(cid)
+        await instance.disks.mount(cid)
+    markers.remove(instance.volume("b"))
+    if marker is not None:
+        markers.write(instance.volume("b"), marker)
+
+    instance.start_agent()
+    await instance.disks.recover()
+
+    assert await instance.disks.list() == ["a", "b"][: 1 + stays]
+    assert instance.paths.store_migration_target.exists() is stays
+
+
+def test_a_disk_takes_over_the_place_of_another(instance: Instance) -> None:
+    """The marker that is written names the disk that was placed."""
+    volume = instance.attach("a")
+    markers.write(volume, Marker("z", "target", source="y"))
+
+    instance.disks._places._claim(markers.Disk("a", volume, volume, markers.read(volume)), "store")
+
+    assert instance.marker("a") == Marker("a", "store")
 
 
 # --- mount and list -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus.nats import NatsBus, Timing
-from tests.support.bus import echo
+from tests.support.bus import FakeServer, Wire, connected, echo, on_bus, until
 
 HASTY = Timing(connect=0.3, step=0.01, longest=0.02, early_step=0.01)
 
@@ -59,3 +59,23 @@ async def test_only_a_server_that_greets_counts_as_slow(how: str) -> None:
         for writer in taken:
             writer.transport.abort()
         server.close()
+
+
+async def test_a_connection_ends_the_patience() -> None:
+    """The next outage is met with short pauses again."""
+    greeted = 0
+
+    async def script(wire: Wire) -> None:
+        nonlocal greeted
+        greeted += 1
+        if greeted <= 2:
+            await wire.expect("CONNECT ")
+            await asyncio.Event().wait()
+        await wire.greet()
+        await wire.answer_pings()
+
+    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus, timing=HASTY) as bus:
+        await until(lambda: bus._slow > 0)
+        await connected(bus)
+
+        assert bus._slow == 0

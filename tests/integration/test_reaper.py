@@ -46,6 +46,22 @@ async def test_more_is_reaped_in_one_turn_of_the_loop_than_is_started() -> None:
     reaper.reap_all()
 
 
+async def test_heirs_hear_of_an_orphan_that_ends_and_of_no_child_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An orphan's process group is known to whoever keeps it, before the number can be used again."""
+    heard: list[proc.Stat] = []
+    monkeypatch.setattr(reaper, "heirs", [heard.append])
+    with reaper.reaping():
+        child = process.spawn(["/bin/sh", "-c", f"sleep 0.1 & echo $! >{tmp_path}/pid"], env={"PATH": "/bin:/usr/bin"})
+        await child.wait()
+        async with asyncio.timeout(30):
+            while not heard:
+                await asyncio.sleep(0.01)
+
+    assert [(stat.pid, stat.is_alive) for stat in heard] == [(number_in(tmp_path / "pid"), False)]
+
+
 async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path: Path) -> None:
     """It was forked in the leader's last moment and has come to us."""
     with reaper.reaping():

@@ -15,8 +15,9 @@ import pytest
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.service import Event, Service, ServiceContext
-from agent_shim.supervisor.state import State
+from agent_shim.supervisor.process_record import ProcessRecord
+from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
+from agent_shim.supervisor.state import Effect, State, Trigger
 from agent_shim.supervisor.supervisor import SCHEMA, read_saved
 
 
@@ -123,17 +124,82 @@ async def test_a_kill_for_want_of_memory_is_counted(how: str, was_oom: bool, kil
     assert list(service.record.exits.values()) == [2]
 
 
+async def test_patience_with_a_late_start_ends_with_the_next_restart() -> None:
+    """A start that failed by its timeout waits a cycle for the process. The restart after it does not."""
+    service = made("web")
+    service._patience = 600.0
+
+    service._take_effect(Effect.COUNT)
+
+    assert service._patience == 0.0
+
+
+async def test_a_stopped_service_remembers_no_process() -> None:
+    """Nor the stop program: the next start begins with an empty record."""
+    service = made("web")
+    service.record.state, service.record.traces = State.STOPPING, ProcessRecord(known=(1, 1))
+    service._has_lived, service._stopper = True, cast("Any", object())
+
+    service.on(Trigger.EMPTIED)
+
+    assert (service.state, service._has_lived, service._stopper) == (State.STOPPED, False, None)
+    assert service.record.traces == ProcessRecord()
+
+
+@pytest.mark.parametrize(("state", "is_stopped"), [(State.RUNNING, True), (State.STOPPED, False)])
+async def test_only_a_service_that_was_started_is_stopped_by_its_program(state: State, is_stopped: bool) -> None:
+    """Also one that an earlier agent started, and whose process is gone. Its cgroup is removed in any case."""
+    calls: list[str] = []
+    service = made("web", calls=calls)
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
+
+    service.resume(Record(state=state), same_world=True)
+    await service._end()
+
+    assert calls == [*(["run Stopped"] if is_stopped else []), "dismiss"]
+
+
 CTL = Program(("ctl",))
 
 
-async def printed(_: str) -> list[str]:
-    return ["disk full"]
+class Programs:
+    """Programs of services, none of which leaves a process; ``calls`` are those with an effect."""
+
+    ownership = None
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    async def printed(self, _: str) -> list[str]:
+        return ["disk full"]
+
+    async def members(self, *_: object) -> list[Any]:
+        return []
+
+    async def sweep(self, *_: object) -> list[Any]:
+        return []
+
+    async def dismiss(self, _: ProcessSpec) -> None:
+        self._calls.append("dismiss")
+
+    async def run(self, *called: object, **_: object) -> Any:
+        self._calls.append(f"run {called[2]}")
+        return SimpleNamespace(wait=self._exited)
+
+    async def _exited(self) -> int:
+        return 0
 
 
-def made(name: str, *, was_oom: bool = False, notify: Callable[[Event], None] = lambda _: None) -> Service:
+def made(
+    name: str,
+    *,
+    was_oom: bool = False,
+    notify: Callable[[Event], None] = lambda _: None,
+    calls: list[str] | None = None,
+) -> Service:
     shared = ServiceContext(
         base=Path("/"),
-        programs=cast("Any", SimpleNamespace(ownership=None, printed=printed)),
+        programs=cast("Any", Programs([] if calls is None else calls)),
         bpm=cast("Any", None),
         restarts=TokenBucket(1, 1),
         timing=Timing(),
