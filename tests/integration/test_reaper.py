@@ -46,10 +46,10 @@ async def test_more_is_reaped_in_one_turn_of_the_loop_than_is_started() -> None:
     reaper.reap_all()
 
 
-async def test_heirs_hear_of_an_orphan_that_ends_and_of_no_child_of_ours(
+async def test_the_end_of_an_orphan_reaches_the_heirs_and_that_of_a_child_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An orphan's process group is known to whoever keeps it, before the number can be used again."""
+    """The supervisor ends the process group of an orphan before the number can be used again."""
     heard: list[proc.Stat] = []
     monkeypatch.setattr(reaper, "heirs", [heard.append])
     with reaper.reaping():
