@@ -184,8 +184,8 @@ NETWORK: Final = (
         "N-11",
         "waits on the event loop until the server takes what is sent",
         NATS,
-        "        if self.pending_data_size > MAX_BACKLOG_BYTES:\n",
-        "        while self.pending_data_size > 1 << 16:\n            time.sleep(0.01)\n        if self.pending_data_size > MAX_BACKLOG_BYTES:\n",
+        "        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
+        "        while self._wire.backlog > 1 << 16:\n            time.sleep(0.01)\n        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
         "no pong within|not within|RpcTimeout",
     ),
     Saboteur(
@@ -208,8 +208,8 @@ NETWORK: Final = (
         "N-14",
         "publishes to subjects of any length",
         NATS,
-        "if size > MAX_SUBJECT_BYTES:",
-        "if not subject:",
+        "if len(name) > MAX_SUBJECT_BYTES:",
+        "if not name:",
         "the link was given up|no pong",
     ),
     Saboteur(

@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from agent_shim.core import safetext
 from agent_shim.core.errors import HostError, ShimError
 
@@ -47,7 +49,15 @@ _SECRETS: Final = (
 )
 """Private keys, ``user:password`` of a URL, query strings (signed links carry their signature there)."""
 
-_encode: Final = json.JSONEncoder(ensure_ascii=False).encode
+_lenient: Final = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def _encode(value: Any) -> str:
+    """Encode as JSON: by msgspec in a fifth of the time, but for what it refuses (lone surrogates, huge numbers)."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (ValueError, OverflowError):
+        return _lenient(value)
 
 
 def redacted(text: str) -> str:

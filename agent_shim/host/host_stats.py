@@ -62,7 +62,7 @@ def memory(proc: Path = PROC) -> Memory:
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:
     """Load averages over 1, 5 and 15 minutes; a container has none of its own."""
-    one, five, fifteen = (float(field) for field in (proc / "loadavg").read_text().split()[:3])
+    one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
     _require_natural(one, five, fifteen)
     return one, five, fifteen
 

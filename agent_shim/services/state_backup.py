@@ -40,7 +40,7 @@ SCHEMA: Final = 1
 """Version of all state files together; raised when an older version would misread a file of this one."""
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
-POLL_S: Final = 5.0
+POLL_S: Final = 10.0
 """Poll interval for changes made outside actions: a CPI may write into a running container."""
 
 

@@ -35,7 +35,7 @@ async def asking(wire: Wire) -> None:
     wire.send(message(REQUEST))
     while (await wire.expect(""))[:4] == "PING":
         wire.send(b"PONG\r\n")
-    assert wire.lines[-1] == "PUB director.d.agent.r  17"
+    assert wire.lines[-1] == "PUB director.d.agent.r 17"
     assert json.loads(await wire.payload(17)) == {"value": "ping"}
     await wire.answer_pings()
 
@@ -108,7 +108,7 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
         await wire.greet()
         wire.send(words)
         wire.send(message(b'{"method":"after","reply_to":"director.d.agent.r"}'))
-        while not (await wire.expect("")).startswith("PUB director.d.agent.r  18"):
+        while not (await wire.expect("")).startswith("PUB director.d.agent.r 18"):
             if wire.lines[-1] == "PING":
                 wire.send(b"PONG\r\n")
         await wire.payload(18)

@@ -31,6 +31,7 @@ from agent_shim.core import lean_imports
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.edges.bus import Handle, Stats, tls
+from agent_shim.host import clock
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 # Used for websockets (aiohttp), a version number (importlib.metadata) and JetStream (nats.js) only: saves 15 MB.
@@ -47,6 +48,8 @@ MAX_SUBJECT_BYTES: Final = 1024
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Concurrent requests, in number and size; requests beyond that are dropped, as in nats.go."""
 
+RECEIVED_BYTES: Final = 32 * 1024
+"""Buffer of a connection: as much as nats-py takes at once."""
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
 """Bytes queued for a slow server; beyond that, publishing fails, as in nats.go."""
 
@@ -159,8 +162,21 @@ def _slowdown(slow: int) -> int:
 # --- one connection -------------------------------------------------------------------------------------------------
 
 
-class _OverTls(asyncio.StreamReaderProtocol):
-    """Closes the connection when the server closes its half; TLS knows no half-closed state, and asyncio logs it."""
+class _OverTls(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
+    """Receives into one buffer: without it TLS maps and unmaps 256 KiB of memory for each message.
+
+    Closes the connection when the server closes its half; TLS knows no half-closed state, and asyncio logs it.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self._received = memoryview(bytearray(RECEIVED_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self._received[:nbytes].tobytes())
 
     def eof_received(self) -> bool:
         super().eof_received()
@@ -212,6 +228,11 @@ class _Transport(TcpTransport):
             if not (self.is_secure and line.startswith(b"INFO ")):
                 return line
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that the server has not taken yet."""
+        return 0 if self._io_writer is None else self._io_writer.transport.get_write_buffer_size()
+
     def close(self) -> None:
         for writer in (self._io_writer, self._bare_io_writer):
             if writer is not None:
@@ -240,6 +261,9 @@ class _Link(Client):
         self._asked = 0
         self._heard = 0
         self._ponged = asyncio.Event()
+        self._commands: list[bytes] = []
+        """Sent together at the end of this turn of the event loop: many replies are one write."""
+        self._commands_bytes = 0
 
     async def open(self, url: str, context: ssl.SSLContext, agent_id: str, timing: Timing) -> None:
         """Connect and subscribe; returns once the server has confirmed the subscription."""
@@ -264,7 +288,7 @@ class _Link(Client):
         self._attach("clock", self._ping_interval_task)
         if not self.is_connected:
             raise BusError("the server does not answer like a NATS server")
-        await self._send_command(f"SUB agent.{agent_id} 1\r\n".encode())
+        self._queue(f"SUB agent.{agent_id} 1\r\n".encode())
         await self.flushed(DISABLED_TIMER_S)
         if self.is_over:
             raise BusError(self._ended.result())
@@ -294,19 +318,31 @@ class _Link(Client):
         if not self._ended.done():
             self._ended.set_result(why)
 
-    async def send(self, subject: str, data: bytes) -> None:
-        """Queue a message; raises ``BusError``."""
+    def send(self, subject: str, data: bytes) -> None:
+        """Queue a message; raises ``BusError`` for one that the server would answer by closing the connection."""
         if self.is_over:
             raise BusError(self._ended.result())
-        size = len(subject.encode())
-        if size > MAX_SUBJECT_BYTES:
-            raise BusError(f"a subject of {size} bytes would close the connection")
-        if self.pending_data_size > MAX_BACKLOG_BYTES:
+        name = subject.encode()
+        if name.split() != [name]:
+            raise BusError("a subject is one word")
+        if len(name) > MAX_SUBJECT_BYTES:
+            raise BusError(f"a subject of {len(name)} bytes would close the connection")
+        if len(data) > self.max_payload:
+            raise BusError(f"a message of {len(data)} bytes exceeds the server's limit of {self.max_payload}")
+        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:
             raise BusError("the server does not accept data")
-        try:
-            await self.publish(subject, data)
-        except nats_errors.Error as exc:
-            raise BusError(str(exc) or type(exc).__name__) from exc
+        self._queue(b"PUB %b %d\r\n%b\r\n" % (name, len(data), data))
+
+    def _queue(self, command: bytes) -> None:
+        if not self._commands:
+            asyncio.get_running_loop().call_soon(self._send_commands)
+        self._commands.append(command)
+        self._commands_bytes += len(command)
+
+    def _send_commands(self) -> None:
+        commands, self._commands, self._commands_bytes = self._commands, [], 0
+        if not self.is_over:
+            self._wire.write(b"".join(commands))  # type: ignore[no-untyped-call]
 
     async def flushed(self, timeout_s: float) -> bool:
         """Wait until the server has processed all sent data, at most ``timeout_s`` seconds.
@@ -334,25 +370,26 @@ class _Link(Client):
         self._parts.append(part)
         part.add_done_callback(lambda _: self.end(f"its {name} has stopped"))
 
-    async def _ask(self) -> None:
-        """Send a ping after all queued data; nats-py's own ping precedes it."""
+    def _ask(self) -> None:
+        """Send a ping after all queued data."""
         self._asked += 1
-        await self._send_command(b"PING\r\n")
-        await self._flush_pending()
+        self._queue(b"PING\r\n")
 
     async def _round_trip(self) -> None:
-        await self._ask()
+        self._ask()
         answered = self._asked
         while self._heard < answered:
             self._ponged.clear()
             await self._ponged.wait()
 
     async def _live(self, timing: Timing) -> None:
+        """Ping on the common beat; the subscription was confirmed just before the first one."""
         silent = 0
+        await asyncio.sleep(clock.until_beat(timing.ping))
         while silent < timing.unanswered:
             before = self._heard
-            await self._ask()
-            await asyncio.sleep(timing.ping)
+            self._ask()
+            await asyncio.sleep(clock.until_beat(timing.ping))
             silent = 0 if self._heard > before else silent + 1
         self.end(f"no answer to {silent} pings")
 
@@ -495,12 +532,9 @@ class NatsBus:
         if self._link is None:
             raise BusError(f"cannot publish to {subject!r}: not connected to the bus")
         try:
-            async with asyncio.timeout(self._timing.connect):
-                await self._link.send(subject, data)
-        except (BusError, TimeoutError) as exc:
-            raise BusError(
-                f"cannot publish to {subject[:100]!r}: {str(exc) or 'the server does not accept it'}"
-            ) from exc
+            self._link.send(subject, data)
+        except BusError as exc:
+            raise BusError(f"cannot publish to {subject[:100]!r}: {exc}") from exc
         self.stats.sent += 1
         self.stats.sent_bytes += len(data)
 
@@ -715,22 +749,13 @@ class NatsBus:
             self.stats.rejected += 1
             return
         try:
-            async with asyncio.timeout(self._timing.reply):
-                await self._reply(*answer)
+            if not self.is_connected:
+                async with asyncio.timeout(self._timing.reply):
+                    await self.wait_connected()
+            await self.publish(*answer)
         except (BusError, TimeoutError) as exc:
             self.stats.unanswered += 1
             logger.warning("cannot send a reply, dropped: %s", str(exc) or "no connection to the bus in time")
-
-    async def _reply(self, subject: str, reply: bytes) -> None:
-        """Send a reply on this connection or the next one; raises ``BusError`` if the reply itself is at fault."""
-        while True:
-            await self.wait_connected()
-            link = self._link
-            try:
-                return await self.publish(subject, reply)
-            except BusError:
-                if self._link is link and self.is_connected:
-                    raise
 
     def _answered(self, size: int, task: asyncio.Task[None]) -> None:
         self._answering.discard(task)
