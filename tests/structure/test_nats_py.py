@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+from asyncio import sslproto
 from collections.abc import Mapping
 from importlib.metadata import version
 
@@ -55,6 +56,10 @@ def test_attributes_are_those_of_a_client() -> None:
     text = inspect.getsource(inspect.getmodule(Client)) + inspect.getsource(inspect.getmodule(TcpTransport))  # type: ignore[arg-type]
 
     assert [name for name in ATTRIBUTES if f"self.{name}" not in text] == []
+
+
+def test_asyncio_sizes_its_buffer_of_tls_by_the_attribute_that_is_set() -> None:
+    assert "bytearray(self.max_size)" in inspect.getsource(sslproto.SSLProtocol.__init__)
 
 
 def test_nothing_else_of_nats_py_is_private_to_it_and_used() -> None:

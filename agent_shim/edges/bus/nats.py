@@ -18,6 +18,7 @@ import random
 import socket
 import ssl
 import time
+from asyncio import sslproto
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -160,6 +161,9 @@ def _slowdown(slow: int) -> int:
 
 
 # --- one connection -------------------------------------------------------------------------------------------------
+
+
+sslproto.SSLProtocol.max_size = RECEIVED_BYTES  # asyncio holds 256 KiB for each connection
 
 
 class _OverTls(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
