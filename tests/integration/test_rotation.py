@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ async def test_archives_move_up_and_the_oldest_goes(logs: Path) -> None:
 
 
 async def test_archives_together_have_a_limit(logs: Path) -> None:
-    """The oldest of all are removed first, in any job."""
+    """The oldest are removed first, of jobs with as much."""
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -169,7 +170,7 @@ async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
 
-    due = [log.path for log in (await rotator(logs)._look(1000)).due]
+    due = [log.path for log in (await rotator(logs)._look(1000)).chosen()]
 
     assert due == ["b.log", "web/a.log", "a.log"]
 
@@ -363,9 +364,9 @@ async def test_hundred_thousands_of_archives_cost_no_memory(logs: Path, monkeypa
         path.write_bytes(b"" if number % 2 else b"x")
         os.utime(path, (number, number))
 
-    found = rotation.look_at(logs, "web", 100)
+    _, found = rotation.look_at(logs, "web", 100)
 
-    assert found.archived == 250
+    assert found.size == 250
     assert [each.path for each in found.oldest] == [f"web/x{number}.log.1.gz" for number in range(0, 20, 2)]
     await rotator(logs, Limits(size=1 << 20, total=245)).rotate()
     assert len(list(logs.glob("web/x*.gz"))) == 495
@@ -385,6 +386,49 @@ async def test_a_job_with_too_many_files_keeps_no_other_from_rotation(
     assert archived(logs / "zoo/good.log") == b"g" * 1000
 
 
+@pytest.mark.parametrize("planted", ["second names", "names that leave no room for an archive", "small logs"])
+async def test_hundreds_of_logs_of_one_job_keep_no_other_from_rotation(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """In a round as many are rotated as have room in it, which those of one job could fill, round after round."""
+    monkeypatch.setattr(rotation, "MAX_DUE", 4)
+    for number in range(8):
+        path = logs / f"web/{number}.log"
+        if planted == "second names" and number:
+            path.hardlink_to(logs / "web/0.log")
+            continue
+        if planted == "names that leave no room for an archive":
+            path = logs / f"web/{number}{'x' * 250}.log"
+        path.write_text("x" * 150)
+    (logs / "zoo").mkdir()
+    (logs / "zoo/good.log").write_text("g" * 1000)
+
+    await rotator(logs).rotate()
+
+    assert archived(logs / "zoo/good.log") == b"g" * 1000
+
+
+@pytest.mark.parametrize("planted", ["second names", "archives of the future"])
+async def test_archives_of_one_job_have_none_of_another_removed(logs: Path, planted: str) -> None:
+    """The job with the most loses its own, and a file with many names counts as none."""
+    (logs / "zoo").mkdir()
+    good = logs / "zoo/good.log.1.gz"
+    good.write_bytes(os.urandom(8192))
+    os.utime(good, (1_000_000, 1_000_000))
+    for number in range(1, 9):
+        path = logs / f"web/x.log.{number}.gz"
+        if planted == "second names" and number > 1:
+            path.hardlink_to(logs / "web/x.log.1.gz")
+        else:
+            path.write_bytes(os.urandom(8192))
+            os.utime(path, (1 << 32, 1 << 32))
+
+    await rotator(logs, Limits(size=1 << 20, total=40_000)).rotate()
+
+    assert good.exists()
+    assert len(list(logs.glob("web/*.gz"))) == (8 if planted == "second names" else 3)
+
+
 async def test_a_volume_that_does_not_answer_keeps_no_other_job_from_rotation(
     logs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -392,7 +436,7 @@ async def test_a_volume_that_does_not_answer_keeps_no_other_job_from_rotation(
     gate = threading.Event()
     honest = rotation.look_at
 
-    def look_at(root: Path, job: str, limit: int) -> rotation.Findings:
+    def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[rotation.Found], rotation.Archived]:
         if job == "web":
             gate.wait()
         return honest(root, job, limit)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import heapq
+import itertools
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,23 +82,27 @@ class Found(NamedTuple):
     modified: float
 
 
-class Findings(NamedTuple):
-    """Result of a search. ``due`` are logs to rotate, smallest first: a huge one does not delay the others.
+class Archived(NamedTuple):
+    """Archives of a job: ``size`` of all in bytes, and some of them, oldest first."""
 
-    ``archived`` is the size of all archives in bytes, ``oldest`` some of them, oldest first: memory use does not grow
-    with their number.
+    size: int
+    oldest: Sequence[Found]
+
+
+class Findings(NamedTuple):
+    """Result of a search by job: logs to rotate, smallest first, and archives.
+
+    Memory use does not grow with their number.
     """
 
-    due: Sequence[Found] = ()
-    archived: int = 0
-    oldest: Sequence[Found] = ()
+    due: dict[str, Sequence[Found]]
+    archives: dict[str, Archived]
 
-    def __add__(self, more: Findings) -> Findings:  # type: ignore[override] # a tuple's would concatenate them
-        return Findings(
-            heapq.nsmallest(MAX_DUE, [*self.due, *more.due], key=lambda log: log.size),
-            self.archived + more.archived,
-            heapq.nsmallest(MAX_REMOVED, [*self.oldest, *more.oldest], key=lambda each: each.modified),
-        )
+    def chosen(self) -> list[Found]:
+        """Return the logs of one round: the smallest of each job, then the second of each, so none waits for others."""
+        turns = itertools.zip_longest(*self.due.values())
+        found = (log for turn in turns for log in sorted(filter(None, turn), key=lambda log: log.size))
+        return list(itertools.islice(found, MAX_DUE))
 
 
 class Rotation:
@@ -122,15 +128,15 @@ class Rotation:
         """Rotate logs above the limit, then remove the oldest archives above theirs."""
         limit = self._size()
         found = await self._look(limit)
-        if found.due:
-            logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in found.due))
+        if due := found.chosen():
+            logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
             most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants the content
-            paths = [os.fsencode(log.path) for log in found.due]
+            paths = [os.fsencode(log.path) for log in due]
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
                 done = await worker_client.work(
                     worker_client.Rotate(str(self._root), paths, self._limits.keep, most), nice=10
                 )
-            for log, outcome in zip(found.due, done.outcomes, strict=True):
+            for log, outcome in zip(due, done.outcomes, strict=True):
                 if outcome.error:
                     logger.error("%s", outcome.error)
                 elif outcome.left_out:
@@ -148,11 +154,13 @@ class Rotation:
 
     async def _look(self, limit: int) -> Findings:
         """Search the files of each job separately: a hanging volume of one job does not affect the others."""
-        findings = Findings()
+        findings = Findings({}, {})
         for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
             try:
                 look = partial(look_at, self._root, job, limit)
-                findings += await guarded.aside(_whose(job), look, timeout=LOOK_TIMEOUT_S)
+                findings.due[job], findings.archives[job] = await guarded.aside(
+                    _whose(job), look, timeout=LOOK_TIMEOUT_S
+                )
             except OSError as exc:
                 logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, exc)
         return findings
@@ -209,33 +217,48 @@ def _jobs(root: Path) -> list[str]:
         return ["", *sorted(guarded.names(directory))]
 
 
-def look_at(root: Path, job: str, limit: int) -> Findings:
+def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived]:
     """Find the logs of a job (or of none, "") above ``limit`` bytes, and its archives. Blocks.
 
-    Links are neither followed nor listed. The search of one job ends at ``MAX_JOB_ENTRIES``.
+    Links are neither followed nor listed, nor are files with a second hard link, which are not rotated: one file could
+    have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
     """
     logs: list[Found] = []
     archives: list[Found] = []
     with guarded.held(root) as top:
         for path, status in guarded.walk(top, job, depth=MAX_DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
-            size = min(status.st_size, status.st_blocks * BLOCK_BYTES)
+            size = min(status.st_size, status.st_blocks * BLOCK_BYTES) if status.st_nlink == 1 else 0
             if path.endswith(".log"):
                 if size > limit:
                     logs.append(Found(path, size, status.st_mtime))
             elif size and ARCHIVE.fullmatch(path):
                 archives.append(Found(path, size, status.st_mtime))
-    return Findings() + Findings(logs, sum(each.size for each in archives), archives)
+    return (
+        heapq.nsmallest(MAX_DUE, logs, key=lambda log: log.size),
+        Archived(
+            sum(each.size for each in archives),
+            heapq.nsmallest(MAX_REMOVED, archives, key=lambda each: each.modified),
+        ),
+    )
 
 
 def surplus(found: Findings, total: int) -> list[str]:
-    """Return the oldest archives whose removal brings the total to or towards ``total`` bytes."""
-    excess = found.archived - total
-    paths = []
-    for each in found.oldest:
-        if excess <= 0:
-            break
-        paths.append(each.path)
-        excess -= each.size
+    """Return archives whose removal brings the total to or towards ``total`` bytes.
+
+    Each is the oldest of the job that has the most then: no job has those of others removed by its own.
+    """
+    sizes = {job: archived.size for job, archived in found.archives.items()}
+    ahead = {job: deque(archived.oldest) for job, archived in found.archives.items() if archived.oldest}
+    excess = sum(sizes.values()) - total
+    paths: list[str] = []
+    while excess > 0 and ahead and len(paths) < MAX_REMOVED:
+        job = min(ahead, key=lambda job: (-sizes[job], ahead[job][0].modified))
+        one = ahead[job].popleft()
+        paths.append(one.path)
+        excess -= one.size
+        sizes[job] -= one.size
+        if not ahead[job]:
+            del ahead[job]
     return paths
 
 
