@@ -279,11 +279,11 @@ def spawn(
     group: str | None = None,
     nice: int = 0,
     umask: int = 0o022,
-    session: bool = False,
     limits: Mapping[int, tuple[int, int]] = {},
     cgroups: Sequence[str] = (),
 ) -> Process:
-    """Run a program without a shell, in its own process group (or ``session``).
+    """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
+    are signalled as a whole, and have a terminal of the agent.
 
     A stream of None is ``/dev/null``; a path is opened for appending. ``user`` and ``group`` are names or numbers; the
     user brings its supplementary groups. Without root both are ignored. ``limits`` maps ``resource.RLIMIT_*`` to soft
@@ -308,8 +308,7 @@ def spawn(
                 stdout=subprocess.DEVNULL if out is None else out,
                 stderr=subprocess.DEVNULL if err is None else err,
                 umask=umask,
-                start_new_session=session,
-                process_group=None if session else 0,
+                start_new_session=True,
                 preexec_fn=setup if setup.is_needed else None,  # noqa: PLW1509 - see above
             )
         except OSError as exc:

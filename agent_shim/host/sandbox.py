@@ -104,9 +104,7 @@ async def prepared(
     with ours:
         ours.setblocking(False)
         with theirs:
-            started = process.spawn(
-                [*launcher(), "0"], env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, session=True
-            )
+            started = process.spawn([*launcher(), "0"], env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):  # it has exited; its status is the report
             await loop.sock_sendall(ours, _encoded({**spec, "gate": True}))

@@ -136,7 +136,6 @@ class Programs:
                     stderr=output,
                     user=program.user,
                     group=program.group,
-                    session=True,
                 )
                 try:
                     return spawn(cgroups=groups)

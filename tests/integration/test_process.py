@@ -7,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -184,7 +185,7 @@ async def test_output_waits_for_no_pipe_and_goes_into_no_file_of_another_name(
 
 
 async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> None:
-    """Working directory, umask, empty input, own group or session, priority and limits are as asked."""
+    """Working directory, umask, empty input, own group and session, priority and limits are as asked."""
     script = "pwd; umask; cat | wc -c; ulimit -n; ps -o pgid=,sid=,ni= -p $$"
     out = tmp_path / "out"
     child = process.spawn(
@@ -193,7 +194,6 @@ async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> N
         cwd=tmp_path,
         umask=0o077,
         nice=3,
-        session=True,
         stdout=out,
         limits={resource.RLIMIT_NOFILE: (64, 64)},
     )
@@ -204,14 +204,42 @@ async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> N
     assert ps.split() == [str(child.pid), str(child.pid), str(os.nice(0) + 3)]
 
 
-async def test_group_is_its_own_but_the_session_is_ours(env: dict[str, str]) -> None:
-    """Without ``session`` a child leads a group only."""
-    child = process.spawn(["/bin/sleep", "600"], env=env)
-    stat = proc.stat(child.pid)
+async def test_no_program_joins_the_group_of_another(env: dict[str, str], tmp_path: Path) -> None:
+    """A job's process that a script has left would have the signals for its own group meet a script of root."""
+    victim = process.spawn(["/bin/sleep", "600"], env=env)
+    joining = f"import os; os.setpgid(0, {victim.pid})"
+    attacker = process.spawn([sys.executable, "-S", "-c", joining], env=env, stderr=tmp_path / "errors")
 
-    assert stat is not None
-    assert (stat.group, stat.session) == (child.pid, os.getsid(0))
-    await child.terminate(1)
+    assert await attacker.wait() == 1
+    assert "PermissionError" in (tmp_path / "errors").read_text()
+    await victim.terminate(1)
+
+
+SPAWNING = """
+import asyncio, sys
+from agent_shim.host import process
+async def main():
+    child = process.spawn(["/bin/sh", "-c", "exec 3<>/dev/tty && echo pushed >&3"], env={}, stderr=2)
+    print("code", await child.wait())
+asyncio.run(main())
+"""
+
+
+def test_the_terminal_of_the_agent_is_closed_to_its_programs() -> None:
+    """They could read from it, type into it, and have the agent stopped when it writes there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", SPAWNING])
+    said = b""
+    with contextlib.suppress(OSError):  # EIO: its end
+        while chunk := os.read(terminal, 4096):
+            said += chunk
+    os.close(terminal)
+
+    assert os.waitpid(pid, 0)[1] == 0
+    assert b"code 0" not in said
+    assert b"code " in said
+    assert b"pushed\r\n" not in said
 
 
 async def test_limit_out_of_reach_is_lowered(env: dict[str, str], tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path:
         child = process.spawn(
             ["/bin/sh", "-c", f"trap '' TERM; sleep 600 & echo $! >{tmp_path}/pid"],
             env={"PATH": "/bin:/usr/bin"},
-            session=True,
         )
         await child.wait()
         member = number_in(tmp_path / "pid")

@@ -301,7 +301,6 @@ class Bpm:
             env={**self._env(job, wanted), MARK: process_record.mark(bpm_label(job, wanted.name), self._paths.base)},
             stdout=self._log(job, wanted.name, "stdout"),
             stderr=self._log(job, wanted.name, "stderr"),
-            session=True,
         )
         try:
             status = await hook.wait()
