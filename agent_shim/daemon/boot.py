@@ -109,7 +109,9 @@ def make_tree(paths: Paths) -> None:
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue
-        files.make_dir(path, mode, owner)
+        # All users may make entries in sys/run.
+        make = files.make_own_dir if path == paths.shim_run else files.make_dir
+        make(path, mode, owner)
     if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
         files.swap_link(paths.data_sys, paths.sys)
 

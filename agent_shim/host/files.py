@@ -36,6 +36,8 @@ MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 """Limit of one document; the largest settings known have half a megabyte."""
 _MAX_LINKS: Final = 40
 """Links in one path, as in the kernel."""
+_ATTEMPTS: Final = 10
+"""Of making a directory in a place where another user keeps putting something."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
@@ -235,6 +237,40 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
             _settle(fd, mode, owner)
     except OSError as exc:
         raise failed(f"make the directory {path}", exc) from exc
+
+
+def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
+    """As :func:`make_dir`, where all users may make entries: an entry of another user is moved away.
+
+    A directory taken over from a job would hold what the job has put there for us to find.
+    """
+    for _ in range(_ATTEMPTS):
+        move_away(path)
+        try:
+            with closing(_make_way(path, mode & 0o700)) as fd:
+                if os.fstat(fd).st_uid in guarded.trusted_users():
+                    _settle(fd, mode, owner)
+                    return
+        except NotADirectoryError:  # put there meanwhile
+            continue
+        except OSError as exc:
+            raise failed(f"make the directory {path}", exc) from exc
+    raise HostError(f"cannot make the directory {path}: another user keeps putting something there")
+
+
+def move_away(path: Path, *, keeps_directories: bool = False) -> None:
+    """Rename what neither root nor this user has put at ``path``, whatever it is; directories only if told."""
+    try:
+        found = path.lstat()
+        if found.st_uid in guarded.trusted_users() or (keeps_directories and stat.S_ISDIR(found.st_mode)):
+            return
+        aside = sibling(path)
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise failed(f"move {path} away", exc) from exc
+    logger.warning("%s was put there by user %d: it is %s now", path, found.st_uid, aside.name)
 
 
 def _make_way(path: Path, mode: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -56,6 +57,22 @@ def read(path: Path | None) -> Pidfile | None:
     if number is None or int(number[1]) == 0:
         return None
     return Pidfile(int(number[1]), status.st_mtime_ns / 1e9, status.st_ino, status.st_uid)
+
+
+def read_own(path: Path) -> Pidfile | None:
+    """Read a pidfile that the agent wrote, in a directory that only it can write; None otherwise.
+
+    Jobs can make directories in ``sys/run``.
+    """
+    trusted = guarded.trusted_users()
+    try:
+        with guarded.held(path.parent) as directory:
+            status = os.fstat(directory)
+            found = read(Path(f"/proc/self/fd/{directory}", path.name))
+    except OSError:
+        return None
+    is_private = status.st_uid in trusted and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found if is_private and found is not None and found.owner in trusted else None
 
 
 class Session(NamedTuple):

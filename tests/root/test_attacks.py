@@ -184,19 +184,73 @@ async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_no
     assert await pod.director.value(AGENT, "ping") == "pong"
 
 
-async def test_a_link_to_where_bpm_keeps_its_pidfiles_leads_nowhere(pod: Pod) -> None:
-    """Everybody may write above it."""
+@pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
+async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_nothing(pod: Pod, planted: str) -> None:
+    """All users may write above it."""
     await pod.start()
+    how = {
+        "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",
+        "file": "touch /var/vcap/sys/run/bpm",
+        "directory in the place of the pidfile": "mkdir -p /var/vcap/sys/run/bpm/caged/caged.pid/full",
+    }[planted]
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
-    pod.machine.run(f"{AS_VCAP} ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm")
+    pod.machine.run(f"{AS_VCAP} {how}")
     await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": BPM}))
     await pod.run("start")
 
-    await pod.until("failing")
+    await pod.until("running")
 
     assert pod.machine.run("ls /var/vcap/data/elsewhere") == ""
-    status = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
-    assert "sys/run/bpm" in json.loads(status)["processes"][0]["reason"]
+    assert pod.machine.run("stat -c %U%a /var/vcap/sys/run/bpm /var/vcap/sys/run/bpm/caged") == "root755\nroot700\n"
+    await pod.run("stop")
+    assert pod.machine.run("ls /var/vcap/sys/run/bpm/caged") == ""
+
+
+async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(pod: Pod) -> None:
+    """Before the first process of bpm.yml runs, any user can make that directory; its name and times fit."""
+    await pod.start()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": BPM}))
+    pod.machine.run("sleep 1000 >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
+    victim = int((pod.vcap / "data/victim").read_text())
+    place = "/var/vcap/sys/run/bpm/caged"
+    pod.machine.run(f"{AS_VCAP} sh -c 'mkdir -p {place}; echo {victim} >{place}/caged.pid'")
+
+    bpm = f"{sys.executable} -m agent_shim.cli.bpm"
+    assert pod.machine.run(f"{bpm} pid caged 2>&1 || true") == "Error: process is not running or could not be found\n"
+    pod.machine.run(f"{bpm} stop caged")
+    await pod.run("start")
+    await pod.until("running")
+
+    pod.machine.run(f"kill -0 {victim}")
+    assert int(pod.machine.run(f"{bpm} pid caged")) != victim
+
+
+@pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkfifo"])
+async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_moved_away(pod: Pod, planted: str) -> None:
+    """Its start script, which runs as root, would write its pidfile through a link."""
+    await pod.start()
+    pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
+    pod.machine.run(f"{AS_VCAP} {planted} /var/vcap/sys/run/web")
+
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.run("start")
+
+    await pod.until("running")
+    assert pod.machine.run("ls /var/vcap/data/elsewhere; stat -c %F%U%a /var/vcap/sys/run/web") == "directoryroot770\n"
+
+
+@pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
+async def test_what_is_put_where_the_agent_keeps_its_socket_stops_no_start(pod: Pod, planted: str) -> None:
+    """Jobs of the Go agent run before the first start of this one, which has no such directory yet."""
+    pod.start_container()
+    more = "/control.sock/full" if planted == "mkdir -p" else ""
+    pod.machine.run("mkdir -p -m 1777 /var/vcap/data/sys/run; mkdir -m 755 /var/vcap/data/elsewhere")
+    pod.machine.run(f"{AS_VCAP} {planted} /var/vcap/data/sys/run/agent_shim{more}")
+
+    await pod.start_agent()
+
+    assert await pod.director.value(AGENT, "ping") == "pong"
+    assert pod.machine.run("ls /var/vcap/data/elsewhere; stat -c %U%a /var/vcap/sys/run/agent_shim") == "root700\n"
 
 
 def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path: Path) -> None:

@@ -139,14 +139,14 @@ class Bpm:
 
     def find(self, job: str, name: str) -> Identity | None:
         """Find the living process, started by this agent or an earlier one."""
-        pidfile = process_record.read(self._pidfile(job, name))
+        pidfile = process_record.read_own(self._pidfile(job, name))
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
         label = bpm_label(job, name)
         if (caged := self._programs.ownership.label_of(found.pid)) is not None:
             return found.identity if caged == label else None
-        # Only the agent writes the pidfile, right after the start.
+        # The agent writes the pidfile right after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         if -0.1 < age < MAX_PIDFILE_DELAY_S:
             return found.identity
@@ -205,7 +205,7 @@ class Bpm:
                 self._programs.killed.add(label)
             await self._programs.sweep(label, ProcessRecord(), left, 0.0, is_usual=True)
             await asyncio.to_thread(self._open_cage, call.job, call.process)
-            await asyncio.to_thread(self._pidfile(call.job, call.process).unlink, missing_ok=True)
+            await asyncio.to_thread(self._remove_pidfile, call.job, call.process)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
         """Run the process as an errand, without a pidfile, to its exit code; 0 immediately if it already runs."""
@@ -437,8 +437,8 @@ class Bpm:
         paths = self._paths
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
         directory = self._pidfile(job, wanted.name).parent
-        files.make_dir(directory.parent, 0o755, own)  # its parent is writable by all users
-        files.make_dir(directory, 0o700, own)
+        files.make_own_dir(directory.parent, 0o755, own)  # its parent is writable by all users
+        files.make_own_dir(directory, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
             if not paths.store.is_dir():
@@ -494,6 +494,11 @@ class Bpm:
     def _pidfile(self, job: str, name: str) -> Path:
         return self._paths.sys / "run/bpm" / job / f"{name}.pid"
 
+    def _remove_pidfile(self, job: str, name: str) -> None:
+        path = self._pidfile(job, name)
+        with contextlib.suppress(OSError), guarded.held(path.parent) as directory:
+            os.unlink(path.name, dir_fd=directory)
+
     def _log(self, job: str, name: str, stream: str) -> Path:
         return self._paths.sys / "log" / job / f"{name}.{stream}.log"
 
@@ -501,8 +506,11 @@ class Bpm:
 
     @property
     def is_in_use(self) -> bool:
-        """True if a process of bpm.yml was ever started here."""
-        return (self._paths.sys / "run/bpm").is_dir()
+        """True if a process of bpm.yml was ever started here: any user can make this directory."""
+        try:
+            return guarded.status(self._paths.sys / "run/bpm").st_uid in guarded.trusted_users()
+        except OSError:
+            return False
 
     def kill_hogs(self) -> list[MemoryKill]:
         """Kill the trees of processes above their memory limit, and return them; blocks for some milliseconds.
