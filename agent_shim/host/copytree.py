@@ -29,6 +29,8 @@ REPORT_PERIOD_S: Final = 0.5
 """Interval of progress reports."""
 MAX_ATTEMPTS: Final = 3
 """Attempts to copy and compare before a source that keeps changing is given up."""
+PIECE_BYTES: Final = 4000
+"""Part of a path that the kernel takes at once: at most 4096 bytes with the end."""
 COARSE_NS: Final = 2_000_000_000
 """Rounding of timestamps by file systems, in nanoseconds."""
 
@@ -92,6 +94,31 @@ def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
         return all(entry.name in spared for entry in entries)
 
 
+class _Places:
+    """Directories of a tree by number, each as the number of the one above and its name.
+
+    A job decides how many there are and how deep: a path for each would take the memory of a machine.
+    """
+
+    def __init__(self) -> None:
+        self._all = [(0, "")]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, above: int, name: str) -> int:
+        self._all.append((above, name))
+        return len(self._all) - 1
+
+    def path(self, number: int) -> str:
+        """Return the path with a trailing slash; "" for the top."""
+        names = [""]
+        while number:
+            number, name = self._all[number]
+            names.append(name)
+        return "/".join(reversed(names))
+
+
 class _Mirror:
     """State of one copy: descriptors of both directories, and the hard links seen so far."""
 
@@ -113,10 +140,9 @@ class _Mirror:
     def copy(self) -> None:
         """Walk the source once and copy entries that are missing or differ in the target."""
         self._begin("copying")
-        first: dict[tuple[int, int], str] = {}
-        entered = []
-        for path, source, target, names in self._pairs():
-            entered.append(path)
+        first: dict[tuple[int, int], tuple[int, str]] = {}
+        places = _Places()
+        for number, path, source, target, names in self._pairs(places):
             for name in _names(target) - set(names) - self._spare(path):
                 _remove(target, name)
             for name in names:
@@ -126,11 +152,12 @@ class _Mirror:
                     if other is None:
                         _copy_entry(source, target, name, status)
                         if _is_shared(status):
-                            first[_inode(status)] = f"{path}{name}"
+                            first[_inode(status)] = number, name
                     else:
-                        self._link(other, target, name)
+                        self._link(places.path(other[0]), other[1], target, name)
                     self._advance(status)
-        for path in reversed(entered):  # children first: an entry made in a directory changes its time
+        for number in reversed(range(len(places))):  # children first: an entry made in a directory changes its time
+            path = places.path(number)
             with self._both(path) as (source, target), _errors_as("copy", path, "."):
                 _copy_attributes(source, target, os.fstat(source))
 
@@ -142,7 +169,7 @@ class _Mirror:
         found = []
         made: dict[tuple[int, int], tuple[int, int]] = {}
         owner: dict[tuple[int, int], tuple[int, int]] = {}
-        for path, source, target, names in self._pairs(make=False):
+        for _, path, source, target, names in self._pairs(_Places(), make=False):
             surplus = _names(target) - set(names) - self._spare(path)
             for name in (*names, *surplus):
                 with _errors_as("compare", path, name):
@@ -160,9 +187,8 @@ class _Mirror:
                         os.unlink(name, dir_fd=target)
         return found
 
-    def _link(self, other: str, target: int, name: str) -> None:
-        """Make ``name`` a hard link to the copy of ``other``."""
-        above, _, last = other.rpartition("/")
+    def _link(self, above: str, last: str, target: int, name: str) -> None:
+        """Make ``name`` a hard link to the copy of ``last`` in the directory ``above``."""
         with closing(_open_below(self._target, above)) as there:
             wanted = _status(there, last)
             if (found := _status_or_none(target, name)) is not None:
@@ -171,32 +197,34 @@ class _Mirror:
                 _remove(target, name)
             os.link(last, name, src_dir_fd=there, dst_dir_fd=target, follow_symlinks=False)
 
-    def _pairs(self, *, make: bool = True) -> Iterator[tuple[str, int, int, list[str]]]:
-        """Yield each directory of the source, parents first: its path with a trailing slash, both descriptors, its
-        names.
+    def _pairs(self, places: _Places, *, make: bool = True) -> Iterator[tuple[int, str, int, int, list[str]]]:
+        """Yield each directory of the source, parents first: its number in ``places``, its path with a trailing slash,
+        both descriptors, its names.
         """
-        ahead = [""]
+        ahead = [0]
         while ahead:
-            path = ahead.pop()
+            number = ahead.pop()
+            path = places.path(number)
             with self._both(path) as (source, target):
                 if make:  # an earlier pass may have set a mode without write permission
                     os.fchmod(target, stat.S_IMODE(os.fstat(target).st_mode) | 0o700)
                 names = sorted(_names(source) - self._spare(path))
-                yield path, source, target, names
+                yield number, path, source, target, names
                 for name in reversed(names):
                     there = _status_or_none(target, name)
                     if there and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(_status(source, name).st_mode):
-                        ahead.append(f"{path}{name}/")
+                        ahead.append(places.add(number, name))
 
     def _walk(self, top: int) -> Iterator[tuple[int, list[str]]]:
         """Yield each directory below ``top`` with its names."""
-        ahead = [""]
+        places, ahead = _Places(), [0]
         while ahead:
-            path = ahead.pop()
+            number = ahead.pop()
+            path = places.path(number)
             with _errors_as("read", path, "."), closing(_open_below(top, path)) as here:
                 names = sorted(_names(here) - self._spare(path))
                 yield here, names
-                ahead += [f"{path}{name}/" for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
+                ahead += [places.add(number, name) for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
 
     @contextmanager
     def _both(self, path: str) -> Iterator[tuple[int, int]]:
@@ -389,7 +417,14 @@ def _remove(directory: int, name: str) -> None:
 
 
 def _open_below(top: int, path: str) -> int:
-    return guarded.open_beneath(top, path, _READ_DIR) if path else os.dup(top)
+    """Open a directory in pieces: its path may be longer than the kernel takes at once."""
+    rest, here = os.fsencode(path.rstrip("/")), os.dup(top)
+    while rest:
+        end = len(rest) if len(rest) <= PIECE_BYTES else rest.rindex(b"/", 0, PIECE_BYTES)
+        with closing(here):
+            here = guarded.open_beneath(here, os.fsdecode(rest[:end]), _READ_DIR)
+        rest = rest[end + 1 :]
+    return here
 
 
 def _open_file(directory: int, name: str) -> int:

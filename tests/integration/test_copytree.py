@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -305,3 +306,25 @@ def test_what_is_compared_is_what_came_to_the_disk(tmp_path: Path, monkeypatch: 
 
     assert (target / "file").read_text() == "right"
     assert synced == [target, target]
+
+
+def test_a_tree_deeper_than_a_path_may_be_long_is_copied(tmp_path: Path) -> None:
+    """A job needs no privilege to make one, and would have its disk stay where it is."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for top in (source, target):
+        top.mkdir()
+    name = "x" * 255
+    here = os.open(source, os.O_RDONLY)
+    for _ in range(40):
+        os.mkdir(name, dir_fd=here)
+        below = os.open(name, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    with open(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=here), "w") as file:
+        file.write("content")
+    os.close(here)
+
+    copytree.mirror(source, target)
+
+    done = subprocess.run(["tar", "-C", target, "-c", "."], check=True, capture_output=True)
+    assert b"content" in done.stdout
