@@ -44,6 +44,8 @@ LEVEL: Final = 2
 
 MAX_JOB_ENTRIES: Final = 20_000
 """Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
+LONG_PATH_CHARS: Final = 256
+"""A path of so many characters counts as two entries, of twice as many as three, and so on."""
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Time for packing a live tree; after it the rest is left out."""
@@ -172,7 +174,9 @@ class _Archive:
         while waiting:
             here = waiting.pop()
             job = here.partition("/")[0]
-            limit = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
+            weight = 1 + len(here) // LONG_PATH_CHARS if self._is_live else 1
+            room = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
+            limit = room // weight
             try:
                 found = _listed(root, here, limit + 1)
             except OSError as exc:
@@ -181,9 +185,10 @@ class _Archive:
                 continue
             if len(found) > limit:
                 name = root.name_of(_Entry(root, here, stat.S_IFDIR))
-                self._remarks[name] = f"the rest of it is left out: it has more than {MAX_JOB_ENTRIES} files"
+                most = MAX_JOB_ENTRIES // weight
+                self._remarks[name] = f"the rest of it is left out: it has more than {most} files"
                 del found[limit:]
-            left[job] = limit - len(found)
+            left[job] = room - len(found) * weight
             yield from found
             waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
 

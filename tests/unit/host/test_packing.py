@@ -589,6 +589,20 @@ def test_a_job_with_too_many_files_keeps_no_other_out(tmp_path: Path, monkeypatc
     assert content(data, "./remarks") == b"./evil/deep: the rest of it is left out: it has more than 10 files\n"
 
 
+def test_long_paths_count_as_more_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty thousand of the longest took a quarter of a gigabyte."""
+    monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 20)
+    deep = "/".join(["d" * 250] * 4)
+    make(tmp_path, [f"evil/{deep}/{number}.log" for number in range(30)] + ["good/x.log"])
+
+    data = logs(tmp_path)
+
+    names = list(entries(data))
+    assert "./good/x.log" in names
+    assert len([name for name in names if "evil" in name]) == 3
+    assert b"the rest of it is left out: it has more than 5 files\n" in content(data, "./remarks")
+
+
 def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later tasks wait for it."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
