@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 
@@ -89,6 +89,10 @@ class Archived(NamedTuple):
     oldest: Sequence[Found]
 
 
+Look: TypeAlias = tuple[Sequence[Found], Archived]
+"""Logs of one job to rotate, smallest first, and its archives."""
+
+
 class Findings(NamedTuple):
     """Result of a search by job: logs to rotate, smallest first, and archives.
 
@@ -153,16 +157,28 @@ class Rotation:
             await guarded.aside(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Search the files of each job separately: a hanging volume of one job does not affect the others."""
+        """Search the files of all jobs in one thread; if it hangs, those of each job in its own.
+
+        A hanging volume of one job does not affect the others.
+        """
+        jobs = await guarded.aside("sys/log", partial(_jobs, self._root))
+        look = partial(look_at, self._root, limit=limit)
+        try:
+            looks = await guarded.aside("sys/log of all jobs", partial(_each, look, jobs), timeout=LOOK_TIMEOUT_S)
+        except OSError:
+            looks = {}
+            for job in jobs:
+                each = partial(_each, look, [job])
+                try:
+                    looks |= await guarded.aside(_whose(job), each, timeout=LOOK_TIMEOUT_S)
+                except OSError as exc:
+                    looks[job] = exc
         findings = Findings({}, {})
-        for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
-            try:
-                look = partial(look_at, self._root, job, limit)
-                findings.due[job], findings.archives[job] = await guarded.aside(
-                    _whose(job), look, timeout=LOOK_TIMEOUT_S
-                )
-            except OSError as exc:
-                logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, exc)
+        for job, found in looks.items():
+            if isinstance(found, OSError):
+                logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, found)
+            else:
+                findings.due[job], findings.archives[job] = found
         return findings
 
     def _size(self) -> int:
@@ -217,7 +233,18 @@ def _jobs(root: Path) -> list[str]:
         return ["", *sorted(guarded.names(directory))]
 
 
-def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived]:
+def _each(look: Callable[[str], Look], jobs: Sequence[str]) -> dict[str, Look | OSError]:
+    """Look at jobs; an error concerns its own job alone. Blocks."""
+    looks: dict[str, Look | OSError] = {}
+    for job in jobs:
+        try:
+            looks[job] = look(job)
+        except OSError as exc:
+            looks[job] = exc
+    return looks
+
+
+def look_at(root: Path, job: str, limit: int) -> Look:
     """Find the logs of a job (or of none, "") above ``limit`` bytes, and its archives. Blocks.
 
     Links are neither followed nor listed, nor are files with a second hard link, which are not rotated: one file could
