@@ -1,17 +1,18 @@
-"""``./dev bench [PART...]``: measure an agent through the wire alone and print one JSON; it keeps no verdict.
+"""``./dev bench [PART...]``: measure an agent through its protocol alone, and print one JSON document.
 
-Any agent can be put in by ``--agent-command``, where ``{config}`` stands for its agent.json and ``{base}`` for the
-directory that stands for /var/vcap. Progress goes to stderr. Figures are medians with the spread, and beside them the
-floor of the same run: the least that could do it. On a machine that does other things only these ratios say something.
-A part that comes to no end keeps the figures it has, and is listed under ``missing`` with the reason.
+Progress goes to stderr. A figure is a median with its minimum and maximum. Beside it is its floor, measured in the same
+run: the cost of the smallest program that does the same. On a busy machine only the ratio of the two is meaningful. If
+a part fails, its figures so far are kept, and ``missing`` gives the reason.
 
-``./dev bench --into-docs`` measures everything and writes the table of docs/performance.md: that is all of a final run,
-on a quiet machine, some twenty minutes long. ``--beside FILE`` adds a column for another agent, from the JSON that an
-earlier run with ``--agent-command`` has printed (``python -m benchmarks.go_agent`` for the Go agent). ``--from FILE``
-measures nothing and takes figures of an earlier run.
-``large`` (GBs of logs, a large compiled package, a large apply) is only measured when it is named, and so are ``scale``
-(1 000 and 10 000 light agents and an outage of their bus) and ``cpi``: the Kubernetes CPI on a node of its own, as
-root.
+``--agent-command`` measures another agent: ``{config}`` in the command is its agent.json, ``{base}`` its directory in
+place of /var/vcap. ``python -m benchmarks.go_agent`` does this for the Go agent.
+
+``--into-docs`` also writes the table of docs/performance.md: run it without PARTs on a quiet machine, about twenty
+minutes. ``--beside FILE`` adds a column, from the JSON of an earlier run with another agent, and writes the table of
+README.md too. ``--from FILE`` measures nothing and uses the JSON of an earlier run.
+
+Three parts run only by name: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale`` (1 000
+and 10 000 light agents, and an outage of their bus) and ``cpi`` (the Kubernetes CPI on its own node, as root).
 """
 
 from __future__ import annotations
@@ -68,10 +69,7 @@ ON_DEMAND: Final[dict[str, Part]] = {"large": large.measure, "scale": light.meas
 
 
 async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tuple[Figures, dict[str, str]]:
-    """All figures of some parts of one agent, and for each part that came to no end why.
-
-    Each figure says of which part it is.
-    """
+    """Return the figures of these parts, each with the name of its part, and the reason for each failed part."""
     figures: Figures = {}
     missing: dict[str, str] = {}
     begun_at = time.monotonic()
@@ -81,7 +79,7 @@ async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tupl
         _say(f"{name} (after {part_begun_at - begun_at:.0f} s)")
         try:
             await part(command, scale, found)
-        except Exception as exc:  # noqa: BLE001 - what one agent cannot do takes nothing away from the other parts
+        except Exception as exc:  # noqa: BLE001 - a failed part does not affect the others
             missing[name] = str(exc) or f"{type(exc).__name__} in {_place(exc)}"
             _say(f"{name}: cannot measure all of it: {missing[name]}")
         figures |= {figure: {**values, "part": name} for figure, values in found.items()}
@@ -90,7 +88,7 @@ async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tupl
 
 
 def _place(exc: Exception) -> str:
-    """Where in the benchmark it was."""
+    """Return the place in the benchmark where the error occurred."""
     frames = [frame for frame in traceback.extract_tb(exc.__traceback__) if Path(frame.filename).parent == HERE]
     return f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "an unknown place"
 
@@ -105,16 +103,18 @@ def parsed() -> argparse.Namespace:
     )
     named = f"{', '.join(PARTS | ON_DEMAND)}; default: all but {', '.join(ON_DEMAND)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=named)
-    parser.add_argument("--agent-command", default=COMMAND, help="default: this agent")
-    parser.add_argument("--agent-name", metavar="NAME", help="what the figures are headed with; default: the command")
-    parser.add_argument("--scale", type=float, default=1.0, help="of counts, sizes and times (default: 1)")
-    parser.add_argument("--into-docs", action="store_true", help="write the table of docs/performance.md as well")
-    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="figures of an earlier run")
-    parser.add_argument("--beside", type=Path, action="append", default=[], metavar="FILE", help="another agent's JSON")
+    parser.add_argument("--agent-command", default=COMMAND, help="measure another agent")
+    parser.add_argument("--agent-name", metavar="NAME", help="heading of the figures (default: the command)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for counts, sizes and times (default: 1)")
+    parser.add_argument("--into-docs", action="store_true", help="also write the tables of the docs")
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="use the JSON of an earlier run")
+    parser.add_argument(
+        "--beside", type=Path, action="append", default=[], metavar="FILE", help="add a column from this JSON"
+    )
     args = parser.parse_args()
     args.parts = dict.fromkeys(args.parts or PARTS)
     if unknown := args.parts.keys() - (PARTS | ON_DEMAND).keys():
-        parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {named}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; the parts are {named}")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Memory after much: 10 000 actions and 1000 restarts of processes by an agent, 1000 reconnects of its bus.
+"""Memory growth: after 10 000 actions, 1000 restarts of processes, and 1000 reconnects of the bus.
 
 The reconnects are those of the bus module alone, with pauses of milliseconds: an agent takes seconds for each.
 """
@@ -29,7 +29,7 @@ CALM_S: Final = 5.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the counts."""
+    """``scale`` multiplies the counts."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(5, 1))
@@ -42,14 +42,14 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         await w.run("apply", w.spec(JOBS, 0))
         await w.run("start")
         await w.until_running()
-        await restart(w, JOBS)  # the first round makes what stays
+        await restart(w, JOBS)  # the first round makes lasting allocations
         found["growth_after_1000_restarts"] = await grown(w, restart(w, max(JOBS, int(RESTARTS * scale))))
     if command == COMMAND:
         found["growth_after_1000_reconnects"] = await reconnects(max(20, int(RECONNECTS * scale)))
 
 
 async def grown(w: World, work: object) -> Figure:
-    """MB that the agent has afterwards and had not before."""
+    """Return the MB by which the agent grows."""
     await asyncio.sleep(CALM_S)
     before = w.pss()
     await work  # type: ignore[misc]
@@ -72,7 +72,7 @@ async def act(w: World, count: int) -> None:
 
 
 async def restart(w: World, count: int) -> None:
-    """Kill all processes, as often as it takes, with time between for each death to be a first one."""
+    """Kill all processes repeatedly, with pauses after which each death counts as a first one."""
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)
         before = w.pids()
@@ -85,7 +85,7 @@ async def restart(w: World, count: int) -> None:
 
 
 async def reconnects(count: int) -> Figure:
-    """The growth of a process that has a bus and loses its link so often."""
+    """Return the growth of a process whose bus loses its link repeatedly."""
     with tempfile.TemporaryDirectory() as scratch:
         async with NatsServer(Path(scratch)) as server:
             await server.add_agent(AGENT)
@@ -102,7 +102,7 @@ async def reconnects(count: int) -> Figure:
 
 
 async def lose_links(own: dict[str, object], count: int) -> float:
-    """Connect, have the link cut, connect; MB grown after the first tenth."""
+    """Connect and cut the link repeatedly; return the MB of growth after the first tenth."""
 
     async def nobody(_: bytes) -> None:
         return None
@@ -124,7 +124,7 @@ async def lose_links(own: dict[str, object], count: int) -> float:
 
 
 def cut(bus: NatsBus) -> None:
-    """As a server that goes away without a word."""
+    """Cut the link as a server does that vanishes silently."""
     link = bus._link  # noqa: SLF001 - only a server can end a link, and it would end all of them
     if link is not None:
         link.end("cut")

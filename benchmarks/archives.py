@@ -29,7 +29,7 @@ SMALL_LOG_BYTES: Final = 4096
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of all sizes and counts."""
+    """``scale`` multiplies all sizes and counts."""
     async with world(command) as w:
         await w.start_agent()
         found["unpack_one_file_of_200_MB"] = await unpacked(w, "large", int(LARGE * scale))
@@ -56,7 +56,7 @@ async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | Non
 
 
 async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure]:
-    """MB/s of ``fetch_logs``, of igzip fed with the same files (the floor), and of tar with what there is."""
+    """Return the MB/s of ``fetch_logs``, of igzip on the same files (the floor), and of tar with its compressors."""
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)
     rates: dict[str, list[float]] = {"agent": [], "igzip": [], "tar and gzip -1": []}
@@ -83,7 +83,7 @@ async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure
 
 
 def squeeze(root: Path) -> int:
-    """Read and compress everything, and throw it away."""
+    """Read and compress everything, and discard the result."""
     packer = isal_zlib.compressobj(2, wbits=31)
     total = 0
     for path in sorted(root.rglob("*.log")):

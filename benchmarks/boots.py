@@ -1,4 +1,4 @@
-"""From exec to the first answer, with nothing to do and with jobs to adopt; the floor is ``benchmarks.echo``."""
+"""Time from exec to the first answer, without jobs and with jobs to adopt; the floor is ``benchmarks.echo``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_MACHINE: Final = (
 )
 """Mounts that confine the writes of an agent that is root: the tree, /etc, and authorities."""
 MADE: Final = ".made"
-"""Suffix of the file whose time is the end of the preparation: it is no part of the figure."""
+"""Suffix of the file whose time marks the end of the preparation, which the figure excludes."""
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5
 
@@ -88,7 +88,7 @@ async def measure_as_root(command: str, found: Figures) -> None:
 
 
 async def running_again(w: World) -> None:
-    """Until the agent says ``running`` with all jobs."""
+    """Wait until the agent reports ``running`` with all jobs."""
     async with asyncio.timeout(60):
         while True:
             state = await w.director.value(AGENT, "get_state", "full")

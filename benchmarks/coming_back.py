@@ -1,7 +1,8 @@
-"""``./dev run python -m benchmarks.coming_back``: the time of an instance to come back; needs root. Prints one JSON.
+"""``./dev run python -m benchmarks.coming_back``: time until an instance runs again after a restart; needs root.
 
-Five jobs with a pre-start each and a disk, in containers with their own mounts and process numbers: restarted in place,
-created again with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of the agent.
+Prints one JSON document. Five jobs with a pre-start each and a disk, in containers with their own mounts and pids:
+restarted in place, created again with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of
+the agent.
 """
 
 from __future__ import annotations

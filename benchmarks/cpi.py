@@ -1,4 +1,4 @@
-"""The Kubernetes CPI on a node of its own: calls as the Director makes them, beside the least that could do the same.
+"""The Kubernetes CPI on its own node: calls as the Director makes them, beside a minimal client that does the same.
 
 Root and the packages of ``./dev test-kubernetes`` are needed; the node is built the first time. ``on_node`` runs in its
 namespaces.
@@ -65,7 +65,7 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
 
 @dataclass
 class Bare:
-    """Requests with nothing around them: one connection, no retries, no types."""
+    """Bare requests: one connection, no retries, no types."""
 
     namespace: str
     token: str
@@ -77,7 +77,7 @@ class Bare:
         return http.client.HTTPSConnection(address, context=context, timeout=POD_TIMEOUT_S)
 
     def ask(self, link: http.client.HTTPSConnection, method: str, path: str, body: Any = None) -> Any:
-        """The decoded answer, which must be good."""
+        """Return the decoded answer; raises an exception for an error status."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body)
         link.request(method, f"/api/v1/namespaces/{self.namespace}/{path}", content, headers)
@@ -157,14 +157,16 @@ def claim_by_hand(claim: Any, before: str, after: str) -> Any:
 
 
 def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
-    """How long a process takes, from exec to its end."""
+    """Return the seconds of a process, from exec to its end."""
     began = time.monotonic()
     subprocess.run(argv, input=request, capture_output=True, check=True, env={"PATH": PATH})
     return time.monotonic() - began
 
 
 def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tuple[float, list[float], list[Any]]:
-    """Processes at once: seconds until all have ended, the most memory of each in MB, and their responses."""
+    """Run processes at once; return the seconds until all have ended, the peak memory of each in MB, and their
+    responses.
+    """
     began = time.monotonic()
     running = []
     for number, request in enumerate(requests):
@@ -176,7 +178,7 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
                 subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env=environment, cwd=home)
             )
     memory = {process.pid: 0.0 for process in running}
-    # Looked at while they run: what the kernel tells at the end counts this process too, from before the exec.
+    # Read while they run: the kernel's figure at the end includes this process before the exec.
     while left := [process for process in running if process.poll() is None]:
         for process in left:
             memory[process.pid] = max(memory[process.pid], high_water(process.pid))
@@ -190,7 +192,7 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
 
 
 def high_water(pid: int) -> float:
-    """The most memory that a process has had, in MB; 0 when it is gone."""
+    """Return the peak memory of a process in MB; 0 when it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -207,7 +209,7 @@ def request(cpi: Cpi, method: str, *arguments: Any) -> bytes:
 
 
 async def on_node(figures: Figures, scale: float, scratch: Path) -> None:
-    """Everything, on a node that is started here."""
+    """Measure everything on a new node."""
     here = node.Node(node.here())
     here.start()
     async with AsyncExitStack() as stack:
@@ -297,7 +299,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
     }
     floor: list[float] = []
     made: dict[str, list[float]] = {name: [] for name in calls}
-    # In turns: other work on the machine counts for all alike.
+    # In turns: other work on the machine affects all equally.
     for _ in range(count):
         floor.append(seconds_of([sys.executable, "-I", "-c", START_OF_A_CLIENT]) + three_requests())
         for name, ask in calls.items():
@@ -308,7 +310,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
 
 
 async def _create_vm(site: Site, instance: Instance) -> None:
-    """One that no agent will be asked of: no Director lets it in on the bus."""
+    """A VM whose agent is not queried: no Director admits it to the bus."""
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
 

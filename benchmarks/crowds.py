@@ -20,7 +20,7 @@ SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3
 KILLED: Final = 200
 IDLE_S: Final = 30.0
-"""Seconds from one heartbeat to the next: in so many there is one, and twice as many where there is a budget."""
+"""Seconds between two heartbeats. A measurement lasts one interval, or two where the figure has a budget."""
 PINGED_S: Final = 15.0
 CALM_S: Final = 6.0
 FIRST_FAILURE_S: Final = 32.0
@@ -28,7 +28,7 @@ FIRST_FAILURE_S: Final = 32.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the numbers of processes and of the idle time."""
+    """``scale`` multiplies the numbers of processes and the idle time."""
     slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()
@@ -77,14 +77,14 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
 
 
 async def share(w: World, seconds: float) -> float:
-    """Processor time in percent of one core."""
+    """Return the processor time in percent of one core."""
     used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
     return (w.cpu_seconds() - used) / watch.seconds * 100
 
 
 async def ping(w: World, into: list[float]) -> None:
-    """Twice a second: more would be work."""
+    """Twice a second: a shorter interval would load the machine."""
     while True:
         watch = Stopwatch()
         await w.director.value(AGENT, "ping")
@@ -93,7 +93,7 @@ async def ping(w: World, into: list[float]) -> None:
 
 
 async def running(w: World, jobs: int, starts: int) -> None:
-    """Until each job was started so often and its pidfile names a living process."""
+    """Wait until each job was started this many times and its pidfile names a living process."""
     async with asyncio.timeout(300):
         while True:
             known = w.starts()
@@ -105,7 +105,7 @@ async def running(w: World, jobs: int, starts: int) -> None:
 
 
 async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
-    """Kill all at once; seconds until the first and until the last successor has written its pidfile."""
+    """Kill all at once; return the seconds until the first and until the last successor has written its pidfile."""
     pids = w.pids().values()
     begun_at = time.time()
     for pid in pids:
@@ -116,7 +116,7 @@ async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
 
 
 async def spawned(jobs: int) -> float:
-    """Measure the start of so many shells and nothing else."""
+    """Measure the start of as many shells and nothing else."""
 
     def spawn() -> float:
 

@@ -1,7 +1,6 @@
-"""A deploy as the Director sees it: a get_task at once, then one each second, and a manifest's watch times.
+"""A deploy as the Director sees it: one get_task at once, then one each second, and a manifest's watch times.
 
-The agent's share is the time without the Director's own pauses: the same steps without any pause are measured beside
-it.
+The same steps are also measured without the Director's pauses: that is the agent's share.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ POLL_S: Final = 1.0
 """Pause between two queries of the Director for a task."""
 ROUNDS: Final = 3
 Steps = dict[str, list[float]]
-"""Seconds by the request of a deploy."""
+"""Seconds of each request of a deploy."""
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the number of instances, which are one agent that is deployed again and again."""
+    """``scale`` multiplies the number of instances: one agent, deployed repeatedly."""
     async with world(command) as w:
         await w.start_agent()
         await update(w, "first", POLL_S)
@@ -55,10 +54,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def update(
     w: World, version: str, poll: float, steps: Steps | None = None, *, turns: Steps | None = None
 ) -> float:
-    """A change of everything on one instance, the steps in the order of the Director's instance updater.
+    """Change everything on one instance, in the order of the Director's instance updater.
 
-    The seconds of each, from the request until the result has arrived, are added to ``steps``, and how often its task
-    was queried to ``turns``.
+    Adds to ``steps`` the seconds of each step, from the request to its result, and to ``turns`` the number of queries.
     """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
     ask = _asking(w, poll, {} if steps is None else steps, {} if turns is None else turns)
@@ -82,7 +80,7 @@ async def update(
 
 
 async def no_op(w: World) -> float:
-    """``bosh deploy`` without a change asks each instance how it is, and sends the records of DNS."""
+    """Deploy without a change: query the state of each instance, and send the DNS records."""
     begun_at = time.monotonic()
     await w.director.value(AGENT, "get_state", "full")
     await w.director.value(AGENT, "ping")

@@ -1,4 +1,4 @@
-"""Pictures of the documentation from true output: what a terminal showed, and the dashboard over a real Prometheus.
+"""Pictures of the documentation from real output: that of a terminal, and the dashboard over a real Prometheus.
 
 ``script -qc 'agent-shim status' | python -m benchmarks.draw terminal '$ agent-shim status' >docs/pictures/status.svg``,
 ``python -m benchmarks.draw dashboard http://127.0.0.1:9090 MINUTES >docs/pictures/dashboard.svg``.
@@ -206,7 +206,7 @@ class Scale:
 
 
 class Area:
-    """Where lines are drawn: left, top, right, bottom; from when to when, and on which scale."""
+    """Area of the lines: left, top, right, bottom, the period, and the scale."""
 
     def __init__(self, box: Box, begin: float, end: float, scale: Scale) -> None:
         self._left, self._top, self._right, self._bottom = box
@@ -236,7 +236,7 @@ class Area:
         return f'<polygon points="{ends[0]} {path} {ends[1]}" fill="{colour}" fill-opacity="{opacity}"/>{drawn}'
 
     def band(self, begin: float, end: float) -> str:
-        """A time that is not as the others."""
+        """A period to mark."""
         left, right = (float(self._at(moment, 0).partition(",")[0]) for moment in (begin, end))
         height = self._bottom - self._top
         return (

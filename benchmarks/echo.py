@@ -17,7 +17,7 @@ import nats
 
 
 async def serve(settings: dict[str, Any]) -> None:
-    """Connect as the settings of a CPI say, and answer for ever."""
+    """Connect by the settings of a CPI, and answer endlessly."""
     mbus = settings["env"]["bosh"]["mbus"]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=mbus["cert"]["ca"])

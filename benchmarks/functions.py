@@ -36,7 +36,7 @@ PROPERTIES: Final = frozenset(name for name, value in vars(Service).items() if i
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """The code of the agent that the block enters, in this thread and all that start within it: also those of a new
+    """Record the agent's code that the block enters, in this thread and all that start within it: also those of a new
     executor, as the threads of the old one would not be seen.
     """
     found: set[CodeType] = set()
@@ -83,7 +83,7 @@ async def measure(one: World) -> dict[str, set[CodeType]]:
 
 
 def named(found: set[CodeType], *modules: str) -> list[str]:
-    """The functions of these modules, or of all."""
+    """Return the functions of these modules, or of all."""
     places = {(str(Path(code.co_filename).relative_to(HOME)), code.co_name) for code in found}
     return sorted(f"{path} {name}" for path, name in places if name not in UNNAMED and (not modules or path in modules))
 

@@ -1,4 +1,4 @@
-"""Memory and processor time while nothing happens, what a heartbeat costs, and the lag of the loop under work."""
+"""Memory and processor time at rest, the cost of a heartbeat, and the lag of the event loop under work."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from benchmarks.world import AGENT, BYSTANDER, ECHO, World, bystander, world
 JOBS: Final = 5
 CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
-"""A heartbeat is measured before it is sent, and what it costs lies in the last window before it arrives."""
+"""The cost of a heartbeat lies before its arrival, so it is in the last window before."""
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the time idled away and of the logs."""
+    """``scale`` multiplies the idle time and the size of the logs."""
     interpreter = subprocess.Popen([sys.executable, "-c", "import asyncio, ssl; asyncio.run(asyncio.sleep(3600))"])
     try:
         async with world(command) as w, world(ECHO) as least, bystander(w):
@@ -50,7 +50,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def still(w: World, least: World, seconds: float) -> Figures:
-    """Processor time in percent of one core, and milliseconds of it for each heartbeat."""
+    """Return the processor time in percent of one core, and the milliseconds for each heartbeat."""
     monitor, watch = HealthMonitor(), Stopwatch()
     used, floor = w.cpu_seconds(), least.cpu_seconds()
     windows: list[float] = []
@@ -73,7 +73,9 @@ async def still(w: World, least: World, seconds: float) -> Figures:
 
 
 async def busy(w: World, size: int) -> Figures:
-    """How long pings take while the agent installs, packs, starts and stops; what a bystander waits is the machine."""
+    """Measure pings while the agent installs, packs, starts and stops; the delays of a bystander are those of the
+    machine.
+    """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:
         for number in range(3):
@@ -102,6 +104,6 @@ async def free_port() -> str:
 
 
 def scrape(address: str) -> None:
-    """As Prometheus does; not every agent has metrics."""
+    """Scrape as Prometheus does; not every agent has metrics."""
     with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         answer.read()

@@ -1,4 +1,4 @@
-"""``apply``: of a few large packages, of many small ones, of many jobs. The floor is tar on the same archives."""
+"""``apply`` of a few large packages, of many small ones, and of many jobs. The floor is tar on the same archives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOBS: Final = 50
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the large packages."""
+    """``scale`` multiplies the size of the large packages."""
     async with world(command) as w:
         await w.start_agent()
         packages, size = LARGE
@@ -36,7 +36,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
-    """Fresh bundles each time; tar unpacks the same archives, two at a time, in turns with the agent."""
+    """Apply new bundles each time; in turns with the agent, tar unpacks the same archives, two at a time."""
     took: list[float] = []
     least: list[float] = []
     for number in range(ROUNDS):
@@ -47,13 +47,13 @@ async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
             await asyncio.to_thread(unpack, [*blobs, templates], w.scratch / "floor")
         shutil.rmtree(w.scratch / "floor")
         took.append(await w.run("apply", spec))
-    # The bundles of the last one are removed, so that the next does not pay for them.
+    # Bundles of the previous round are removed, so that the next one does not pay for their removal.
     await w.run("apply", w.spec(1, 0, version=f"none-{jobs}-{packages}"))
     return figure(took, "s", floor=least, floor_is="tar, two at a time")
 
 
 def unpack(archives: Sequence[Path], where: Path) -> None:
-    """Each into a directory of its own, as fast as tar can."""
+    """Unpack each archive into its own directory with tar."""
 
     def one(number: int) -> None:
         target = where / str(number)

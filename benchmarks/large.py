@@ -1,9 +1,8 @@
-"""``./dev bench large``: what large things cost an agent that goes on answering: logs, a compiled package, an apply.
+"""``./dev bench large``: cost of large logs, a large compiled package and a large apply.
 
-Driven over the wire alone. While each goes on the agent and a bystander are pinged every ten milliseconds, and the
-agent's memory is watched from outside; while logs are packed a job writes and rotates one. ``scale`` 1 is 10 GB of logs
-in 20 000 files, a compiled package of 2 GB and an apply of 10 packages of 500 MB; packages are half random bytes, half
-text.
+Uses the protocol alone. During each action the agent and a bystander are pinged every ten milliseconds, and the agent's
+memory is read from outside. While logs are packed, a job writes and rotates one. ``scale`` 1 is 10 GB of logs in 20 000
+files, a compiled package of 2 GB and an apply of 10 packages of 500 MB; packages are half random bytes, half text.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ COMPILED: Final = 2_000_000_000
 PACKAGES: Final = 10
 PACKAGE: Final = 500_000_000
 ROOM_FACTOR: Final = 2.0
-"""The disk that a part needs at most, in sizes of what it is about."""
+"""Maximum disk space of a part, as a multiple of its data."""
 
 
 def line(chance: random.Random) -> str:
-    """Something like an access log: two thirds of it can be guessed."""
+    """Return something like an access log: two thirds of it are predictable."""
     return (
         f"2026-11-20T13:{chance.randrange(60):02}:{chance.randrange(60):02}.{chance.randrange(10**6):06}Z "
         f"[{chance.choice(['INFO', 'WARN', 'DEBUG'])}] web.{chance.randrange(9)} request "
@@ -66,7 +65,7 @@ def fill(root: Path, files: int, size: int) -> None:
 
 
 def memory(pid: int | str, name: str) -> float:
-    """A value of a process in MB: ``VmRSS`` is now, ``VmHWM`` the most; 0 when it has gone."""
+    """Return a value of a process in MB: ``VmRSS`` is the current memory, ``VmHWM`` the peak; 0 when it is gone."""
     with contextlib.suppress(OSError):
         for text in Path(f"/proc/{pid}/status").read_text().splitlines():
             if text.startswith(f"{name}:"):
@@ -80,7 +79,7 @@ class Watch:
 
     pings: dict[str, list[float]] = field(default_factory=lambda: {AGENT: [], BYSTANDER: []})
     children: dict[str, float] = field(default_factory=dict)
-    """The most memory (MB) that each child of the agent has had."""
+    """Peak memory (MB) of each child of the agent."""
 
     async def ping(self, w: World, agent_id: str) -> None:
         while True:
@@ -99,7 +98,7 @@ class Watch:
 
 @asynccontextmanager
 async def watched(w: World) -> AsyncIterator[Watch]:
-    """Pings and looks for the length of the block."""
+    """Ping and read memory for the length of the block."""
     watch = Watch()
     going = [asyncio.create_task(work) for work in (*(watch.ping(w, who) for who in watch.pings), watch.look(w))]
     try:
@@ -112,7 +111,7 @@ async def watched(w: World) -> AsyncIterator[Watch]:
 
 async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]:
     """Measure ``work`` on ``size`` bytes."""
-    Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # from here on VmHWM is the most since now
+    Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # resets VmHWM to the current memory
     before, begun_at = memory(w.pid, "VmRSS"), time.monotonic()
     async with watched(w) as watch:
         await work
@@ -146,7 +145,7 @@ async def write(log: Path) -> None:
 
 
 async def of_logs(w: World, scale: float) -> dict[str, Any]:
-    """Logs for the Director, into the blobstore; and for the CLI, bundled."""
+    """Logs for the Director, in the blobstore; and for the CLI, bundled."""
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
     await asyncio.to_thread(fill, logs, count, int(size / count))
@@ -209,7 +208,7 @@ PARTS: Final[dict[Callable[[World, float], Awaitable[dict[str, Any]]], int]] = {
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """All figures, each part in a world of its own, which leaves nothing behind."""
+    """Measure each part in its own world, which leaves nothing behind."""
     for part, size in PARTS.items():
         async with world(command) as w, bystander(w):
             free = shutil.disk_usage(w.scratch).free

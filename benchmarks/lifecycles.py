@@ -1,4 +1,4 @@
-"""Starting, looking at, killing and stopping five jobs; the floor is to run the same scripts from here."""
+"""Start, status, kill and stop of five jobs; the floor is the same scripts run by this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
-"""Seconds before a process is killed: a supervisor that looks now and then is met at any time between two looks."""
+"""Seconds before a kill; they vary, so that it meets a polling supervisor at any point of its period."""
 SCRIPT: Final = "its script run from here, until the pidfile is there"
 
 
@@ -56,7 +56,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def start_by_hand(w: World, into: list[float]) -> None:
-    """Run the start scripts one after the other, until the pidfiles are there; then end what they have started."""
+    """Run the start scripts one after the other until the pidfiles exist; then end their processes."""
     before = w.starts()
     with timed(into):
         started = [
@@ -73,7 +73,7 @@ async def start_by_hand(w: World, into: list[float]) -> None:
 
 
 async def killed(w: World) -> list[float]:
-    """A killed process until a successor lives; each job is killed once, its first failure."""
+    """Measure the time from a kill until a successor lives; each job is killed once, as its first failure."""
     samples = []
     for (job, pid), pause in zip(sorted(w.pids().items()), PAUSES, strict=True):
         await w.until_running()

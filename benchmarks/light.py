@@ -1,10 +1,10 @@
-"""``./dev bench scale``: thousands of light agents on a server with a core of its own, beside the model's answer.
+"""``./dev bench scale``: thousands of light agents on a server with its own core, compared with the model.
 
 A light agent is a real client of the bus (mutual TLS, a certificate of its own, subscription, pings, heartbeats) whose
-timeouts and pauses are the agent's own ``Timing``; everything else of an agent is left out, so that a few processes on
-the other core hold ten thousand. The server is killed and started again: the model of ``benchmarks.scale_model`` is
-asked about the same outage with the measured cost of one handshake. That cost grows with the number of users, so it is
-measured beside: a server with many users, to which a few agents connect.
+timeouts and pauses are the agent's own ``Timing``; everything else is left out, so that a few processes on the other
+core hold ten thousand. The server is killed and started again, and ``benchmarks.scale_model`` predicts the same outage
+from the measured cost of one handshake. That cost grows with the number of users: a second measurement connects a few
+agents to a server with many users.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from benchmarks.scale import BEAT, TICK_S, Crowds, Point, storm
 SIZES: Final = (1000, 10_000)
 USERS: Final = (100, 1000, 3000, 10_000)
 MOST_USERS: Final = 1000
-"""Limit for the server of an outage: ten thousand agents share these, or their handshakes would take minutes."""
+"""Maximum number of users in an outage: ten thousand agents share them, or their handshakes would take minutes."""
 CONNECTED: Final = 100
 """Agents that connect to a server with many users."""
 PROCESSES: Final = 4
 AWAY_S: Final = 15.0
 STEADY_S: Final = 15.0
 AT_ONCE: Final = 8
-"""First connections of a process that are under way together: their cost is that of handshakes without an outage."""
+"""Concurrent first connections of a process: few, so that their cost is that of a handshake without an outage."""
 TIMING: Final = Timing()
 
 
 async def measure(_: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the numbers of agents, which name the figures."""
+    """``scale`` multiplies the numbers of agents; the figures are named after the full numbers."""
     for size in USERS:
         cost = await handshake(max(2, int(size * scale)), CONNECTED)
         found[f"handshake_of_the_server_with_{size}_users"] = figure([cost], "s")
@@ -77,7 +77,7 @@ async def handshake(users: int, count: int) -> float:
 
 
 async def outage(count: int, away: float, steady: float) -> tuple[Point, float]:
-    """Connect so many, leave them at rest, kill the server and start it again; and the cost of a first handshake."""
+    """Connect the agents, leave them at rest, kill the server, start it again; also measure the cost of a handshake."""
     point, users = Point(count), min(count, MOST_USERS)
     async with bus(users) as server:
         watch, used = Stopwatch(), cpu_seconds(server.pid)
@@ -94,7 +94,7 @@ async def outage(count: int, away: float, steady: float) -> tuple[Point, float]:
 
 @asynccontextmanager
 async def bus(users: int) -> AsyncIterator[NatsServer]:
-    """A server on a core of its own; this process and its later children keep off it."""
+    """Give a server its own core; this process and its later children use the others."""
     cores = os.sched_getaffinity(0)
     core = min(cores)
     os.sched_setaffinity(0, cores - {core} or cores)
@@ -110,7 +110,7 @@ async def bus(users: int) -> AsyncIterator[NatsServer]:
 
 @asynccontextmanager
 async def agents(server: NatsServer, users: int, count: int) -> AsyncIterator[Crowds]:
-    """So many agents, evenly over the users, all connected."""
+    """Connect ``agents`` agents, evenly distributed over the users."""
     crowds = Crowds("benchmarks.light")
     try:
         for first in range(PROCESSES):
@@ -124,7 +124,7 @@ async def agents(server: NatsServer, users: int, count: int) -> AsyncIterator[Cr
 
 
 class Pinned(NatsServer):
-    """A server on a core of its own; it counts its processors when it starts."""
+    """A server on its own core; it counts its processors when it starts."""
 
     def __init__(self, where: Path, core: int) -> None:
         super().__init__(where)
@@ -143,7 +143,7 @@ class Pinned(NatsServer):
 
 
 class Light:
-    """One client: its attempts, and what it does while it is connected."""
+    """One client: its connection attempts, and its messages while it is connected."""
 
     def __init__(self, agent_id: str, mbus: Mbus, context: ssl.SSLContext) -> None:
         self.is_connected = False
@@ -276,7 +276,7 @@ async def _readable(sock: socket.socket) -> None:
 
 
 async def crowd() -> None:
-    """Agents of the names on standard input; a line every tick of how they are, as ``benchmarks.scale`` has it."""
+    """Run agents with the names on standard input; print a line of state each tick, as ``benchmarks.scale`` does."""
     given = json.loads(sys.stdin.readline())
     users = {name: Mbus(tuple(own.pop("urls")), **own) for name, own in given["users"].items()}
     context = tls.client_context(next(iter(users.values())))

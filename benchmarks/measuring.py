@@ -1,7 +1,7 @@
 """Readings of processes from outside, and the form of a figure.
 
-A figure is ``{"unit", "median", "min", "max", "samples"}`` and, if it has a floor, ``"floor"`` (the median of the
-minimal way to do the same, in the same run), ``"floor_is"`` (a description of it) and ``"ratio"``.
+A figure is ``{"unit", "median", "min", "max", "samples"}`` and, if it has a floor, ``"floor"`` (the median of a minimal
+program that does the same, in the same run), ``"floor_is"`` (a description of it) and ``"ratio"``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Figures = dict[str, Figure]
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
-    """The median of some samples with the least and the greatest, beside its floor."""
+    """Return the median of some samples with their minimum and maximum, and the floor."""
     made: Figure = {
         "unit": unit,
         "median": _rounded(statistics.median(samples)),
@@ -42,7 +42,7 @@ def _rounded(value: float) -> float:
 
 
 def pss(pid: int) -> float:
-    """Proportional memory of a process, in MB."""
+    """Return the proportional memory (PSS) of a process, in MB."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
@@ -50,7 +50,7 @@ def pss(pid: int) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time on a processor of all living threads of a process so far, to the nanosecond where the kernel tells."""
+    """Return the CPU seconds of all living threads of a process, to the nanosecond where the kernel reports it."""
     total = 0
     for path in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Number of agents that fit on a machine: PSS of several that run beside each other on one bus.
+"""Memory of many agents on one machine: PSS of several agents on one bus.
 
 Shared memory (the interpreter, libraries) is divided among them, so the share of each falls with their number.
 """
@@ -20,7 +20,7 @@ IDLE_S: Final = 30.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` is that of the idle time. One job for each; they boot one after the other."""
+    """``scale`` multiplies the idle time. Each agent has one job; they boot one after the other."""
     least = await memory(ECHO, jobs=0)
     each = await memory(command, jobs=1, idle=IDLE_S * max(0.2, scale), found=found)
     found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")
@@ -28,7 +28,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
-    """MB of each agent while all of them run."""
+    """Return the MB of each agent while all of them run."""
     async with AsyncExitStack() as opened:
         worlds: list[World] = []
         for _ in range(AGENTS):

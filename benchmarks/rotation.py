@@ -1,7 +1,8 @@
-"""``./dev run python -m benchmarks.rotation [TIMES]``: bus credentials rotated under load, 50 times unless told.
+"""``./dev run python -m benchmarks.rotation [TIMES]``: rotate the bus credentials under load, by default 50 times.
 
-A Director rotates by ``update_settings`` while others ask without a pause; before each rotation nats-sync lets the new
-user in, after it the old one is taken out. Beside it a bystander is asked, whose credentials stay. Prints one JSON.
+A Director rotates by ``update_settings`` while other clients send requests without a pause. nats-sync admits the new
+user before each rotation and removes the old one after it. The credentials of a bystander stay, and it gets the same
+requests. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Seen:
     lost: int = 0
     slowest: float = 0.0
     gap: float = 0.0
-    """The longest time in which none of them got a reply."""
+    """Return the longest time in which none of them got a reply."""
     _last: float = 0.0
 
     async def ask(self, director: Director, agent_id: str, method: str) -> None:

@@ -1,9 +1,10 @@
-"""``./dev run python -m benchmarks.scale [N...]``: many agents on one bus, measured and modelled; prints one JSON.
+"""``./dev run python -m benchmarks.scale [N...]``: many agents on one bus, measured and modelled.
 
-Each agent is the real bus module with the real heartbeat, about fifty to a process; the server is the Director's
-nats-server with mutual TLS, the Health Monitor counts, the Director queries all agents. Then the server is killed and
-restarted. A model is fitted to the measurements and checked against the largest point before it is used for more agents
-than this machine can hold. ``--into-docs`` writes the tables and the picture of docs/scale.md.
+Prints one JSON document. Each agent is the real bus module with the real heartbeat; a process holds about fifty. The
+server is nats-server with mutual TLS and the Director's configuration. The Health Monitor counts heartbeats, and the
+Director queries all agents. Then the server is killed and restarted. A model is fitted to the measurements and checked
+against the largest point before it is used for more agents than this machine can hold. ``--into-docs`` writes the
+tables and the picture of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from benchmarks.measuring import Stopwatch, cpu_seconds, pss
 COUNTS: Final = (10, 50, 200, 500, 1000)
 AGENTS_PER_PROCESS: Final = 50
 STEADY_S: Final = 62.0
-"""Seconds of quiet: two heartbeats of each."""
+"""Seconds at rest: two heartbeats of each agent."""
 AWAY_S: Final = 15.0
-"""Seconds that the server is away."""
+"""Length of the outage in seconds."""
 TICK_S: Final = 0.25
 RETURN_TIMEOUT_S: Final = 600.0
 
@@ -79,7 +80,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
         await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
 
     async def measure() -> None:
-        """The vitals are always the same."""
+        """Return the vitals, which are always the same."""
 
     beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
@@ -88,7 +89,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 
 
 async def crowd() -> None:
-    """Agents of the names on standard input; how many are connected, attempts and bytes, a line every tick."""
+    """Run agents with the names on standard input; print the number of connected ones, attempts and bytes each tick."""
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
     lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]
@@ -113,7 +114,7 @@ async def crowd() -> None:
 
 
 class Crowds:
-    """The processes, and the last line of each, added up."""
+    """The processes of agents, and the sum of their last lines."""
 
     def __init__(self, module: str = "benchmarks.scale") -> None:
         self._module = module
@@ -123,7 +124,7 @@ class Crowds:
         self.series: list[tuple[float, dict[str, float]]] = []
 
     async def add(self, given: dict[str, Any]) -> None:
-        """One more process with these agents."""
+        """Start one more process, with these agents."""
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module, "--crowd"),
             stdin=asyncio.subprocess.PIPE,
@@ -149,7 +150,7 @@ class Crowds:
 
     @property
     def cpu(self) -> float:
-        """Seconds of processor time of all of them so far."""
+        """Return the processor time of all of them, in seconds."""
         return sum(cpu_seconds(child.pid) for child in self._children)
 
     async def until_connected(self, count: int) -> None:
@@ -166,7 +167,7 @@ class Crowds:
 
 @asynccontextmanager
 async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
-    """So many agents that try to connect, for the length of the block."""
+    """Run agents that try to connect, for the length of the block."""
     crowds = Crowds()
     try:
         for begin in range(0, count, AGENTS_PER_PROCESS):
@@ -192,24 +193,24 @@ class Point:
     messages_per_second: float = 0.0
     payload_bytes_per_second: float = 0.0
     asked_all_after: float = 0.0
-    """The Director asks everybody at once, and has the last answer."""
+    """Seconds from one request of the Director to all agents until the last answer."""
     handshake_cpu: float = 0.0
-    """Seconds of processor time of the server for each agent that comes back."""
+    """Processor time of the server for each reconnected agent, in seconds."""
     agent_cpu: float = 0.0
-    """The same of the agent."""
+    """Processor time of each agent from the end of the server to its reconnection, in seconds."""
     back_first: float = 0.0
     back_median: float = 0.0
     back_last: float = 0.0
-    """After the server listens again."""
+    """Seconds from the server's return until the first, the middle and the last agent is connected."""
     attempts: float = 0.0
-    """Processor time of each agent from the end of the server to its reconnection."""
+    """Connection attempts of each agent."""
     most_attempts_away: float = 0.0
     """In any second between the kill and the next start."""
     most_attempts_per_second: float = 0.0
     """In any second after it."""
     deaf: int = 0
     curve: list[tuple[float, float, float]] | None = None
-    """Seconds since the server listens again, how many are back, attempts so far."""
+    """Seconds since the server's return, number of connected agents, attempts so far."""
 
 
 async def measure(count: int) -> Point:
@@ -248,7 +249,7 @@ async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> No
 
 
 async def asked(director: Director, count: int) -> tuple[float, int]:
-    """Ask everybody at once; seconds until the last answer, and how many gave none."""
+    """Ask all agents at once; return the seconds until the last answer, and the number of agents without one."""
     watch = Stopwatch()
     answers = await asyncio.gather(
         *(director.value(f"agent-{number}", "ping", timeout=30.0) for number in range(count)), return_exceptions=True
@@ -257,7 +258,7 @@ async def asked(director: Director, count: int) -> tuple[float, int]:
 
 
 async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = AWAY_S) -> None:
-    """Kill the server; start it again after a while; how all come back."""
+    """Kill the server, start it again after the outage, and record the reconnections."""
     before, used = crowds.now, crowds.cpu
     crowds.series.clear()
     await server.kill()
@@ -279,7 +280,7 @@ async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = 
 
 
 def steepest(series: Sequence[tuple[float, float]]) -> float:
-    """The most that a sum has grown within a second."""
+    """Return the maximum growth of a sum within one second."""
     most, begin = 0.0, 0
     for at, value in series:
         while series[begin][0] < at - 1:
@@ -309,11 +310,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("counts", nargs="*", type=int, metavar="N", help=f"default: {COUNTS}")
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is measured so far after each number")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results so far after each number")
     parser.add_argument("--into-docs", action="store_true", help="write the tables and the picture of docs/scale.md")
-    parser.add_argument(
-        "--from", dest="earlier", type=Path, metavar="FILE", help="draw what an earlier run has printed"
-    )
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="use the JSON of an earlier run")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or started processes remain
     if args.crowd:

@@ -20,16 +20,16 @@ BEYOND: Final = (1000, 2000, 3000, 5000, 10_000, 100_000)
 SERVER_CORES: Final = 4
 HANDSHAKE_S: Final = 0.0016
 SEARCH_S: Final = 1.7e-6
-"""Processor time of the server for a handshake, and for each user that its search passes: ``./dev bench scale``."""
+"""Processor time of the server for a handshake, and for each user in its search; measured by ``./dev bench scale``."""
 HEARTBEAT_PERIOD_S: Final = 30.0
 """Seconds between two heartbeats of an agent."""
 PING_PERIOD_S: Final = 5.0
-"""Seconds between two pings, of the server as of the agent."""
+"""Seconds between two pings, of the server and of the agent."""
 MAX_SIMULATED_S: Final = 600.0
 
 
 def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[str, Any]:
-    """The fit, how well the points before the last tell the last, and what it says of many more."""
+    """Return the fit, its prediction of the last point from the earlier ones, and its predictions for more agents."""
     *before, last = measured
     points = before or [last]
     checks = {
@@ -45,7 +45,7 @@ def model(measured: Sequence[dict[str, Any]], cores: int, away: float) -> dict[s
 
 
 def _beyond(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Many more agents, each with a user of its own, and a server with a core for itself or several."""
+    """Return the predictions for more agents, each with its own user, and a server with dedicated cores."""
     beyond = []
     for count in BEYOND:
         told = {name: _linear(measured, name, count) for name in ("server_mb", "server_cpu_percent")}
@@ -65,7 +65,7 @@ def _beyond(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def handshakes_per_s(users: int, cores: int) -> float:
-    """Return the most connections that a server with so many users accepts in a second."""
+    """Return the connections that a server with this many users accepts in a second."""
     search = SEARCH_S * users
     return min(cores / (HANDSHAKE_S + search), 1 / search)
 
@@ -79,7 +79,7 @@ def _each(points: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _linear(points: Sequence[dict[str, Any]], name: str, at: float) -> float:
-    """The straight line of least squares through the points, at another one."""
+    """Return the value of the least-squares line through the points at another one."""
     if len(points) < 2:
         return float(points[0][name]) * at / float(points[0]["agents"])
     xs, ys = [float(each["agents"]) for each in points], [float(each[name]) for each in points]
@@ -89,9 +89,10 @@ def _linear(points: Sequence[dict[str, Any]], name: str, at: float) -> float:
 
 
 def storm(count: int, capacity: float, away: float, timing: Timing | None = None) -> dict[str, float]:
-    """A server that was away so long is back; it can do ``capacity`` handshakes a second, as many at once as come.
+    """Simulate the return of a server after an outage, with ``capacity`` handshakes a second, any number at once.
 
-    Seconds since it is back until the first, the middle, the last agent is; attempts of each since it went.
+    Returns the seconds from its return until the first, the middle and the last agent is connected, and the attempts of
+    each since the outage began.
     """
     timing = timing or Timing()
     random.seed(1)
@@ -99,7 +100,7 @@ def storm(count: int, capacity: float, away: float, timing: Timing | None = None
     heapq.heapify(ahead)
     failures, slow = [0] * count, [0] * count
     going: deque[tuple[float, float, int]] = deque()
-    """Handshakes in order of arrival: the share of work at which it is done, when it is given up, whose."""
+    """Handshakes in order of arrival: the share of work at which each is complete, its timeout, its agent."""
     served, now, attempts = 0.0, -away, 0
     back: list[float] = []
 

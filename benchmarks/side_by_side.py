@@ -1,7 +1,7 @@
 """``./dev run python -m benchmarks.side_by_side``: the same 20 jobs under this supervisor and under Debian's monit.
 
-Each in a pid namespace of its own (needs root), three minutes, side by side: all are started, some are killed, one
-grows, one falls silent, all are stopped. Prints the table of docs/supervision.md: what each has made of it.
+Each supervisor runs in its own pid namespace (needs root), at the same time, for three minutes: all jobs are started,
+some are killed, one grows, one falls silent, all are stopped. Prints the table of docs/supervision.md.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ LASTS: Final = "exec /bin/sleep 100000"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Shell scripts that know ``$pidfile``. ``daemon`` is run by ``$d`` once that has written the pidfile.
-
-    ``$q`` lasts and writes none.
-    """
+    """Scripts with ``$pidfile``. ``$d`` writes the pidfile, then runs ``daemon``. ``$q`` lasts and writes none."""
 
     start: str = "$d &"
     stop: str | None = KILL
@@ -139,7 +136,7 @@ class World:
         return "\n".join([*lines, *filter(None, [job.statements]), "group vcap", ""])
 
     def marks(self, name: str) -> list[tuple[int, float]]:
-        """Number and time of each process that a job has begun."""
+        """Return the number and the start time of each process that a job has started."""
         path = self._file(name, "marks")
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [(int(pid), float(at)) for pid, at in (line.split() for line in lines)]
@@ -150,7 +147,7 @@ class World:
         return sum(stat is not None and stat.is_alive for stat in found)
 
     def kill(self) -> dict[str, float]:
-        """Kill the process of each job that is to be killed; when."""
+        """Kill the processes of the jobs to kill; return the times."""
         killed = {}
         for name, job in self.jobs.items():
             path = self._file(name, "pid")
@@ -204,7 +201,7 @@ async def observe(
 
 
 async def ours(base: Path) -> dict[str, Any]:
-    """This supervisor, as a daemon runs it."""
+    """Run this supervisor as the daemon does."""
     world = World(base / "jobs", 28001)
     paths = Paths(base / "vcap")
     for directory in (paths.monit, paths.shim_run, paths.mirror):
@@ -224,7 +221,7 @@ async def ours(base: Path) -> dict[str, Any]:
 
 
 async def monit(base: Path) -> dict[str, Any]:
-    """Debian's monit with the cycle of a stemcell's: one for each job, for it starts one after the other."""
+    """Run Debian's monit with a stemcell's cycle, one for each job: a monit starts its jobs one after the other."""
     world = World(base / "jobs", 28002)
     groups = [[name] for name in world.jobs if name not in ("job16", "job17")] + [["job16", "job17"]]
     controls = [_control(base, world, names) for names in groups]
@@ -268,7 +265,7 @@ def _ask(control: Path, *words: str) -> str:
 
 
 def apart(which: str, base: Path) -> subprocess.Popen[str]:
-    """One of the two in a pid namespace of its own, whose end ends everything in it."""
+    """Run one of the two in its own pid namespace, whose end ends all its processes."""
     program = [sys.executable, "-m", "benchmarks.side_by_side", which, str(base)]
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and README.md, drawn from what ``./dev bench`` has measured."""
+"""The tables of docs/performance.md and README.md, from the results of ``./dev bench``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ IN_SHORT: Final = {
 
 
 def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Put the tables where the pages have a place for them."""
+    """Write the tables between the markers of the pages."""
     _fill(PAGE, render(document, others))
     if others:
         _fill(README, in_short(PAGE.read_text()))
@@ -110,7 +110,7 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
 
 
 class _Floors:
-    """Numbers for what the floors are, which would be said in every second line."""
+    """Number the descriptions of the floors, many of which are equal."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -169,20 +169,20 @@ def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _pair(first: float, second: float, unit: str, between: str) -> str:
-    """Two values, with their unit once if it is one."""
+    """Format two values; a common unit is written once."""
     words = worded(first, unit), worded(second, unit)
     numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
     return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)
 
 
 def worded(value: float, unit: str) -> str:
-    """For people: three digits, and milliseconds or microseconds where seconds would begin with zeros."""
+    """Format with three digits, in milliseconds or microseconds if seconds would begin with zeros."""
     if unit == "s" and 0 < abs(value) < 1:
         return f"{digits(value * 1000)} ms" if abs(value) >= 0.001 else f"{digits(value * 1e6)} µs"
     return f"{digits(value)} {unit.removeprefix('1')}"
 
 
 def digits(value: float, count: int = 3) -> str:
-    """So many digits of a number, and thousands apart."""
+    """Format with this many digits, and blanks between thousands."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:,.0f}".replace(",", " ") if abs(rounded) >= 100 else f"{rounded:g}"

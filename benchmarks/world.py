@@ -1,4 +1,4 @@
-"""A private bus, a Director, and any agent under measurement in a scratch directory."""
+"""A private bus, a Director and an agent to measure, in a scratch directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "3
 COMMAND: Final = f"{shlex.quote(sys.executable)} -m agent_shim.cli run -C {{config}} -b {{base}}"
 
 ECHO: Final = f"{shlex.quote(sys.executable)} -m benchmarks.echo {{config}}"
-"""The floor of many figures; it is run as an agent is, from the top of the project."""
+"""The floor of many figures; it runs as an agent does, from the top of the project."""
 
 ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Variables with which the image starts an agent."""
@@ -61,7 +61,7 @@ check process {job}
 
 @dataclass
 class World:
-    """One scratch directory with everything in it; ``command`` has ``{config}`` and ``{base}`` in it."""
+    """A scratch directory with a bus and an agent; ``command`` contains ``{config}`` and ``{base}``."""
 
     scratch: Path
     command: str
@@ -69,12 +69,12 @@ class World:
     director: Director
     agent: process.Process | None = None
     urls: tuple[str, ...] = ()
-    """Where the agent finds the bus, if not at the server itself."""
+    """Address at which the agent finds the bus, if not the server's own."""
     http: str = "127.0.0.1:0"
     bosh: dict[str, Any] = field(default_factory=dict)
     """More members of ``env.bosh``."""
     is_apart: bool = False
-    """The only child of the command is the agent, as process 1: no pidfile has a number of this machine."""
+    """The command's only child is the agent, process 1 of a pid namespace: pidfiles have no pids of this machine."""
     agent_id: str = AGENT
 
     @property
@@ -90,7 +90,7 @@ class World:
 
     @property
     def beside(self) -> Path:
-        """Where a command that runs more than the agent says so, by process number.
+        """Directory for pidfiles of a command that runs more programs than the agent.
 
         ``*.pid`` are measured with the agent. The group that ``group`` leads is ended with the world: it outlives an
         agent that is killed or started again.
@@ -98,19 +98,19 @@ class World:
         return self.scratch / "beside"
 
     def pss(self) -> float:
-        """Memory (MB) of the agent and of what runs beside it."""
+        """Return the memory (MB) of the agent and of the programs beside it."""
         return sum(map(pss, self.together()))
 
     def cpu_seconds(self) -> float:
-        """Processor time of the same so far."""
+        """Return the processor time of the same, in seconds."""
         return sum(map(cpu_seconds, self.together()))
 
     def together(self) -> list[int]:
-        """The numbers of the agent and of what runs beside it."""
+        """Return the pids of the agent and of the programs beside it."""
         return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
 
     async def start_agent(self) -> float:
-        """Start the agent; seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
+        """Start the agent; return the seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
         if not self.config.exists():
             self.write_settings()
         begun_at = time.monotonic()
@@ -118,7 +118,7 @@ class World:
         async with asyncio.timeout(120):
             while True:
                 try:
-                    # A machine that needs longer for one answer gets the time for it.
+                    # A slow machine gets more time for one answer.
                     patience = 0.01 if time.monotonic() - begun_at < 5 else 1.0
                     await self.director.value(self.agent_id, "ping", timeout=patience)
                     return time.monotonic() - begun_at
@@ -143,7 +143,7 @@ class World:
         return self.scratch / "agent.log"
 
     def exec_agent(self) -> None:
-        """Start the agent with the settings that are there; it need not come up."""
+        """Start the agent with the present settings, without waiting for an answer."""
         env = {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": str(ROOT)} if self.command == ECHO else {})}
         self.agent = process.spawn(self.argv(), env=env, cwd=self.scratch, stdout=self._log, stderr=self._log)
 
@@ -158,18 +158,18 @@ class World:
 
     @property
     def source(self) -> Path:
-        """The settings that a CPI would have written."""
+        """Return the settings that a CPI would write."""
         return self.scratch / "settings.json"
 
     async def kill_agent(self) -> None:
-        """End the agent without a word."""
+        """Kill the agent."""
         assert self.agent is not None
         self.agent.send(signal.SIGKILL)
         await self.agent.wait()
         self.agent = None
 
     def starts(self) -> dict[str, list[int]]:
-        """The pids under which each job was ever started."""
+        """Return all pids under which each job was started."""
         return {
             path.parent.name: [int(line) for line in path.read_text().split()]
             for path in (self.base / "data").glob("*/starts")
@@ -183,7 +183,7 @@ class World:
             self.agent = None
 
     def end_what_is_beside(self) -> None:
-        """Before the processes of the jobs, which it would start again."""
+        """The agent first: it would start the jobs again."""
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
@@ -211,7 +211,7 @@ class World:
         return self.scratch / "blobs"
 
     def blob(self, name: str, content: bytes) -> dict[str, str]:
-        """Put a blob into the store; its id and digest."""
+        """Put a blob into the store; return its id and digest."""
         (self.store / name).write_bytes(content)
         return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}  # noqa: S324 - the protocol's
 
@@ -224,7 +224,8 @@ class World:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """A spec of ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them random.
+        """Return a spec of ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them
+        random.
 
         ``more`` jobs come with their files.
         """
@@ -259,12 +260,12 @@ class World:
         }
 
     def pids(self) -> dict[str, int]:
-        """The pids that the pidfiles of the jobs name now."""
+        """Return the pids in the pidfiles of the jobs."""
         found: dict[str, int] = {}
         if self.is_apart:
             return found
         for path in (self.base / "data/sys/run").glob("*/*.pid"):
-            # A case may have put a pipe there, which would keep an open waiting.
+            # A case may have put a pipe there, which would block an open.
             with suppress(OSError):
                 text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
                 if text.isdigit() and int(text) > 1:
@@ -272,13 +273,13 @@ class World:
         return found
 
     async def run(self, method: str, *arguments: Any) -> float:
-        """Seconds an action takes when it is polled without a pause."""
+        """Run an action, polling without a pause; return its seconds."""
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments)
         return time.monotonic() - begun_at
 
     async def until_running(self) -> float:
-        """Seconds until the agent says that the jobs run."""
+        """Return the seconds until the agent reports the jobs as running."""
         begun_at = time.monotonic()
         async with asyncio.timeout(120):
             while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
@@ -287,13 +288,13 @@ class World:
 
 
 async def _echo(data: bytes) -> tuple[str, bytes]:
-    await asyncio.sleep(0.001)  # or it would be asked as often as the loop goes round
+    await asyncio.sleep(0.001)  # or it would be polled in every turn of the loop
     return json.loads(data)["reply_to"], b'{"value":"pong"}'
 
 
 @asynccontextmanager
 async def bystander(w: World) -> AsyncIterator[None]:
-    """Another client on the bus, ``BYSTANDER``, that only answers; its delays are those of the machine."""
+    """Run another client on the bus, ``BYSTANDER``, that only answers; its delays are those of the machine."""
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
     running = asyncio.create_task(bus.run())
@@ -306,7 +307,7 @@ async def bystander(w: World) -> AsyncIterator[None]:
 
 
 def _content(seed: int, size: int) -> bytes:
-    """A package: half random bytes, half text."""
+    """Return a package: half random bytes, half text."""
     random_half = random.Random(seed).randbytes(size // 2)
     text_half = (b"all work and no play makes a dull package\n" * (size // 80 + 1))[: size // 2]
     return archive({"content": random_half + text_half})
@@ -314,7 +315,7 @@ def _content(seed: int, size: int) -> bytes:
 
 @asynccontextmanager
 async def world(command: str) -> AsyncIterator[World]:
-    """A world with a bus and a Director in it, and no agent yet."""
+    """Yield a world with a bus and a Director, and no agent yet."""
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
     director = Director(poll=0)
     try:
