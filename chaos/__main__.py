@@ -1,7 +1,7 @@
 """``./dev chaos [CASE…]``: play the cases of the scorecard, print a table, and write it into ``docs/reliability.md``.
 
-Any agent can be put in by ``--agent-command``, where ``{config}`` stands for its agent.json and ``{base}`` for the
-directory that stands for /var/vcap; then nothing is written unless ``--into`` says where.
+``--agent-command`` tests another agent: ``{config}`` in the command is its agent.json, ``{base}`` its directory in
+place of /var/vcap. Nothing is written then without ``--into``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support import guest
 
 MODULES: Final = (crash, network, supervision, disks, resources, messages, kernel)
 LIMIT: Final = 900.0
-"""Seconds that a case may take."""
+"""Maximum duration of a case in seconds."""
 FULL_LIMIT: Final = 3 * 3600.0
 
 
@@ -46,7 +46,7 @@ async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
         return Row(case.id, case.fault, "not held", str(exc))
     except CannotInjectError as exc:
         return Row(case.id, case.fault, "not run", str(exc))
-    except Exception as exc:  # noqa: BLE001 - whatever an agent makes of a fault is the answer of its case
+    except Exception as exc:  # noqa: BLE001 - any failure is the outcome of the case
         return Row(case.id, case.fault, "not held", f"{type(exc).__name__}: {exc}")
     figures = "; ".join([figures, *(f"without {name}: {why}" for name, why in sorted(omitted.items()))])
     if broken:
@@ -62,7 +62,7 @@ async def play_all(
     is_full: bool = False,
     enter: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Play each case ``times`` times in a row; the first failure becomes its row, which goes to ``enter`` at once."""
+    """Play each case ``times`` times in a row, until one fails; the row of a case goes to ``enter`` at once."""
     rows = []
     for position, case in enumerate(cases, 1):
         for number in range(1, times + 1):
@@ -82,7 +82,7 @@ async def play_all(
 
 
 def play_in_guest(cases: Sequence[Case], command: str, times: int, *, is_full: bool = False) -> list[Row]:
-    """Play the cases in one virtual machine; only this project's agent is in there."""
+    """Play the cases in one virtual machine, which contains this project's agent only."""
     if command != COMMAND:
         return [Row(case.id, case.fault, "not run", "this agent is not in the virtual machine") for case in cases]
     with tempfile.TemporaryDirectory() as name:
@@ -94,7 +94,7 @@ def play_in_guest(cases: Sequence[Case], command: str, times: int, *, is_full: b
         limit = (FULL_LIMIT if is_full else LIMIT) * times * len(cases)
         try:
             guest.run(words, Path(name), limit=120 + limit)
-            found, why = earlier(rows.read_text()), "it is not among what the virtual machine brought"
+            found, why = earlier(rows.read_text()), "the virtual machine returned no row for it"
         except (guest.GuestError, OSError) as exc:
             found, why = {}, f"no virtual machine: {exc}"
             sys.stderr.write(f"{why}\n")
@@ -106,20 +106,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev chaos", description=__doc__)
     parser.add_argument("case", nargs="*", metavar="CASE", help="C-01, N, ... (default: all)")
     parser.add_argument("--agent-command", default=COMMAND, metavar="COMMAND")
-    parser.add_argument("--times", type=int, default=1, help="how often in a row each has to hold")
-    parser.add_argument("--full", action="store_true", help="only cases that are played smaller, as large as they are")
-    parser.add_argument("--short", action="store_true", help="only cases below ten seconds")
+    parser.add_argument("--times", type=int, default=1, help="play each case this many times in a row (default: 1)")
+    parser.add_argument("--full", action="store_true", help="play only the reduced cases, at full size")
+    parser.add_argument("--short", action="store_true", help="play only cases shorter than ten seconds")
     parser.add_argument("--into", type=Path, default=None, metavar="FILE", help=f"default: {DOCUMENT.name}")
-    parser.add_argument("--list", action="store_true", help="say which there are")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="a mix of all for so long, and a picture of it")
+    parser.add_argument("--list", action="store_true", help="list the cases")
+    parser.add_argument(
+        "--soak", type=float, metavar="SECONDS", help="play a mix of all faults for this time, and draw it"
+    )
     parser.add_argument("--picture", type=Path, default=None, metavar="FILE", help=f"default: {soak.PICTURE.name}")
     parser.add_argument(
         "--sabotage",
         nargs="+",
         metavar="ROW",
-        help="break the agent on purpose and see these rows fail: C-01, I4, N, all",
+        help="break the agent on purpose, and check that these rows fail: C-01, I4, N, all",
     )
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="with --sabotage: keep what each case printed")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="with --sabotage: keep the output of each case")
     words = sys.argv[1:] if arguments is None else arguments
     asked = parser.parse_args(arguments)
     if asked.sabotage:

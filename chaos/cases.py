@@ -1,4 +1,4 @@
-"""All cases by their number, with what they expect; modules of cases fill it when they are imported."""
+"""All cases by number, with the expected outcome; modules of cases add theirs when they are imported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Case:
     play: Play
     scale: str = ""
     has_full: bool = False
-    """``--full`` plays it as large as it is."""
+    """Reduced, unless played with ``--full``."""
     is_long: bool = False
-    """More than ten seconds: not in the daily tests."""
+    """Longer than ten seconds: not in the daily tests."""
     guest: bool = False
     """Played in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
 
@@ -33,7 +33,7 @@ class Case:
 CASES: Final[dict[str, Case]] = {}
 
 NOT_INJECTED: Final[dict[str, tuple[str, str]]] = {}
-"""Cases of the scorecard that are not played, by number: the fault, and why."""
+"""Cases of the scorecard that are not played, by number: the fault, and the reason."""
 
 
 def case(

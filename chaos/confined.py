@@ -1,8 +1,8 @@
-"""Run a command that may do anything as root, as a mutant of the agent may, without harm to this machine.
+"""Run a command as root without harm to this machine, whatever the command does (a mutant of the agent, for example).
 
-``confined.py SCRATCH COMMAND ...`` runs it in mount, pid, network, ipc and cgroup namespaces of its own. File systems
-are read-only but SCRATCH, a fresh ``/tmp`` and a cgroup of its own; ``/dev`` has the harmless devices, the network a
-loopback. Its end, or that of its parent, ends every process inside.
+``confined.py SCRATCH COMMAND ...`` runs it in its own mount, pid, network, ipc and cgroup namespaces. Only SCRATCH, a
+new ``/tmp`` and its own cgroup are writable; ``/dev`` has harmless devices only, the network a loopback only. Its end,
+or that of its parent, ends every process inside.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).parents[1]
 MAX_PROCESSES: Final = 2000
 MAX_MEMORY: Final = 8 << 30
 _INSIDE: Final = "SHIM_CONFINED_CGROUPS"
-"""Environment variable of the second half, inside the namespaces: places of the cgroups, ``FROM:TO`` by space."""
+"""Environment variable of the second half, inside the namespaces: mounts of cgroups, each ``FROM:TO``."""
 _FRESH: Final = ("/tmp", "/var/tmp", "/run")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _CLOSED: Final = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
@@ -42,14 +42,14 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def command(scratch: Path, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs ``argv`` confined; raises SystemExit without root, which namespaces take."""
+    """Return the command that runs ``argv`` confined; raises SystemExit without root, which the namespaces require."""
     if os.geteuid() != 0:
         raise SystemExit("cannot confine mutants: namespaces take root")
     return [sys.executable, __file__, str(scratch), *argv]
 
 
 def fresh_proc() -> None:
-    """Mount a ``/proc`` of the own pid namespace, from which nothing of the kernel can be set."""
+    """Mount a ``/proc`` of the new pid namespace, in which no setting of the kernel can be changed."""
     _mount("-t", "proc", "proc", "/proc")
     for place in _CLOSED:
         if Path(place).exists():
@@ -58,9 +58,10 @@ def fresh_proc() -> None:
 
 
 def fork() -> int:
-    """Fork into pid and mount namespaces of its own: 0 in the child, which is not process 1; the pid of process 1.
+    """Fork into new pid and mount namespaces; return 0 in the child, which is not process 1, and the pid of process 1
+    here.
 
-    The end of that process 1 ends whatever began there; its exit code is the child's.
+    The end of that process 1 ends all processes there; its exit code is the child's.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     _checked(_LIBC.unshare(_CLONE_NEWPID))
@@ -87,7 +88,7 @@ def fork() -> int:
 
 
 def _reap(child: int) -> int:
-    """Wait for all processes until ``child`` ends; its exit code, 128 + N if signal N ended it."""
+    """Wait for all processes until ``child`` ends; return its exit code, 128 + N if signal N ended it."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -121,7 +122,7 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
-    """Make a cgroup in each hierarchy that tracks processes: its directory, and the top of the hierarchy."""
+    """Make a cgroup in each hierarchy that tracks processes; yield its directory and the top of the hierarchy."""
     made = []
     for tree in cgroups.trees():
         for former in tree.hierarchy.levels[0].glob("confined-*"):
@@ -164,7 +165,7 @@ def _enter(scratch: Path) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")
     mounts.mount_tmpfs(aside)
-    # Directories that a fresh tmpfs will hide are put aside and shown again.
+    # Directories that a new tmpfs will hide are moved aside and mounted again.
     needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
     for number, place in enumerate([scratch, *shown]):
@@ -188,7 +189,7 @@ def _enter(scratch: Path) -> None:
 
 
 def _devices(at: Path) -> None:
-    """Exchange ``/dev`` for one with harmless devices only, to which none can be added."""
+    """Replace ``/dev`` by one with harmless devices only, to which none can be added."""
     at.mkdir()
     mounts.mount_tmpfs(at)
     for name in _DEVICES:
@@ -210,7 +211,7 @@ def _mount(*arguments: str) -> None:
 
 
 def _set(place: str, *, on: int = 0, off: int = 0, recursive: bool = False) -> None:
-    """Change attributes of the mount at ``place``, or of all from there on."""
+    """Change attributes of the mount at ``place``, or of it and all mounts below."""
     values = ctypes.create_string_buffer(struct.pack("4Q", on, off, 0, 0))
     flags = _AT_RECURSIVE if recursive else 0
     _checked(_LIBC.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, values, ctypes.c_size_t(32)))

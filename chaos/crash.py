@@ -1,4 +1,4 @@
-"""C: crashes and the life of the agent."""
+"""C: crashes, restarts and the end of the agent."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def killed(
 ) -> Told:
     """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
 
-    A killed agent is back afterwards; ``work`` may then fail or be unfinished.
+    Returns when a killed agent runs again; ``work`` may have failed or be unfinished.
     """
     pid = stand.pid
     argv = ["-m", "chaos.tracer", str(pid), str(number), who, *map(str, places)]
@@ -131,7 +131,7 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
 
 
 async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Kill at each ``step``th call, until two in a row do not exist, as two runs differ by a call or two.
+    """Kill at each ``step``th call until two calls in a row do not occur: two runs differ by a call or two.
 
     Return the number of kills and the last call.
     """
@@ -302,7 +302,7 @@ async def container_ended(stand: Stand) -> str:
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
-    """A job that says so when it ends because it was asked to."""
+    """A job that reports an end by a stop request."""
     trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
     monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
     return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
@@ -382,7 +382,7 @@ async def replaced(stand: Stand) -> str:
     try:
         await stand.call("get_task", task)
     except RpcRemoteError as exc:
-        # As with the Go agent: a script that ran for the old process is lost, and the Director receives that error.
+        # As with the Go agent, a script that ran for the old process is lost, and the Director gets that error.
         expect("could not be found" in str(exc), str(exc))
     return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent"
 

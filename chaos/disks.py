@@ -28,7 +28,7 @@ from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 
 
 async def refused(stand: Stand, method: str, *arguments: Any) -> str:
-    """The error that an action ends with."""
+    """Return the error of an action that must fail."""
     try:
         await stand.world.run(method, *arguments)
     except RpcRemoteError as exc:
@@ -70,7 +70,9 @@ async def broken_disk(stand: Stand) -> str:
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
-    """The agent's data on a file system that the kernel makes read-only after an error; the name of its device."""
+    """Put the agent's data on a file system that the kernel makes read-only after an error; yield the name of its
+    device.
+    """
     place, image = stand.world.base / "data", stand.world.scratch / "data.img"
     place.mkdir(parents=True)
     with image.open("wb") as file:
@@ -106,7 +108,7 @@ async def bad_blobs(stand: Stand) -> str:
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
-    """Apply what does not fit, look, make room, apply again; ``inodes`` are those left, if there is a limit."""
+    """Apply packages that do not fit, check, make room, apply again; ``inodes`` is the number left, if limited."""
     await stand.boot()
     data = stand.world.base / "data"
     if inodes:
@@ -232,14 +234,14 @@ async def moving_logs(stand: Stand) -> str:
 
 
 def _write_half_random(logs: Path, count: int) -> None:
-    """Half a megabyte each, half of it random."""
+    """Make files of half a megabyte, half of it random."""
     line = b"all work and no play makes a dull log\n"
     for number in range(count):
         (logs / f"{number}.log").write_bytes(os.urandom(250_000) + line * (250_000 // len(line)))
 
 
 async def _move(logs: Path, count: int) -> None:
-    """Files vanish, are rotated, and grow, everywhere at once, until it is cancelled."""
+    """Remove, rotate and extend files in all places, until cancelled."""
     chance = random.Random(7)
     while True:
         gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
@@ -261,7 +263,7 @@ class Watched:
 
 
 async def _watch(stand: Stand, watched: Watched) -> None:
-    """Until it is cancelled. The blobstore is another machine's disk."""
+    """Runs until cancelled. The blobstore is another machine's disk."""
     while True:
         watched.memory = max(watched.memory, stand.size().memory)
         for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
@@ -278,7 +280,7 @@ async def _watch(stand: Stand, watched: Watched) -> None:
 
 
 def _members(archive: Path) -> tuple[set[str], str]:
-    """The names of the files in an archive of logs, and what it says of those that are not as they were."""
+    """Return the names of the files in an archive of logs, and its remarks on files that changed."""
     with tarfile.open(archive) as tar:
         names, remarks = set(), ""
         for member in tar:
@@ -327,7 +329,7 @@ while time.time() < ends_at:
     os.close(out)
     time.sleep(0.01)
 """
-"""Numbered lines with their times, a megabyte a second; ends by itself."""
+"""Write numbered lines with their times, a megabyte a second; ends by itself."""
 
 
 @case(
@@ -376,7 +378,7 @@ async def rotation(stand: Stand) -> str:
 
 
 def _write_logs(logs: Path, big: int) -> None:
-    """Small ones, a hundred that are too large, and one of ``big`` bytes, each of them on the disk."""
+    """Write small logs, a hundred that are too large, and one of ``big`` bytes, all on the disk."""
     logs.mkdir()
     for number in range(5000):
         (logs / f"{number}.log").write_bytes(b"all work and no play\n" * (100_000 if number % 50 == 0 else 10))
@@ -387,7 +389,7 @@ def _write_logs(logs: Path, big: int) -> None:
 
 
 def _lost(log: Path) -> tuple[int, float]:
-    """How many numbered lines are neither in the log nor in its archives, and the longest time without one."""
+    """Return the number of lines that are neither in the log nor in its archives, and the longest time without one."""
     found = {}
     for path in log.parent.glob(f"{log.name}*"):
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -17,7 +17,7 @@ from agent_shim.daemon.main import Daemon
 
 
 def fail(name: str) -> None:
-    """Let the task of this name fail."""
+    """Make the task with this name fail."""
     for task in asyncio.all_tasks():
         if task.get_name() == name:
             waits_for: Any = task
@@ -28,7 +28,7 @@ def fail(name: str) -> None:
 
 
 class Failing(Daemon):
-    """The daemon, with a signal under which one of its tasks fails."""
+    """Run the daemon, with a signal that makes one of its tasks fail."""
 
     async def serve(self, *, guard: str = "") -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(FILE.read_text()))

@@ -51,7 +51,7 @@ from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.monit import parser as monitrc
 
 SLOW: Final = 1.0
-"""Seconds of a processor that one reading may take."""
+"""Maximum CPU seconds of one reading."""
 
 del _core  # imported for the actions it registers
 
@@ -64,7 +64,7 @@ class Target:
     known: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
     words: tuple[bytes, ...] = ()
-    """Pieces that mean something there."""
+    """Meaningful pieces to insert."""
 
 
 def _request(data: bytes) -> object:
@@ -94,7 +94,7 @@ _LOOP: Final = asyncio.new_event_loop()
 
 @contextmanager
 def _file(data: bytes, name: str) -> Iterator[Path]:
-    """A file in memory with this content."""
+    """Return a file in memory with this content."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         path = Path(place, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _pidfile(data: bytes) -> None:
 
 
 def _update(data: bytes) -> None:
-    """Certificates included, as far as they are looked at before they are used."""
+    """Read settings, and the certificates in them as far as the agent does before their use."""
     update = settings.parse_update(data, origin="fuzz")
     effective = settings.Effective(settings.Settings(), update)
     for mbus in (effective.mbus, effective.asked_mbus):
@@ -200,7 +200,7 @@ class _NoProcesses:
 
 
 def _asked(data: bytes) -> None:
-    """The answers of both commands to any JSON object."""
+    """Serve any JSON object as a request of either command."""
     try:
         request = msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError):  # the connection ends
@@ -211,7 +211,7 @@ def _asked(data: bytes) -> None:
 
 
 def _http(data: bytes) -> None:
-    """A whole request, and the same in two pieces: both are answered in the same way."""
+    """Check that a request is answered in the same way whole and in two pieces."""
 
     async def read(*pieces: bytes) -> list[http_server.Request]:
         heard: list[http_server.Request] = []
@@ -318,11 +318,11 @@ _PAIR: Final = {
     "private_key": _OURS.private_key,
 }
 _DEEP: Final = b'{"env":' + b"[" * 3000
-"""A finding: deeper than the decoder goes."""
+"""A finding: nested deeper than the decoder's limit."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
-"""A finding: as much as a float does not hold."""
+"""A finding: beyond the range of a float."""
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
-"""A finding: each name was compared with all the others."""
+"""A finding: each name was compared with all others."""
 _FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
 """A finding: the first request was taken for one of the second's method."""
 _METHODS: Final = tuple(
@@ -515,7 +515,7 @@ TARGETS: Final[dict[str, Target]] = {
 
 
 def mutated(chance: random.Random, target: Target) -> bytes:
-    """One input: a seed with a few bytes changed, cut, doubled, or a meaningful piece put in."""
+    """Return one input: a seed with some bytes changed, cut or doubled, or with a meaningful piece inserted."""
     data = bytearray(chance.choice(target.seeds))
     for _ in range(chance.randint(1, 6)):
         place = chance.randrange(len(data) + 1)
@@ -538,7 +538,7 @@ def mutated(chance: random.Random, target: Target) -> bytes:
 
 
 def findings(target: Target, chance: random.Random, until: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
-    """Inputs that broke the reader, with what happened, until ``until(inputs so far)``."""
+    """Yield inputs that broke the reader, each with the failure, until ``until(number of inputs)``."""
     number = 0
     while not until(number):
         data = mutated(chance, target) if number >= len(target.seeds) else target.seeds[number]
@@ -556,9 +556,11 @@ def findings(target: Target, chance: random.Random, until: Callable[[int], bool]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if anything was found."""
+    """Return 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="./dev fuzz", description=__doc__)
-    parser.add_argument("target", nargs="*", choices=[[], *TARGETS], help="default: all")
+    parser.add_argument(
+        "target", nargs="*", choices=[[], *TARGETS], metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="for each target (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Until the options of libFuzzer say that it is enough (``-max_total_time=600``)."""
+    """Run until the limit of libFuzzer's options (``-max_total_time=600``)."""
     atheris = importlib.import_module("atheris")
     with atheris.instrument_imports(include=["agent_shim"]):
         from chaos.fuzz import TARGETS

@@ -27,7 +27,7 @@ from chaos.stand import CONNECTED, CannotInjectError, Stand, expect, until
 
 HOUR = 3600.0
 CONTAINER = 300 << 20
-"""Bytes of memory that the container of R-03 has."""
+"""Memory limit of the container of R-03, in bytes."""
 
 _EATER = {
     "monit": """
@@ -85,7 +85,7 @@ def _named(name: str, alerts: list[dict[str, Any]]) -> bool:
 
 @contextmanager
 def container(limit: int) -> Iterator[Path]:
-    """A cgroup of version 2 with so much memory, marked as systemd marks what a service may divide."""
+    """Make a cgroup of version 2 with a memory limit, marked as systemd marks a delegated one."""
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
         raise CannotInjectError("needs a memory cgroup of version 2")
@@ -106,7 +106,7 @@ def container(limit: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Wait until killed processes have gone."""
+    """Wait for the end of killed processes."""
     for _ in range(1000):
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -211,7 +211,7 @@ def _log(stand: Stand) -> str:
 
 @contextmanager
 def _clock(ahead: float) -> Iterator[None]:
-    """The wall clock of this machine goes ahead, and back again."""
+    """Set the wall clock of this machine forward, and back again."""
     begun_at = time.time(), time.monotonic()
     time.clock_settime(time.CLOCK_REALTIME, begun_at[0] + ahead)
     try:
@@ -251,7 +251,7 @@ async def hanging_disk(stand: Stand) -> str:
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
     told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
-    # An emulated processor that others use too may be away for a second: from everybody.
+    # A shared emulated processor may stall for a second: for all processes.
     expect(longest < 2 + others, told)
     return f"{told}; {beats} heartbeats in {lasting} s"
 
@@ -265,7 +265,7 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
-    """A volume on a device mapper, mounted; the name of the device."""
+    """Mount a volume on a device mapper; yield the name of the device."""
     name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the one before may go late
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
@@ -283,7 +283,7 @@ def _mapped(image: Path, point: Path) -> Iterator[str]:
 
 @contextmanager
 def _suspended(name: str) -> Iterator[None]:
-    """Make all reads and writes of the volume wait."""
+    """Block all reads and writes of the volume."""
     _do("dmsetup", "suspend", "--nolockfs", "--noflush", name)
     try:
         yield
@@ -299,7 +299,7 @@ async def bad_link(stand: Stand) -> str:
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # With a fifth lost, TCP itself repairs one request in ten only after 5 s.
+    # With a fifth of the packets lost, TCP itself needs 5 s and more for one request in ten.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):

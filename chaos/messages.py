@@ -1,4 +1,4 @@
-"""M: messages that are wrong, many or large."""
+"""M: malformed, many or large messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _GOOD = [
 
 
 def mutated(chance: random.Random) -> bytes:
-    """A request that would be good but for a few bytes."""
+    """Return a valid request with a few bytes changed."""
     raw = bytearray(json.dumps(chance.choice(_GOOD)).encode())
     for _ in range(chance.randint(1, 8)):
         place = chance.randrange(len(raw))
@@ -83,7 +83,7 @@ async def malformed(stand: Stand) -> str:
 
 
 async def _mutated(stand: Stand, count: int) -> float:
-    """Seconds that the slowest ping took among so many requests that are wrong somewhere."""
+    """Return the seconds of the slowest ping during a flood of malformed requests."""
     chance, slowest = random.Random(1), 0.0
     for number in range(count):
         message = chance.choice(BAD) if chance.random() < 0.02 else mutated(chance)
@@ -125,7 +125,7 @@ def _mb(size: int) -> str:
 
 
 async def _flood(stand: Stand) -> tuple[int, float, float]:
-    """How many pings were sent in a second, and the seconds to the next heartbeat and to a pong afterwards."""
+    """Return the pings sent per second, and the seconds until the next heartbeat and until a pong afterwards."""
     tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
     begun_at = time.monotonic()

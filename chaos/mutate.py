@@ -1,4 +1,4 @@
-"""``./dev mutate [PATH…]``: make small wrong changes of the agent, one at a time, and list those that no test notices.
+"""``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
 A mutant is one change of ``agent_shim``: a statement removed, a condition negated, another number, another constant.
 The tests that reach its line run against it, fastest first, until one fails; if all pass, it survives the stage.
@@ -39,7 +39,7 @@ DEFAULT_PATHS: Final = ("supervisor", "host", "services/disks", "edges/bus", "ac
 MAX_TESTS: Final = 150
 """Tests that run against one mutant, the fastest of those that reach its line."""
 TIMEOUT_S: Final = 120.0
-"""A mutant under which a run of pytest takes longer is noticed: something waits for ever."""
+"""A longer run of pytest counts as noticed: a test waits for ever."""
 Result: TypeAlias = dict[str, object]
 """Members ``outcome`` (noticed, survived, unreached, not tried), ``tests``, ``by``."""
 Results: TypeAlias = dict[str, dict[str, Result]]
@@ -422,16 +422,18 @@ def _save(results: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if no mutant survived."""
+    """Return 0 if no mutant survived."""
     parser = argparse.ArgumentParser(prog="./dev mutate", description=__doc__)
-    parser.add_argument("path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {DEFAULT_PATHS})")
-    parser.add_argument("--sample", type=int, default=0, metavar="N", help="N mutants of all, chosen at random")
+    parser.add_argument(
+        "path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {' '.join(DEFAULT_PATHS)})"
+    )
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="try N mutants, chosen at random")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="only the first N stages")
+    parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="run only the first N stages")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the stages with forks")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after that; the next run goes on")
-    parser.add_argument("--measure", action="store_true", help="measure again which tests reach which line")
-    parser.add_argument("--table", action="store_true", help="try nothing, print the table of what was tried")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the next run continues")
+    parser.add_argument("--measure", action="store_true", help="measure the coverage again")
+    parser.add_argument("--table", action="store_true", help="only print the table of earlier results")
     asked = parser.parse_args(arguments)
     wanted = chosen(asked.path)
     if asked.sample:

@@ -1,4 +1,4 @@
-"""Cases run below a process 1 of their own: a signal that goes astray hits nothing of this machine, and is seen.
+"""Run cases in their own pid namespace: a misdirected signal hits no process of this machine, and is recorded.
 
 Run as a program it is that process 1: ``namespaces.py SIGNALS COMMAND ...`` runs the command, reaps orphans, records
 the signals that reach it in the file ``SIGNALS`` (a line with the number of each), and ends with the exit code of the
@@ -17,12 +17,12 @@ from types import FrameType
 from typing import Final
 
 INSIDE: Final = "SHIM_CHAOS_SIGNALS"
-"""Environment variable, set below a process 1 of ours: the file of the signals it got."""
+"""Environment variable, set below our own process 1: the file with the signals that it received."""
 FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def enter(arguments: Sequence[str], *, network: bool = False) -> None:
-    """Go on as ``python -m chaos ARGUMENTS`` in new mount and pid namespaces; as an ordinary user, do nothing."""
+    """Continue as ``python -m chaos ARGUMENTS`` in new mount and pid namespaces; as an ordinary user, do nothing."""
     if os.geteuid() != 0 or INSIDE in os.environ:
         return
     descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")
@@ -36,12 +36,12 @@ def enter(arguments: Sequence[str], *, network: bool = False) -> None:
 
 
 def signals_to_init() -> list[int]:
-    """The numbers of the signals that process 1 got so far; SIGKILL from inside never reaches it."""
+    """Return the numbers of the signals that process 1 received; SIGKILL from inside never reaches it."""
     return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
 
 
 def main(signals: str, command: list[str]) -> int:
-    """Process 1: the exit code of ``command``, 128 + N if signal N ended it."""
+    """Act as process 1; return the exit code of ``command``, 128 + N if signal N ended it."""
 
     def record(number: int, _frame: FrameType | None) -> None:
         with Path(signals).open("a") as file:

@@ -89,7 +89,7 @@ async def flaps(stand: Stand) -> str:
 @case("N-05", "heavy work: 600 MB are applied and packed while pings go on", is_long=True)
 async def heavy(stand: Stand) -> str:
     await stand.boot()
-    # In threads: the proxy between the agent and its bus is on this loop, and both call a silent link dead.
+    # In threads: a blocked event loop would stop the proxy here, and agent and bus drop a silent link.
     spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
     logs = stand.world.base / "data/sys/log/job0"
     logs.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ async def full_window(stand: Stand) -> str:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers a question for an IPv4 address with ``address``, or as ``mode`` says: with an error, or not at all."""
+    """Answers a query for an IPv4 address with ``address``; depending on ``mode`` with an error, or not at all."""
 
     CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
 
@@ -229,7 +229,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def names(stand: Stand) -> AsyncIterator[NameServer]:
-    """Before ``boot``: all names that the agent looks up are asked of a server of ours."""
+    """Resolve all names of the agent by our own server; call it before ``boot``."""
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a resolv.conf of its own")
     address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
@@ -297,7 +297,7 @@ ERRORS = (
     "something that no server says",
     "",
 )
-"""Errors of nats-server's ``server/errors.go``, and two that it does not have."""
+"""Errors of nats-server's ``server/errors.go``, and two invented ones."""
 
 
 def _nonsense() -> dict[str, bytes]:
@@ -371,7 +371,7 @@ async def nonsense(stand: Stand) -> str:
 
 
 async def _in_pieces(wire: Wire) -> int:
-    """One ping for each place at which its bytes can come apart; how many were answered."""
+    """Send a ping in two pieces, once for each place of the cut; return the number of answers."""
     reply_to = f"director.x.{AGENT}.y"
     request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
     message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)
@@ -392,11 +392,11 @@ async def _in_pieces(wire: Wire) -> int:
 CROWD = 1000
 OUTAGE = 20
 SETTLED = 12
-"""Seconds of an outage after which agents that have lost their server in one moment try at different ones."""
+"""Seconds of an outage after which agents that lost their server at the same moment retry at different moments."""
 
 
 class _Member(NatsBus):
-    """One of a crowd: when it tried to connect, and when it was connected."""
+    """One of many clients: the times of its connection attempts, and of its connection."""
 
     came = 0.0
 

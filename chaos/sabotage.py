@@ -1,7 +1,7 @@
-"""``./dev chaos --sabotage ROW``: change the agent in one named, wrong way and see the row fail.
+"""``./dev chaos --sabotage ROW``: make one named, wrong change to the agent, and check that the row fails.
 
-A row that holds although the agent is broken in the very thing the row is about proves nothing. The change is made in a
-scratch copy of the project, and the case is played there, in namespaces of its own.
+A row that holds although its own subject is broken in the agent proves nothing. The change is made in a scratch copy of
+the project, and the case is played there, in its own namespaces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
 
 
 class SabotageError(Exception):
-    """A saboteur cannot be applied: the text it changes is not in the agent, or more than once."""
+    """A saboteur cannot be applied: its text is not in the agent, or is there more than once."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Saboteur:
     path: str
     """File, from the top of the project."""
     before: str
-    """Text that is in the file exactly once."""
+    """Text that occurs in the file exactly once."""
     after: str
     shows: str
-    """Regular expression that the figures of the failed row match: it must fail for the right reason."""
+    """Regular expression that the figures of the failed row must match, so that it fails for the right reason."""
     case: str = ""
-    """For an invariant: the case after which it is looked at."""
+    """For an invariant: the case after which it is checked."""
 
     @property
     def played(self) -> str:
@@ -52,7 +52,7 @@ class Saboteur:
         return self.case or self.row
 
     def applied(self, text: str) -> str:
-        """``text`` of the file with the change; ``SabotageError`` unless ``before`` is there exactly once."""
+        """Return ``text`` with the change; raises ``SabotageError`` unless ``before`` occurs exactly once."""
         count = text.count(self.before)
         if count != 1:
             raise SabotageError(f"cannot sabotage {self.row}: its text is {count} times in {self.path}")
@@ -60,7 +60,7 @@ class Saboteur:
 
 
 def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, str]:
-    """Play the case with the change: whether the row failed as it must, and the figures."""
+    """Play the case with the change; return True if the row failed as it must, and the figures."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
         copy = Path(name)
         _copy(copy)
@@ -86,7 +86,9 @@ def is_caught(saboteur: Saboteur, row: Row) -> bool:
 
 
 def _copy(target: Path) -> None:
-    """The files git knows or would take, as a repository of their own: the virtual machine packs what git lists."""
+    """Copy the files that git tracks or would add into a new repository: the virtual machine packs the files that git
+    lists.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(
@@ -104,7 +106,7 @@ def _copy(target: Path) -> None:
 
 
 def report(saboteur: Saboteur, logs: Path | None = None) -> str:
-    """Play one, tell it on standard error; the cell of its row: ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``."""
+    """Play one and report on standard error; return the cell ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``."""
     begun_at = time.monotonic()
     try:
         caught, figures = play(saboteur, logs / f"{saboteur.row}.log" if logs is not None else None)

@@ -1,7 +1,7 @@
 """One saboteur for each row of the scorecard: the change of the agent under which the row must fail.
 
-Each breaks what its row is named after, not something on the way there. A structure test finds every text that is
-changed exactly once, so a saboteur does not outlive the code it breaks.
+Each breaks the subject of its row, not a step on the way to it. A structure test checks that each changed text occurs
+exactly once, so a saboteur does not outlive the code that it breaks.
 """
 
 from __future__ import annotations

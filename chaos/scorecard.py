@@ -17,7 +17,7 @@ DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
 FULL: Final = "in full"
-"""First words of the entry for a case that was played unscaled."""
+"""Start of the entry for a case that was played at full size."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Row:
     verdict: str
     figures: str
     played: str = ""
-    """How often in a row, and when."""
+    """Number of runs in a row, and the date."""
     saboteur: str = ""
-    """The date on which the case failed under its saboteur; a row whose saboteur passed unnoticed says so."""
+    """Date on which the case failed under its saboteur, or a remark that it did not."""
 
     @property
     def outcome(self) -> str:
-        """The cell that says how it went."""
+        """The cell with the outcome."""
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
     def beside(self, known: Row | None) -> Row:
-        """This one, with what remains true of the one known before: the scaled case and the full one both count."""
+        """Return this row with the valid entries of the previous one: both the reduced and the full case count."""
         if known is None:
             return self
         saboteur = self.saboteur or known.saboteur
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def times(self) -> str:
-        """When it was played smaller, and how often."""
+        """Date and number of the reduced runs."""
         return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
 
     @property
@@ -76,7 +76,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def earlier(text: str) -> dict[str, Row]:
-    """The rows that a document has."""
+    """Return the rows of a document."""
     rows = {}
     for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -88,7 +88,7 @@ def earlier(text: str) -> dict[str, Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the rows of the same cases in a document, which is made if it is missing; safe for several at once."""
+    """Replace the rows of the same cases in a document, which is created if missing; safe for concurrent writers."""
     with _locked(path):
         text = path.read_text() if path.exists() else ""
         known = earlier(text)
@@ -98,7 +98,9 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def enter_saboteur(path: Path, case: str, caught: str) -> None:
-    """Set the last cell of the row of a case or an invariant: when its saboteur was caught, or that it was not."""
+    """Set the last cell in the row of a case or an invariant: the date on which its saboteur was caught, or that it was
+    not.
+    """
     with _locked(path):
         text = path.read_text()
         known = earlier(text)

@@ -1,11 +1,10 @@
-"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time, and a picture of the agent's use.
+"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time, and a picture of the agent's
+resources.
 
 The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
-credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and swallowed. The agent is
-killed once, early in the first quarter, in which everything also happens for the first time; growth is measured after
-it.
-
-A process that only sleeps and reads the clock runs beside it: a delay that it shares is the machine's.
+credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and made silent. The agent
+is killed once, early in the first quarter, in which everything also happens for the first time; growth is measured
+after it. A second process only sleeps and reads the clock: a delay of both is the machine's.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from chaos.stand import CONNECTED, Size, Stand, stand, until
 PICTURE: Final = Path(__file__).parents[1] / "docs/pictures/soak.svg"
 JOBS: Final = 20
 SAMPLED: Final = 5.0
-"""Seconds between two looks at what the agent holds."""
+"""Seconds between two samples of the agent's resources."""
 
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
-"""A heartbeat may come so much later than its period says."""
+"""Tolerated delay of a heartbeat, in seconds."""
 
 GROWTH: Final = 1 << 20
-"""Bytes an hour by which memory may grow after the first quarter."""
+"""Tolerated growth of memory after the first quarter, in bytes an hour."""
 
 _NONSENSE: Final = tuple(message for message in BAD if b"[null]" not in message)
-"""An ``apply`` of nothing is a request that takes all jobs away."""
+"""An empty ``apply`` removes all jobs."""
 
 _SLEEPER: Final = """
 import time
@@ -68,14 +67,14 @@ class Record:
     until: float
     sizes: list[tuple[float, Size]] = field(default_factory=list)
     pings: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds until a ping was answered."""
+    """Round trips of pings in seconds."""
     sleeper: list[tuple[float, float]] = field(default_factory=list)
-    """How late the process came that only sleeps, where it was more than 20 ms."""
+    """Delays of the sleeping process above 20 ms."""
     beats: list[float] = field(default_factory=list)
     outages: list[Band] = field(default_factory=list)
-    """When the bus or the agent was away, by our doing, until it answered again."""
+    """Periods in which the case had stopped the bus or the agent, until the next answer."""
     done: dict[str, int] = field(default_factory=dict)
-    """How often each thing was done."""
+    """Number of each kind of event."""
     broken: list[str] = field(default_factory=list)
 
     @property
@@ -88,7 +87,7 @@ class Record:
         return [(moment, size) for moment, size in self.sizes if moment >= self.settled_at]
 
     def growth(self) -> float:
-        """Bytes of memory an hour after the first quarter: the slope of a straight line through all samples."""
+        """Growth of memory after the first quarter, in bytes an hour: the slope of a line through all samples."""
         samples = self.settled()
         if len(samples) < 3:
             return 0.0
@@ -96,13 +95,13 @@ class Record:
         return line.slope * 3600
 
     def ends(self, what: Callable[[Size], int]) -> tuple[float, float]:
-        """The median of a figure in the first and in the last third of the time after the first quarter."""
+        """Return the median of a figure in the first and the last third of the time after the first quarter."""
         values = [what(size) for _, size in self.settled()]
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
     def gaps(self) -> list[tuple[float, float]]:
-        """When a heartbeat came and how long after the one before it, where the bus was there all the time."""
+        """Return the time of each heartbeat and the gap before it, for gaps without an outage of the bus."""
         found = []
         for before, at in zip(self.beats, self.beats[1:], strict=False):
             if not any(begin < at and end > before for begin, end in self.outages):
@@ -110,7 +109,7 @@ class Record:
         return found
 
     def starved(self, begin: float, end: float) -> float:
-        """How late the sleeping process was at most in a time."""
+        """Return the maximum delay of the sleeping process in a period."""
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
     def faults(self) -> list[str]:
@@ -157,7 +156,7 @@ class Record:
         }
 
     def picture(self) -> str:
-        """Memory, descriptors, lag and gaps over the time; outages are shaded."""
+        """Draw memory, descriptors, lag and gaps over time; outages are shaded."""
 
         def moved(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
             return [(at - self.begun_at, value) for at, value in points]
@@ -185,7 +184,7 @@ class Record:
 
 
 def _highest(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The highest of every ten seconds: a picture has no room for more."""
+    """Return the maximum of every ten seconds: a picture has no room for more."""
     found: dict[int, tuple[float, float]] = {}
     for at, value in points:
         key = int(at // 10)
@@ -198,7 +197,7 @@ def _highest(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 class Soak:
-    """The profile, played on a stand."""
+    """Plays the profile on a stand."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         self._stand = one
@@ -220,7 +219,7 @@ class Soak:
         }
 
     async def run(self) -> None:
-        """Until the time is over: everything once in the first quarter, then as often as the plan says."""
+        """Run until the end: each event once in the first quarter, then as often as planned."""
         record = self._record
         await self._do("agent killed", self._agent_killed)
         quarter = record.settled_at - time.monotonic()
@@ -342,7 +341,7 @@ class Soak:
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Ask as a Director does while it deploys: five get_task a second, now and then the state, and a ping."""
+    """Send requests as a Director does during a deploy: five get_task a second, sometimes get_state, and a ping."""
     number = 0
     while True:
         number += 1
@@ -372,7 +371,7 @@ async def _measure(one: Stand, record: Record) -> None:
 
 
 async def _beats(one: Stand, record: Record) -> None:
-    """When heartbeats came; what the Health Monitor has kept is taken from it."""
+    """Record the times of heartbeats, and clear the Health Monitor's list."""
     while True:
         record.beats += [notice.at for notice in one.monitor.of("heartbeat", AGENT)]
         one.monitor.notices.clear()
@@ -393,7 +392,7 @@ async def _sleeper(record: Record) -> None:
 
 
 async def soak(command: str, seconds: float, seed: int) -> Record:
-    """Play the profile for so long."""
+    """Play the profile for this time."""
     async with stand(command) as one:
         await one.boot()
         await one.deploy(JOBS, 5, 4 << 20)
@@ -415,7 +414,7 @@ async def soak(command: str, seconds: float, seed: int) -> Record:
 
 
 def main(command: str, seconds: float, into: Path | None) -> int:
-    """0 if all was as it has to be; the figures go to standard output, the picture into a file."""
+    """Return 0 if all conditions held; the figures go to standard output, the picture into a file."""
     seed = int(time.time())
     record = asyncio.run(soak(command, seconds, seed))
     if into is not None:

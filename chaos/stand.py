@@ -34,10 +34,10 @@ from benchmarks.world import AGENT, World, world
 from tests.support.proxy import Proxy
 
 CANARY: Final = "canary-7f3a9c"
-"""A secret of the settings: it may be nowhere but in files that only their owner reads."""
+"""A secret of the settings, allowed only in files that no other user can read."""
 
 CONNECTED: Final = 12.0
-"""Seconds within which an agent is back on a bus that is there again."""
+"""Seconds within which an agent reconnects to a restored bus."""
 
 LOG_GROWTH_BYTES: Final = 1 << 20
 AUDIT_BYTES: Final = 800
@@ -54,18 +54,18 @@ DEAF: Final = 3.0
 """Seconds for which pings are sent after a case; each is answered within one second."""
 PONG: Final = 1.0
 BUSY: Final = 30.0
-"""Seconds after which a machine that is too busy for a ping is no excuse any more."""
+"""Seconds after which a busy machine no longer excuses a late ping."""
 SETTLED: Final = 10.0
-"""Seconds within which a restart that is under way shows."""
+"""Seconds within which a restart in progress becomes visible."""
 PLAIN_TEXT: Final = "managed_disk_settings.json"
-"""Holds a cid alone, whatever its name says."""
+"""Contains only a cid, despite its name."""
 Identity: TypeAlias = tuple[int, int]
-"""Number and start time of a process."""
+"""Pid and start time of a process."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 
 def _longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Sum, over the processes, of the wait of the thread that waited longest between two readings."""
+    """Sum over the processes: the longest wait of one of their threads between two readings."""
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)
         for pid, threads in after.items()
@@ -73,11 +73,11 @@ def _longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str
 
 
 class NotHeldError(Exception):
-    """The expected outcome of a case did not come."""
+    """A case did not have the expected outcome."""
 
 
 class CannotInjectError(Exception):
-    """This machine cannot make the fault."""
+    """This machine cannot inject the fault."""
 
 
 def expect(fact: bool, what: str) -> None:
@@ -87,7 +87,7 @@ def expect(fact: bool, what: str) -> None:
 
 
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
-    """Seconds until ``fact()`` is true; raises ``NotHeldError`` after ``within`` seconds."""
+    """Wait until ``fact()`` is true, and return the seconds; raises ``NotHeldError`` after ``within`` seconds."""
     begun_at = time.monotonic()
     while not fact():
         if time.monotonic() - begun_at > within:
@@ -119,7 +119,7 @@ class Size:
 
 @dataclass
 class Stand:
-    """``jobs`` is how many run; ``involved`` are those that the fault or the case restarts."""
+    """``jobs`` is the number of running jobs; ``involved`` are those that the fault or the case restarts."""
 
     world: World
     proxy: Proxy
@@ -128,15 +128,15 @@ class Stand:
     involved: set[str] = field(default_factory=set)
     port: int = 0
     is_full: bool = False
-    """Nothing is made smaller than the case has it."""
+    """Plays the case at full size."""
     expected_ends: int = 0
     ends: list[int | None] = field(default_factory=list)
     omitted: dict[str, str] = field(default_factory=dict)
-    """Invariants that are not looked at after this case, each with the reason."""
+    """Invariants that are not checked after this case, each with the reason."""
     between: Callable[[], object] = lambda: None
     """Action of the init before it restarts the agent."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Objects of a case that the invariants still need."""
+    """Resources of a case, open until the invariants are checked."""
     _init: asyncio.Task[None] | None = None
     _before: Size | None = None
     _starts: dict[str, list[int]] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Stand:
     # --- what cases do ---
 
     def of(self, scaled: int, full: int) -> int:
-        """How many, or how long: less than all unless all is asked for."""
+        """Return a number or a duration: ``scaled``, or ``full`` for a case at full size."""
         return full if self.is_full else scaled
 
     @property
@@ -156,18 +156,18 @@ class Stand:
         return self.world.pid
 
     def contain(self) -> None:
-        """Before ``boot``: the agent is process 1 of a container, that is, of namespaces of its own."""
+        """Make the agent process 1 of a container (its own namespaces); call it before ``boot``."""
         if os.geteuid() != 0:
             raise CannotInjectError("needs root for namespaces")
         self.world.is_apart = True
         self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
 
     def prefix(self, command: str) -> None:
-        """Before ``boot``: the agent is run by this command."""
+        """Run the agent by this command; call it before ``boot``."""
         self.world.command = f"{command} {self.world.command}"
 
     async def boot(self) -> float:
-        """Start the agent under an init that starts it again; seconds to its first answer."""
+        """Start the agent under an init that restarts it; return the seconds until its first answer."""
         took = await self.world.start_agent()
         self._init = asyncio.create_task(self._keep(), name="init")
         return took
@@ -180,7 +180,7 @@ class Stand:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Deploy so many jobs, and ``more`` by their files; the spec."""
+        """Deploy this number of jobs, and ``more`` given by their files; return the spec."""
         spec = self.world.spec(jobs, packages, size, version=version, more=more)
         self.jobs = jobs
         for method, *arguments in (("prepare", spec), ("stop",), ("apply", spec), ("start",)):
@@ -193,7 +193,7 @@ class Stand:
         return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
 
     async def answers(self, within: float) -> float:
-        """Seconds until a ping is answered."""
+        """Return the seconds until a ping is answered."""
         begun_at = time.monotonic()
         while time.monotonic() - begun_at < within:
             with contextlib.suppress(RpcTimeoutError):
@@ -202,12 +202,12 @@ class Stand:
         raise NotHeldError(f"no pong within {within:g} s")
 
     async def heartbeat(self, within: float) -> float:
-        """Seconds until the next heartbeat."""
+        """Return the seconds until the next heartbeat."""
         before = len(self.monitor.of("heartbeat", AGENT))
         return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "heartbeat")
 
     async def kill_agent(self) -> None:
-        """SIGKILL; its init starts it again."""
+        """Send SIGKILL; the init restarts the agent."""
         self.expected_ends += 1
         agent = self.world.agent
         assert agent is not None
@@ -215,15 +215,15 @@ class Stand:
         await agent.wait()
 
     def omit(self, invariant: str, why: str) -> None:
-        """Do not look at an invariant after this case; its row says so, with the reason."""
+        """Skip an invariant after this case; the row gives the reason."""
         self.omitted[invariant] = why
 
     def live(self) -> dict[str, int]:
-        """The living processes that pidfiles of the jobs name."""
+        """Return the living processes in the pidfiles of the jobs."""
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
 
     def scrape(self) -> str:
-        """The metrics, if the agent has any."""
+        """Return the text of the metrics; empty without metrics."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
                 return str(answer.read().decode())
@@ -231,16 +231,16 @@ class Stand:
             return ""
 
     def metric(self, name: str) -> float:
-        """The value of a metric (its labels, if it has any, are part of the name); 0 if there is none."""
+        """Return the value of a metric (labels are part of the name); 0 without it."""
         return self.read_metric(name) or 0.0
 
     def read_metric(self, name: str) -> float | None:
-        """The value of a metric; None if there is none of this name, or no answer."""
+        """Return the value of a metric; None without it, or without an answer."""
         lines = [line.rpartition(" ") for line in self.scrape().splitlines()]
         return next((float(value) for label, _, value in lines if label == name), None)
 
     def alerts(self, text: str = "") -> list[dict[str, Any]]:
-        """Alerts so far that have ``text`` in them."""
+        """Return the alerts so far that contain ``text``."""
         return [one.body for one in self.monitor.of("alert", AGENT) if text in json.dumps(one.body)]
 
     def size(self) -> Size:
@@ -253,16 +253,16 @@ class Stand:
     # --- invariants ---
 
     def remember(self) -> None:
-        """Record the reference of the invariants: call it after the setup and before the fault."""
+        """Record the reference for the invariants; call it after the setup and before the fault."""
         self._before = self.size()
         self._starts, self._running = self.world.starts(), self._identities()
         self._log_size, self._asked = self._log(), self._published()
 
     def remember_memory(self) -> None:
-        """Compare the agent's memory with the current one: call it after a first flood and before a second.
+        """Take the current memory of the agent as the reference; call it between a first flood and a second.
 
-        Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, to which four more floods add
-        0.5.
+        Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, and 0.5 more after four
+        further floods.
         """
         assert self._before is not None
         self._before = replace(self._before, memory=self.size().memory)
@@ -280,7 +280,7 @@ class Stand:
         return [one for one in found if one.partition(":")[0] not in self.omitted]
 
     async def _deaf(self) -> list[str]:
-        """Ping for some seconds, so that a deafness that passes is seen, too (I3).
+        """Ping for some seconds, so that a temporary deafness is noticed too (I3).
 
         A late ping is sent again if the machine withheld the processors for half of its second.
         """
@@ -299,7 +299,7 @@ class Stand:
         return []
 
     def _waits(self) -> dict[str, dict[str, float]]:
-        """Seconds for which each thread has waited for a CPU, by process: the agent, the bus, this one."""
+        """Return the seconds for which each thread waited for a CPU, by process: the agent, the bus, this one."""
         found: dict[str, dict[str, float]] = {}
         for pid in (self.pid, self.world.server.pid, os.getpid()):
             found[str(pid)] = {}
@@ -309,7 +309,7 @@ class Stand:
         return found
 
     async def _restarted(self) -> list[str]:
-        """Compare the starts that the jobs have recorded, and the processes in their pidfiles (I2); looked at last."""
+        """Compare the recorded starts of the jobs and the processes in their pidfiles (I2); checked last."""
         ends_at = time.monotonic() + SETTLED
         while await self._starting() and time.monotonic() < ends_at:
             await asyncio.sleep(0.1)
@@ -323,7 +323,7 @@ class Stand:
         return [f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}"] if again else []
 
     async def _starting(self) -> bool:
-        """True while a job that is not involved is starting."""
+        """Return True while a job that is not involved is starting."""
         with contextlib.suppress(RpcTimeoutError):
             state = await self.call("get_state", "full")
             named = {one["name"] for one in state.get("processes", ()) if one["state"] == "starting"}
@@ -331,7 +331,7 @@ class Stand:
         return True
 
     def _identities(self) -> dict[str, Identity]:
-        """Return the living processes that the pidfiles of the jobs name."""
+        """Return the living processes named by the pidfiles of the jobs."""
         stats = {name: proc.stat(pid) for name, pid in self.world.pids().items()}
         return {name: stat.identity for name, stat in stats.items() if stat is not None and stat.is_alive}
 
@@ -367,7 +367,7 @@ class Stand:
         places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
         places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
         left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
-        kept = ("errand-", "outcomes")  # outputs that a reply is too small for stay until the next errand
+        kept = ("errand-", "outcomes")  # outputs too long for a reply stay until the next errand
         left |= self._strays()
         return left | {
             path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
@@ -382,7 +382,7 @@ class Stand:
         return found
 
     def documents(self) -> list[str]:
-        """The state files that are not complete (I7)."""
+        """Return the incomplete state files (I7)."""
         base, found = self.world.base, []
         places = (base / "bosh", base / "data/bosh", base / "instance", Paths(base).shim_run)
         for path in (path for place in places for path in _walk(place) if path.suffix == ".json"):
@@ -399,7 +399,7 @@ class Stand:
         return found
 
     async def _tasks(self) -> list[str]:
-        """Wait for the end of earlier requests; a minute is enough for any of them."""
+        """Wait for the end of earlier requests, at most a minute."""
         running: float | None = None
         for _ in range(60):
             running = self.read_metric("agent_shim_tasks_running")
@@ -439,12 +439,12 @@ class Stand:
         return found
 
     def secrets(self) -> dict[str, bytes]:
-        """The secrets in use, by what they are: a note of the settings, and each private key the agent was given."""
+        """Return the secrets in use by kind: a note in the settings, and each private key of the agent."""
         keys = {f"a private key of the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
         return {"a note of the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
-        """A line from the middle of each key: it is the same in PEM, in JSON and in a log."""
+        """A line from the middle of each key, which is the same in PEM, in JSON and in a log."""
         keys = set()
         for path in (self.world.source, Paths(self.world.base).update_settings, Paths(self.world.base).former_mbus):
             with contextlib.suppress(FileNotFoundError):
@@ -486,7 +486,7 @@ async def asked(stand: Stand, command: str, **members: Any) -> Any:
 
 
 def commands(line: str) -> int:
-    """How many living processes have this command line."""
+    """Return the number of living processes with this command line."""
     words = line.replace(" ", "\0").encode() + b"\0"
     found = 0
     for stat in proc.table().values():
@@ -497,12 +497,12 @@ def commands(line: str) -> int:
 
 @asynccontextmanager
 async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
-    """System calls of the agent and its children fail for the length of the block: ``fsync:error=EIO``."""
+    """Make system calls of the agent and its children fail for the length of the block: ``fsync:error=EIO``."""
     if shutil.which("strace") is None or os.geteuid() != 0:
         raise CannotInjectError("needs root and the Debian package strace")
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
-    # It is said who was attached to: from then on the fault is there.
+    # strace reports the attached processes: from then on the fault is active.
     argv = ["strace", "-f", "-p", str(stand.pid), "-o", "/dev/null", "-e", f"trace={calls}", *injected]
     tracer = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
     try:
@@ -512,12 +512,12 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
                 raise CannotInjectError(f"strace: {said.decode().strip()}")
         yield
     finally:
-        tracer.terminate()  # it lets go of all that it traces
+        tracer.terminate()  # it detaches from all processes
         await tracer.wait()
 
 
 def small(stand: Stand, options: str) -> None:
-    """Put the agent's data on a tmpfs, before ``boot``; it stays until the invariants have been looked at."""
+    """Put the agent's data on a tmpfs, before ``boot``; it stays until the invariants are checked."""
     place = stand.world.base / "data"
     place.mkdir(parents=True)
     if os.geteuid() != 0:
@@ -527,12 +527,12 @@ def small(stand: Stand, options: str) -> None:
 
 
 def unmounted_after(stand: Stand, place: Path) -> None:
-    """Unmount ``place`` when the invariants have been looked at."""
+    """Unmount ``place`` once the invariants are checked."""
     stand.after.callback(subprocess.run, ["umount", "--lazy", str(place)], check=True)
 
 
 def _walk(top: Path) -> Iterator[Path]:
-    """Everything below ``top``, links not followed; what goes meanwhile is left out."""
+    """Yield everything below ``top`` without following links; entries that vanish meanwhile are left out."""
     for here, directories, names in os.walk(top):
         for name in (*directories, *names):
             yield Path(here, name)
@@ -574,7 +574,7 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
 
 
 def end_marked(made: World) -> None:
-    """Kill what the jobs of a world have left, whatever the agent did."""
+    """Kill all remaining processes of the jobs of a world."""
     marker = str(made.base).encode()
     for stat in proc.table().values():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""S: jobs that die, loop, hang, lie and hide."""
+"""S: jobs that die, loop, hang, give false pids and hide processes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from chaos.stand import CONNECTED, CannotInjectError, Stand, asked, commands, ex
 
 SLEEPER: Final = "exec sleep 100000"
 RUN_TIMEOUT_S: Final = 2 * 3600
-"""Seconds that all rounds of S-05 may take."""
+"""Maximum duration of all rounds of S-05 in seconds."""
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """A spec of jobs given by their monit file, in which ``{{base}}`` is put in, and their programs."""
+    """Return a spec of jobs by their programs and their monit files, in which ``{{base}}`` is replaced."""
     base = stand.world.base
     files: dict[str, str | bytes] = {}
     for name, (monit, programs) in monits.items():
@@ -55,7 +55,7 @@ def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: s
 def checked(
     name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """A job of one process with a ctl script, which records each start for the invariants."""
+    """Return a job of one process with a ctl script, which records each start for the invariants."""
     run = "{base}/data/sys/run/" + name
     words = {"run": run, "name": name}
     for old, new in words.items():
@@ -78,7 +78,7 @@ def simple(name: str) -> tuple[str, dict[str, str]]:
 
 
 async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
-    """Apply and start; whether all run is for the case to say."""
+    """Apply and start, without waiting for running jobs."""
     wanted = spec(stand, monits)
     for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
         await stand.world.run(method, *arguments)
@@ -91,7 +91,7 @@ async def process_states(stand: Stand) -> dict[str, str]:
 
 
 async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Seconds until a process is said to be in a state."""
+    """Return the seconds until a process is reported in a state."""
     begun_at = time.monotonic()
     seen = ""
     while time.monotonic() - begun_at < within:
@@ -169,7 +169,7 @@ async def lying_pidfiles(stand: Stand) -> str:
     if namespaces.INSIDE not in os.environ:
         raise CannotInjectError("needs a process 1 of its own, which takes root")
     await stand.boot()
-    stranger = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - one that has nothing to do with the jobs
+    stranger = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - a process unrelated to the jobs
     names = ["foreign", "one", "agent", "garbage", "empty", "sparse", "link", "fifo"]
     try:
         for name in names:
@@ -329,7 +329,7 @@ async def bad_starts(stand: Stand) -> str:
 
 
 def unread(stand: Stand) -> None:
-    """Send the output of the agent into a pipe without a reader; to be called before ``boot``."""
+    """Send the output of the agent into a pipe without a reader; call it before ``boot``."""
     pipe = stand.world.scratch / "unread"
     os.mkfifo(pipe)
     stand.after.callback(os.close, os.open(pipe, os.O_RDWR))
@@ -375,7 +375,7 @@ async def talkative(stand: Stand) -> str:
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
-"""Instances after a command that is given twice at once: here the order leaves no doubt."""
+"""Number of instances after two concurrent commands of this kind; other pairs have no certain outcome."""
 
 
 @case("S-11", "each two commands at once, from running and from stopped", is_long=True)
@@ -406,7 +406,7 @@ async def racing(stand: Stand) -> str:
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
-                wanted = int(seen["phase"] == "running")  # its script may still be on the way to the exec
+                wanted = int(seen["phase"] == "running")  # its script may not have reached the exec yet
                 told = f"{wanted} instances, as it is {seen['phase']} after {first} and {second}"
                 await until(lambda: commands("sleep 100011") == wanted, 5, told)  # noqa: B023
     await ask("stop")

@@ -46,19 +46,19 @@ BY_DESCRIPTOR: Final = {
     275: ("splice", 2), 326: ("copy_file_range", 2), 77: ("ftruncate", 0), 285: ("fallocate", 0), 74: ("fsync", 0),
     75: ("fdatasync", 0), 306: ("syncfs", 0), 91: ("fchmod", 0), 93: ("fchown", 0), 190: ("fsetxattr", 0),
 }  # fmt: skip
-"""Numbers on x86-64: the name, and which argument is the descriptor."""
+"""Numbers on x86-64: the name, and the position of the descriptor among the arguments."""
 BY_PATH: Final = {
     82: ("rename", 0), 83: ("mkdir", 0), 84: ("rmdir", 0), 85: ("creat", 0), 86: ("link", 1), 87: ("unlink", 0),
     88: ("symlink", 1), 90: ("chmod", 0), 92: ("chown", 0), 94: ("lchown", 0), 76: ("truncate", 0), 133: ("mknod", 0),
     188: ("setxattr", 0), 189: ("lsetxattr", 0), 2: ("open", 0),
 }  # fmt: skip
-"""The same for those that take a path."""
+"""The same for calls with a path."""
 BY_DIRECTORY: Final = {
     258: ("mkdirat", 0), 259: ("mknodat", 0), 260: ("fchownat", 0), 263: ("unlinkat", 0), 264: ("renameat", 0),
     265: ("linkat", 2), 266: ("symlinkat", 1), 268: ("fchmodat", 0), 280: ("utimensat", 0), 316: ("renameat2", 0),
     257: ("openat", 0), 437: ("openat2", 0), 452: ("fchmodat2", 0),
 }  # fmt: skip
-"""The same for those that take a directory and a path in it, one after the other."""
+"""The same for calls with a directory and a path in it, one after the other."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -100,7 +100,7 @@ class Tracer:
                     return
 
     def _seize(self) -> None:
-        """All threads, also those that are made meanwhile."""
+        """All threads, including those created meanwhile."""
         while missing := {int(task.name) for task in Path(f"/proc/{self._root}/task").iterdir()} - self._threads:
             for tid in missing:
                 self._threads.add(tid)
@@ -152,7 +152,7 @@ class Tracer:
         return is_last
 
     def _named(self, tid: int, call: int, arguments: list[int]) -> tuple[str, str]:
-        """The name of a call that changes something, and what it changes; nothing for others."""
+        """Return the name of a call that changes a file, and the path; empty for other calls."""
         if found := BY_DESCRIPTOR.get(call):
             return found[0], str(Path(f"/proc/{tid}/fd/{arguments[found[1]]}").readlink())
         if found := BY_PATH.get(call):
@@ -202,7 +202,7 @@ def _text(tid: int, address: int) -> str:
 
 
 def main() -> int:
-    """0, or 77 where this cannot be done."""
+    """Return 0, or 77 where tracing is impossible."""
     root, number, who, *places = sys.argv[1:]
     if platform.machine() != "x86_64":
         sys.stderr.write("the numbers of system calls are those of x86-64\n")
