@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """Compiled package required by the one to compile; without a signed URL, the blobstore id counts."""
+    """A compiled package that the compilation needs, from a signed URL or else from the blobstore by its id."""
 
     name: str = ""
     version: str = ""
@@ -66,7 +66,7 @@ async def compile_package(
 async def compile_package_with_signed_url(agent: Agent, cancelled: asyncio.Event, request: Signed) -> dict[str, Any]:
     """Compile a package from URL to URL (agent/action/compile_package_with_signed_url.go).
 
-    Only the Director knows the id of the result.
+    The reply has no blob id: only the Director knows it.
     """
     headers = request.blobstore_headers
     source = BlobRef(signed_url=request.package_get_signed_url, headers=headers, digest=request.digest)

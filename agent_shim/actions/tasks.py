@@ -27,7 +27,7 @@ from agent_shim.host import files
 logger = logging.getLogger(__name__)
 
 POLL_HOLD_S: Final = 3.0
-"""Seconds a poll of a running task is held: the Director polls immediately, then once a second."""
+"""Seconds for which a poll of a running task is held. The Director polls immediately, then once a second."""
 
 MAX_MEMORY_OUTCOME_BYTES: Final = 4096
 """Larger outcomes, in bytes of JSON, are kept on disk: up to a thousand are remembered."""
@@ -60,7 +60,7 @@ class Task(msgspec.Struct):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Limits of the record of finished tasks: a Director repeats a poll after a lost reply, the CLI eleven times."""
+    """Limits for finished tasks, which are kept because Director and CLI repeat a poll after a lost reply."""
 
     number: int = 1000
     age: float = 24 * 3600.0

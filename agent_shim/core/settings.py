@@ -409,7 +409,9 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def asked_mbus(self) -> Mbus:
-        """The bus of the last ``update_settings``, whenever its certificate begins."""
+        """The bus of the last ``update_settings``, even if its certificate begins earlier than that of
+        ``env.bosh.mbus``.
+        """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
 
     @property

@@ -1,5 +1,7 @@
-"""Cgroups for jobs, below or beside our own: one for each process, which identifies, counts, freezes and kills all of
-its processes, and limits their memory and number.
+"""Cgroups for jobs, one for each service: to identify, count, freeze, kill and limit all of its processes.
+
+They are below or beside our own. This module makes the directories; ``host.process`` and ``host.sandbox_exec`` put a
+process into them before its exec.
 
 Membership is inherited, and a process without privileges cannot change it: it is evidence that a job cannot forge. One
 hierarchy suffices for that (``tracker``); if its directory can be removed, no process is left.

@@ -1,10 +1,12 @@
-"""A guard for tests and ``AGENT_SHIM_DEBUG``: no callback blocks the event loop for longer than 50 ms.
+"""A check for tests and ``AGENT_SHIM_DEBUG``: reports each callback that blocks the event loop for more than 50 ms.
 
-Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel count: the thread's
-own CPU time, and the time that the thread slept during a callback: the wall time minus CPU time and minus the time that
-it waited for a CPU (schedstat). Sleep counts only with a witness: a thread that looks every 10 ms saw the loop's thread
-asleep in a system call other than a wait for the interpreter's lock or a read of ``/proc``, which takes locks of the
-kernel: their holders may be waiting for a CPU. Sleep is ignored if pages were read from a disk.
+In every agent, ``host.watchdog`` finds a loop that is blocked for seconds.
+
+Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel decide: the CPU time
+of the thread, and its sleep, which is wall time minus CPU time minus the wait for a CPU (schedstat). Sleep counts only
+if a second thread, which looks every 10 ms, saw the loop's thread asleep in a system call. Two calls do not count,
+because others may make them wait for a CPU: a wait for the interpreter's lock, and a read of ``/proc``, which takes
+locks of the kernel. Sleep is ignored if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ LOOK_S: Final = 0.01
 READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
 """Numbers of the system calls that read a file and wait for a lock."""
 RUNTIME_BYTES: Final = 1 << 20
-"""Bound for the size of the interpreter's state, which its lock is a part of."""
+"""Bound for the size of the interpreter's state, which contains its lock."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
@@ -150,12 +152,12 @@ class _Callback:
     def __init__(self) -> None:
         self.begun_at = 0.0
         self.is_spawning = False
-        """The witness ignores this sleep: it would name it for a wait for the interpreter's lock that follows."""
+        """The witness ignores this sleep: it would report it for a later wait for the interpreter's lock."""
         self.seen = ""
 
 
 class _Witness(threading.Thread):
-    """Looks which threads are asleep in a system call while they run a callback."""
+    """Finds threads that sleep in a system call while they run a callback."""
 
     def __init__(self) -> None:
         super().__init__(name="witness", daemon=True)
@@ -174,7 +176,7 @@ class _Witness(threading.Thread):
         callback.begun_at = time.perf_counter()
 
     def end(self) -> str:
-        """Note its end; where the thread was seen asleep, "" if it was not."""
+        """Note its end; return the system call and the place where the thread was seen asleep, or ""."""
         callback: _Callback = _per_thread.callback
         callback.begun_at = 0.0
         return callback.seen

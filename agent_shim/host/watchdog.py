@@ -1,9 +1,9 @@
 """A thread that watches the event loop, reports a blocked one, and ends the process after a minute.
 
-It does not need the loop. It asks the loop for one iteration after every ``REST_S``, and counts its own steps until the
-answer instead of seconds, so that a stopped process (SIGSTOP, a frozen container, a suspended machine) does not count
-as blocked. While C code holds the interpreter no Python thread runs: a kernel timer on CPU time, restarted by each
-step, then dumps all stacks (faulthandler) and ends the process.
+It asks the loop for one iteration after every ``REST_S``, and counts its own steps until the answer instead of seconds,
+so that a stopped process (SIGSTOP, a frozen container, a suspended machine) does not count as blocked. While C code
+holds the interpreter no Python thread runs: a kernel timer on CPU time, restarted by each step, then dumps all stacks
+(faulthandler) and ends the process.
 
 ``reading`` notes the service that is being read on the loop. A service that blocks the loop is recorded on disk, so
 that the next agent does not read it.

@@ -194,7 +194,7 @@ class _Response:
         """Feed the parser; raises ``_WrongError`` if the data is not http."""
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit takes it for an answer
+        except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit accepts it as an answer
             self.has_head = True
         except httptools.HttpParserError as exc:
             if not self.has_status_line:

@@ -1,8 +1,8 @@
-"""Lines of logs written at or after a moment, by the times that the lines have.
+"""Selection of log lines by time: those written at or after a moment.
 
-Times are recognised where programs write them: RFC 3339 and its relatives, Go's and nginx's forms, and the members of
-JSON lines, also as seconds since 1970. A line without a time belongs to the one before it; a file without any counts by
-the time of its last change. Times without a zone are UTC, as in stemcells.
+The time is read from the line itself, in the forms of RFC 3339, Go's log package and nginx, or from a member of a JSON
+line, also as seconds since 1970. A line without a time belongs to the line before it; in a file without times the last
+change of the file decides. Times without a zone are UTC, as in stemcells.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 MAX_HEAD_BYTES: Final = 512
-"""Part of a line in which its time is searched."""
+"""Length of the part of a line that may contain its time."""
 
 _DURATION: Final = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.ASCII)
 _CLOCK: Final = re.compile(r"\d\d:\d\d(:\d\d)?", re.ASCII)
@@ -26,7 +26,7 @@ _SECONDS: Final = re.compile(rb'"(?:timestamp|@timestamp|time|ts)":\s*"?(\d{10}(
 
 
 def moment(text: str, now: float) -> float:
-    """Parse a duration before ``now`` (``90s``, ``2h30m``), a clock of that day or a date; raises ``ValueError``."""
+    """Parse a duration before ``now`` (``2h30m``), a time of that day (``14:00``) or a date; raises ``ValueError``."""
     found = _DURATION.fullmatch(text)
     if found and text:
         days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
@@ -49,7 +49,7 @@ def written_at(line: bytes) -> float | None:
             return datetime.strptime(found[1].decode(), "%d/%b/%Y:%H:%M:%S %z").timestamp()
         if found := _SECONDS.search(head):
             return float(found[1])
-    except (ValueError, OverflowError):  # a date that no calendar has
+    except (ValueError, OverflowError):  # an impossible date
         pass
     return None
 
@@ -66,7 +66,7 @@ def _utc(at: datetime) -> datetime:
 
 
 class Since:
-    """Decides line by line for several files."""
+    """Decides for each line of several files."""
 
     def __init__(self, moment: float) -> None:
         self._moment = moment
