@@ -69,11 +69,11 @@ def jobs(python: str, port: int) -> dict[str, Job]:
         "forks twice": Job("setsid $d & exit 0", is_killed=True),
         "stays beside its daemon": Job("$d & wait", is_killed=True),
         "starts slowly, in time": Job("sleep 5; $d &"),
-        "starts slower than it may": Job("sleep 12; $d &", timeout=5),
+        "exceeds its start timeout": Job("sleep 12; $d &", timeout=5),
         "writes its pidfile late": Job("setsid sh -c 'sleep 12; exec '$d & exit 0", timeout=5),
         "never starts": Job("echo no such table; exit 1"),
         "finds a stale pidfile": Job(),
-        "takes no notice of TERM": Job("trap '' TERM; $d &", timeout=5),
+        "ignores TERM": Job("trap '' TERM; $d &", timeout=5),
         "leaves a child in another session": Job("setsid $q & $d &", is_killed=True),
         "leaves such a child without environment": Job(daemon=f"env -i setsid $q & {LASTS}", is_killed=True),
         "its stop program hangs": Job(stop=f"{KILL}; exec sleep 100000", timeout=5),
@@ -83,7 +83,7 @@ def jobs(python: str, port: int) -> dict[str, Job]:
         "others depend on it": Job(is_killed=True),
         "depends on that one": Job(statements="depends on job16"),
         "its parent does not reap it": Job(f"{py} {shlex.quote(_UNREAPED)} $d &", is_killed=True),
-        "uses more memory than it may": Job(
+        "exceeds its memory limit": Job(
             daemon=f'{_FIRST}\n[ "$first" ] || {LASTS}\nexec {py} {shlex.quote(_GROW)}',
             statements="if totalmem > 100 Mb for 2 cycles then restart",
         ),
@@ -276,35 +276,35 @@ def apart(which: str, base: Path) -> subprocess.Popen[str]:
 
 
 def start_words(facts: dict[str, Any]) -> str:
-    copies = "" if facts["living"] <= 1 else f", {facts['living']} live"
+    copies = "" if facts["living"] <= 1 else f", {facts['living']} running"
     if facts["started"] is None:
-        return f"not there, said {facts['told']}"
-    return f"after {facts['started']:g} s, begun {facts['begun']}x{copies}, said {facts['told']}"
+        return f"not running, reported {facts['told']}"
+    return f"after {facts['started']:g} s, started {facts['begun']}x{copies}, reported {facts['told']}"
 
 
 def trouble_words(name: str, facts: dict[str, Any]) -> str:
     if name in ("job19", "job20"):
         again = facts["begun_at"][1:]
-        return f"again {again[0] - facts['begun_at'][0] - TROUBLE_S:.0f} s after the trouble" if again else "nothing"
+        return f"again {again[0] - facts['begun_at'][0] - TROUBLE_S:.0f} s after the fault" if again else "nothing"
     if name == "job17":
         return "restarted with it" if facts["begun in all"] > 1 else "not restarted with it"
     if "told after" not in facts:
         return "-"
     back = f"back after {facts['back']:g} s" if facts["back"] is not None else "not back"
-    return f"{back}, said {facts['told after']}"
+    return f"{back}, reported {facts['told after']}"
 
 
 def stop_words(facts: dict[str, Any]) -> str:
     if "stopped" not in facts:
-        return f"not said to be stopped, {facts['left at the end']} live"
-    left = f"{facts['left']} live then, {facts['left at the end']} at the end" if facts["left"] else "nothing lives"
-    return f"said after {facts['stopped']:g} s, {left}"
+        return f"not reported as stopped, {facts['left at the end']} remain"
+    left = f"{facts['left']} remained, {facts['left at the end']} at the end" if facts["left"] else "none remained"
+    return f"reported after {facts['stopped']:g} s, {left}"
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Both beside each other."""
     lines = [
-        "| the job | | started | killed, or in trouble | stopped |",
+        "| the job | | started | after the kill or fault | stopped |",
         "|---|---|---|---|---|",
     ]
     for name, label in zip(found["ours"], jobs("", 0), strict=True):
@@ -312,7 +312,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             facts = found[which][name]
             words = [start_words(facts), trouble_words(name, facts), stop_words(facts)]
             if "stranger lives" in facts:
-                words[2] += "; the stranger " + ("lives" if facts["stranger lives"] else "was killed")
+                words[2] += "; the stranger " + ("survived" if facts["stranger lives"] else "was killed")
             lines.append(" | ".join([title, *words]) + " |")
     return "\n".join(lines)
 

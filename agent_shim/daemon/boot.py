@@ -183,7 +183,7 @@ def _wishes(agent: Agent) -> list[Step]:
         return bosh_env.refused(bosh)
 
     return [
-        Step("wishes that no container can follow", refused),
+        Step("unsupported keys of env.bosh", refused),
         step("settings in memory", bosh_env.settings_in_memory),
         step("development tools", bosh_env.remove_dev_tools),
         step("static libraries", bosh_env.remove_static_libraries),

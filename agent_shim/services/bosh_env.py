@@ -29,21 +29,21 @@ class Key(NamedTuple):
 
 
 KEYS: Final = (
-    Key("agent.settings.tmpfs", "settings, `update_settings` and disk hints lie in memory, and no copy on a disk"),
+    Key("agent.settings.tmpfs", "settings, `update_settings` and disk hints are in memory, without a copy on a disk"),
     Key("authorized_keys", "log in as `vcap`"),
     Key("blobstores", "the first one counts"),
     Key("ipv6.enable", "the network belongs to the container runtime", is_done=False),
-    Key("job_dir.tmpfs", "rendered jobs and blobs with secrets lie in memory"),
-    Key("job_dir.tmpfs_size", "`100m` unless told"),
-    Key("keep_root_password", "`password` is that of `vcap` alone"),
+    Key("job_dir.tmpfs", "rendered jobs and blobs with secrets are in memory"),
+    Key("job_dir.tmpfs_size", "size of that memory, default `100m`"),
+    Key("keep_root_password", "`password` applies to `vcap` only"),
     Key("mbus.cert", "credentials of the bus"),
     Key("mbus.urls", "addresses of the bus"),
     Key("ntp", "into `/var/vcap/bosh/etc/ntpserver`; the clock is the host's"),
-    Key("parallel", "blobs fetched at a time, five unless told"),
+    Key("parallel", "blobs fetched at a time, default five"),
     Key("password", "crypt hash for `root` and `vcap`; without one neither can log in by password"),
     Key("remove_dev_tools", "files listed in `/var/vcap/bosh/etc/dev_tools_file_list` are removed"),
     Key("remove_static_libraries", "files listed in `/var/vcap/bosh/etc/static_libraries_list` are removed"),
-    Key("run_dir.tmpfs_size", "`sys/run` lies in memory, so large; with `run_dir.tmpfs` of older agents `16m`"),
+    Key("run_dir.tmpfs_size", "`sys/run` is in memory, with this size; with `run_dir.tmpfs` of older agents `16m`"),
     Key("swap_size", "swap belongs to the machine around the container", is_done=False),
 )
 

@@ -45,7 +45,7 @@ def test_the_table_of_the_documentation_is_made_from_the_list() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
 
     rows = [f"| `{key.name}` | {'yes' if key.is_done else 'no'} | {key.outcome} |" for key in KEYS]
-    assert "\n".join(["| key | done | what |", "|---|---|---|", *rows, ""]) in text
+    assert "\n".join(["| key | supported | effect |", "|---|---|---|", *rows, ""]) in text
 
 
 @pytest.mark.parametrize("name", [key.name for key in KEYS if not key.is_done])
