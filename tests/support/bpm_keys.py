@@ -26,7 +26,7 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "additional_volumes[].shared": ("yes", "not needed: no mounts", "not needed: no mounts"),
     "unsafe.privileged": ("yes", "what the container has, no rules", "what the container has"),
     "unsafe.unrestricted_volumes": ("yes", "yes; one opens all below it", "no rules"),
-    "unsafe.host_pid_namespace": ("yes", "yes: may signal; all see all", "always so"),
+    "unsafe.host_pid_namespace": ("yes", "yes: may signal; every process sees all others", "always on"),
     "shutdown_signal": ("yes", "yes", "yes"),
 }
 """Support for each key in levels 1, 2 and 3."""
