@@ -8,7 +8,7 @@ import sys
 from typing import Final, NoReturn
 
 ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
-"""Imports allocate fewer, and all stay: their collections would take longer than the CPI itself."""
+"""Imports allocate fewer objects, which all stay: collecting them would take longer than the CPI itself."""
 
 
 def take_stdout() -> int:
@@ -22,10 +22,10 @@ def take_stdout() -> int:
 
 
 def run() -> NoReturn:
-    """Be the whole process: with ``-c`` instead of ``-m`` it starts without ``runpy`` and its imports."""
+    """Run as the whole process: with ``-c`` instead of ``-m`` it starts without ``runpy`` and its imports."""
     gc.set_threshold(ALLOCATIONS_BEFORE_COLLECTION)
     main()
-    # The response is written. Taking the interpreter apart would take longer than all of `has_vm`.
+    # The response is written. The regular end of the interpreter would take longer than all of `has_vm`.
     os._exit(0)
 
 

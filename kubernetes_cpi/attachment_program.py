@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def attach(disk: str, target: str, uid: str) -> None:
-    """Mount the disk, create a file that says so, and wait for SIGTERM."""
+    """Mount the disk, create a file as the sign of success, and wait for SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = directory(target)
@@ -73,7 +73,7 @@ def attach(disk: str, target: str, uid: str) -> None:
 
 
 def detach(target: str, uid: str) -> None:
-    """Unmount the disk; retry while the VM uses it, whatever the source of the request to end."""
+    """Unmount the disk on any request to end; retry while the VM uses it."""
     reported = 0.0
     while is_mounted(target):
         if libc.umount2(target.encode(), UMOUNT_NOFOLLOW) == 0:

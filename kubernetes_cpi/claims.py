@@ -26,7 +26,7 @@ class InUseError(CpiError):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A disk that a VM may mount once the VMs of ``lingering``, which are detaching it, no longer mount it."""
+    """A disk that a VM may mount as soon as the VMs of ``lingering``, which are detaching it, have unmounted it."""
 
     lingering: list[str]
     detached_from: str

@@ -29,7 +29,7 @@ RETRIED: Final = frozenset({429, 500, 502, 503, 504})
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 WATCH_S: Final = 5
-"""Maximum duration of a watch before it is restarted: a silently dead connection is not waited for."""
+"""Duration after which a watch is restarted, because its connection may be dead without notice."""
 DRY_RUN: Final = "dryRun=All"
 LIST_CHUNK: Final = 250
 ALREADY_EXISTS: Final = "AlreadyExists"
@@ -184,7 +184,7 @@ class Client:
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
         """Return an object and a version to watch from.
 
-        The object's own version is useless: while other objects change and it rests, the server forgets that version.
+        The object's own version is useless: the server forgets it while other objects change.
         """
         query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
         page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)

@@ -29,7 +29,7 @@ def reset() -> None:
 
 def say(text: str) -> None:
     """Write a line, or several."""
-    with contextlib.suppress(OSError):  # a reader that has gone must not interrupt a call
+    with contextlib.suppress(OSError):  # a vanished reader must not interrupt a call
         sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
         sys.stderr.flush()
 

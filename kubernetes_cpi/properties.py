@@ -65,7 +65,7 @@ class EphemeralDisk(Strict, frozen=True):
 class ReservedDisk(Strict, frozen=True):
     """A persistent disk that is made with the VM; create_disk hands it out."""
 
-    size: Annotated[Size, doc("MiB, or a quantity; `persistent_disk` of the instance group, said again.")]
+    size: Annotated[Size, doc("MiB, or a quantity; the same as `persistent_disk` of the instance group.")]
     storage_class: Annotated[str, doc("StorageClass. Empty: that of `disks.storage_class`.")] = ""
 
 

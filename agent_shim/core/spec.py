@@ -1,4 +1,4 @@
-"""The apply spec: what the Director wants on this instance, and the form in which it is stored and told back. Pure.
+"""The apply spec: what the Director wants on this instance, and the form in which it is stored and reported. Pure.
 
 Only the members that the Go agent knows survive storing (agent/applier/applyspec/v1_apply_spec.go): the Director reads
 the stored form in ``get_state``. ``networks`` and ``resource_pool`` are kept exactly as they came.

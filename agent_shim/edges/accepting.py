@@ -12,8 +12,9 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PER_TURN: Final = 8
-"""Connections accepted in one iteration of the loop. With all of them, more than a server keeps, the first would make
-way for the last before a byte of theirs is read."""
+"""Connections accepted in one iteration of the loop. If it accepted a whole flood, a server would close the first
+connections for the last ones before it has read a byte of them.
+"""
 WAITING: Final = 128
 """Connections that wait in the kernel."""
 

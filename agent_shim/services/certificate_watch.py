@@ -1,6 +1,6 @@
 """Warning of certificates about to expire, by a metric, a line in ``status`` and a warning in the log.
 
-Only the wall clock can tell; nothing but these reports depends on it.
+The wall clock decides, and only these reports depend on it.
 """
 
 from __future__ import annotations

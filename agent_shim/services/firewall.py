@@ -5,8 +5,8 @@ A certificate of the bus is useless to a job that gets hold of it. The rules fol
 ``https``. They are replaced periodically, so that new addresses are covered and removed rules return within a minute. A
 refused connection fails at once; with the Go agent it hangs.
 
-The rules must never cut off the agent itself. They would if a proxy of another user is between it and the bus (the
-sidecar of a service mesh): so they are tested, and removed again if the bus is heard only without them. The evidence is
+The rules must never cut off the agent itself. They would if a proxy of another user were between it and the bus (the
+sidecar of a service mesh): so they are tested, and removed again if the bus answers only without them. The evidence is
 the existing link and the attempts at one; a connection opened for a test would be logged as broken by the server.
 """
 
