@@ -184,7 +184,7 @@ async def _remove(user: str) -> None:
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
         return  # an account made by hand shares its number with others
     if not proc.has_our_root(1):
-        logger.warning("processes of %s may go on: the container has the process numbers of the host", user)
+        logger.warning("processes of %s may continue: the container shares the pids of the host", user)
         return
     number = str(account.pw_uid)
     await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
@@ -78,17 +79,25 @@ def _arrows(source: str, moves: Mapping[Trigger, State]) -> list[str]:
 
 
 def boot_steps() -> str:
-    """The steps of a boot as log lines name them, from the calls of ``Step`` in the order of the code."""
-    rows = []
-    for node in ast.walk(modules()["daemon.boot"].tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Step":
-            flags = {word.arg for word in node.keywords}
-            if isinstance(name := node.args[0], ast.Constant):
-                rows.append(
-                    (node.lineno, f"| `{name.value!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |")
-                )
+    """The steps of a boot as log lines name them, in the order in which they run."""
+    functions = {node.name: node for node in modules()["daemon.boot"].tree.body if isinstance(node, ast.FunctionDef)}
+
+    def rows(node: ast.AST) -> Iterator[str]:
+        """Yield a row for each ``Step`` in this part of the code, and in the functions that it calls."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in functions:
+                yield from rows(functions[node.func.id])
+            elif node.func.id.lower() == "step":
+                flags = {word.arg for word in node.keywords}
+                given = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+                for name in boot.LEFT_TO_THE_CONTAINER if given is None else (given,):
+                    yield f"| `{name!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |"
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.FunctionDef) and child.name == "step"):
+                yield from rows(child)
+
     head = ["| step | a failure ends the boot | runs beside the connection |", "|---|---|---|"]
-    return "\n".join([*head, *(row for _, row in sorted(rows)), ""])
+    return "\n".join([*head, *rows(functions["tree_step"]), *rows(functions["steps"]), ""])
 
 
 def _mark(holds: bool) -> str:
