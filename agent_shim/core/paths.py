@@ -80,7 +80,7 @@ class Paths:
         self.log = self.data_sys / "log"
         self.run = self.data_sys / "run"
         self.shim_run = self.run / "agent_shim"
-        """Run-time files of this agent: control socket, supervisor state, captured output."""
+        """Run-time files of this agent: control socket, captured output."""
         self.control_socket = self.shim_run / "control.sock"
 
         # --- what jobs see ------------------------------------------------------------------------------------------
