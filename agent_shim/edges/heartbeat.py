@@ -1,6 +1,6 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
-The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor gives up an agent after 60 s of
+The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s of
 silence, so a heartbeat is sent when due, with the latest available vitals; everything else in it is current.
 """
 
