@@ -230,7 +230,9 @@ def _add_daemon(command: Command) -> None:
     _daemon_options(run)
     run.add_argument("--http", metavar="ADDR:PORT|off", help="address of metrics and probes")
     run.add_argument("--log-format", choices=("json", "text"), default="", help="text on a terminal, else json")
-    run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="")
+    run.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="", help="lowest level that is logged"
+    )
     run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
 
 
@@ -270,7 +272,7 @@ def _add_for_operators(command: Command) -> None:
 
 def _add_for_tools(command: Command) -> None:
     call = command("call", _call, "send a Director's request to the running agent")
-    call.add_argument("method")
+    call.add_argument("method", help="name of the action")
     call.add_argument("arguments", nargs="*", metavar="ARG", help="JSON, or a plain string")
     _base_option(call)
 
@@ -279,10 +281,12 @@ def _add_for_tools(command: Command) -> None:
     check.add_argument(
         "--json", action="store_true", dest="as_json", help="print mistakes and warnings of each file as JSON"
     )
-    check.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    check.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="monit file, bpm.yml, agent.json or settings"
+    )
 
     probe = command("probe", _probe, "print the answer of /healthz or /readyz, for exec probes")
-    probe.add_argument("kind", choices=("live", "ready"))
+    probe.add_argument("kind", choices=("live", "ready"), help="live is /healthz, ready is /readyz")
     _base_option(probe)
 
     handback = command(
