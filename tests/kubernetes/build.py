@@ -61,7 +61,7 @@ def cached(cache: Path) -> Path:
         print(f"kubernetes: {place.name}, of {source.version} (sha256 {source.digest}), {compiler}", flush=True)
         if not place.is_dir():
             began = time.monotonic()
-            print("kubernetes: building, which takes minutes", flush=True)
+            print("kubernetes: building, which takes about half an hour", flush=True)
             built = _build(apt.unpacked("kubernetes"), source, Path(scratch))
             built.rename(place)
             print(f"kubernetes: built in {time.monotonic() - began:.0f} s", flush=True)
