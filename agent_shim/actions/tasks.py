@@ -110,11 +110,7 @@ class Tasks:
     async def submit_persistent(self, method: str, work: Work, request: bytes) -> Task:
         """Queue a task that survives a restart of the agent under the same id (tasks.json)."""
         task_id = str(uuid.uuid4())
-        self._stored[task_id] = {
-            "TaskID": task_id,
-            "Method": method,
-            "Payload": base64.b64encode(request).decode(),
-        }
+        self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
         await self._save()
         return self.submit(method, work, task_id=task_id, stored=True)
 

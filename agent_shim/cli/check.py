@@ -1,7 +1,6 @@
 """``agent-shim check``: validate configuration files without regard to this machine.
 
-Users, paths and modes do not matter; a ``depends on`` target that no given file defines is a warning, because it may
-live in another job.
+Users, paths and modes do not matter; a ``depends on`` target that no given file defines is a warning: another job's.
 """
 
 from __future__ import annotations

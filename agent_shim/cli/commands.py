@@ -20,13 +20,7 @@ from typing import Any, Final, NoReturn
 from agent_shim import __version__
 from agent_shim.cli import daemon
 from agent_shim.core import safetext
-from agent_shim.core.errors import (
-    BadArgumentsError,
-    HostError,
-    NoAgentError,
-    NotThereError,
-    ShimError,
-)
+from agent_shim.core.errors import BadArgumentsError, HostError, NoAgentError, NotThereError, ShimError
 from agent_shim.core.paths import VCAP, Paths
 
 USAGE: Final = 2
@@ -290,9 +284,7 @@ def _add_for_tools(command: Command) -> None:
     _base_option(probe)
 
     handback = command(
-        "handback",
-        _handback,
-        "prepare state and jobs for the BOSH agent and monit (end this agent first)",
+        "handback", _handback, "prepare state and jobs for the BOSH agent and monit (end this agent first)"
     )
     _base_option(handback)
 

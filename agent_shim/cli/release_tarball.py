@@ -179,8 +179,7 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
 def extract_packages(tarball: Path, manifest: Manifest, directory: Path) -> Iterator[tuple[str, Path]]:
     """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``; yields its name and that path.
 
-    Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, is missing, or has another
-    digest; that one is not kept.
+    Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, missing, or of another digest.
     """
     digests = {package.name: package.sha1 for package in manifest.packages}
     seen: set[str] = set()

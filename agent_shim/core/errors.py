@@ -1,7 +1,6 @@
 """Exceptions, one class for each kind that is caught.
 
-Texts read ``cannot X: why`` and name thing and place; texts that a Director compares (some of the Go agent) are kept
-exactly where they are raised.
+Texts read ``cannot X: why`` and name thing and place; those that a Director compares (the Go agent's) are kept exactly.
 """
 
 from __future__ import annotations

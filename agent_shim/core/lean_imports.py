@@ -26,10 +26,7 @@ def without(*absent: str, empty: Sequence[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def without_authorities() -> Iterator[None]:
-    """Give contexts for TLS that are created at import no authorities.
-
-    Reading the authorities of a system takes 30 to 70 ms and 0.8 MB.
-    """
+    """Give contexts made at import no authorities. Reading those of a system takes 30 to 70 ms and 0.8 MB."""
     import ssl  # late: a command without TLS does without it
 
     real = ssl.create_default_context

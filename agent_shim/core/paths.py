@@ -25,10 +25,7 @@ class Paths:
         self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
         self.shared_owner = "root:vcap" if self.is_system else None
-        """Owner of the directories that jobs may read: ``root:vcap``.
-
-        Below another base None, which leaves them to their creator.
-        """
+        """Owner of directories that jobs may read: ``root:vcap``. Below another base None, which changes nothing."""
 
         # --- bosh: the agent's own state ---------------------------------------------------------------------------
         self.bosh = base / "bosh"

@@ -60,10 +60,7 @@ class SshOptions(msgspec.Struct, frozen=True):
 
 
 class BpmOptions(msgspec.Struct, frozen=True):
-    """Options for processes of bpm.yml.
-
-    ``strict`` refuses to start a process that the container cannot isolate as requested.
-    """
+    """Options for bpm.yml. ``strict`` refuses to start a process that the container cannot isolate as requested."""
 
     strict: bool = False
 
@@ -304,10 +301,7 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     trusted_certs: str = ""
 
     def merged(self, news: UpdateSettings) -> UpdateSettings:
-        """Return the result of another update.
-
-        Certificates and associations are always replaced, bus and blobstores only if given.
-        """
+        """Return the result of another update: certificates and associations as given, bus and blobstores if given."""
         return UpdateSettings(
             blobstores=self.blobstores if news.blobstores is None else news.blobstores,
             disk_associations=news.disk_associations,
@@ -449,8 +443,7 @@ class Effective(msgspec.Struct, frozen=True):
 def bus_address(url: str) -> SplitResult:
     """Split an address of the bus; an invalid one has empty parts and the port None.
 
-    If the password has a character that ends it early, the rest would be taken for host and port: such an address is
-    invalid.
+    If the password has a character that ends it early, the rest would be taken for host and port: it is invalid.
     """
     try:
         parts = urlsplit(url)

@@ -2,8 +2,7 @@
 
 The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would mislead
 it: markers on disks (it moves data between disks without them), the backup of the state (it does not update it), and
-monit files of stopped jobs (monit would start them, because its own state is older). logrotate gets the logs of jobs
-back.
+monit files of stopped jobs (monit would start them: its own state is older). logrotate gets the logs of jobs back.
 """
 
 from __future__ import annotations

@@ -41,10 +41,7 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """``begin`` is the boot step for the jobs, ``run`` the root task for the longer work.
-
-    ``alert`` is called for each new obstacle.
-    """
+    """``begin`` is the boot step for jobs, ``run`` the task for longer work. ``alert`` gets each new obstacle."""
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
         self.obstacle = ""

@@ -188,8 +188,7 @@ class Director:
     ) -> Any:
         """Return the result of an action; polls a task to its end.
 
-        ``limit`` bounds the polling in seconds (300 s for ``stop``, else none); raises ``RpcTimeoutError`` and
-        ``RpcRemoteError``.
+        ``limit`` bounds the polling (300 s for ``stop``, else none); raises ``RpcTimeoutError`` and ``RpcRemoteError``.
         """
         limit = STOP_LIMIT_S if limit is None and method == "stop" else limit
         until = time.monotonic() + limit if limit is not None else float("inf")

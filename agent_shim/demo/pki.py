@@ -118,11 +118,7 @@ def _name(common_name: str) -> x509.Name:
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
-    parts = {
-        NameOID.COUNTRY_NAME: "USA",
-        NameOID.ORGANIZATION_NAME: "Cloud Foundry",
-        NameOID.COMMON_NAME: common_name,
-    }
+    parts = {NameOID.COUNTRY_NAME: "USA", NameOID.ORGANIZATION_NAME: "Cloud Foundry", NameOID.COMMON_NAME: common_name}
     with warnings.catch_warnings():
         # A country has two letters and a name at most 64; BOSH writes three, and 66 for a UUID that bootstraps.
         warnings.simplefilter("ignore")

@@ -112,10 +112,7 @@ def archive(files: Mapping[str, str | bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Release:
-    """A release of three jobs with servers, one errand and two packages.
-
-    ``blobs`` go to the blobstore, ``templates`` over the bus.
-    """
+    """Three jobs with servers, an errand and two packages. ``blobs`` go to the blobstore, ``templates`` to the bus."""
 
     base: Path
     ports: Mapping[str, int]

@@ -129,8 +129,7 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
 def entries(source: BinaryIO, limits: Limits = GENEROUS) -> Iterator[tuple[Member, str, Iterator[bytes]]]:
     """Yield each member of ``source``, tar or gzipped tar, with its normalized path and its data.
 
-    The path has no leading ``./`` and no trailing ``/``. Data that is not read before the next step is skipped. Raises
-    ``ArchiveError``.
+    The path has no leading ``./`` and no trailing ``/``. Data not read by then is skipped. Raises ``ArchiveError``.
     """
     try:
         reader = _Reader(source, limits)
@@ -168,10 +167,7 @@ _Parts = tuple[str, ...]
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A header with its extensions applied.
-
-    ``kind`` is the type of ``tarfile``, ``size`` in bytes, ``mtime`` in nanoseconds since 1970.
-    """
+    """A header and its extensions: ``kind`` as in ``tarfile``, ``size`` in bytes, ``mtime`` in ns since 1970."""
 
     kind: bytes
     name: str

@@ -94,9 +94,7 @@ def trees(root: Path = host_stats.PROC) -> list[Tree]:
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:
-    """Find the directories of a path. A path outside the mounted part (Docker with version 1) is unknown: use the mount
-    itself.
-    """
+    """Find the directories of a path. For a path outside the mounted part (Docker with version 1): the mount itself."""
     if not ours or not path:
         return None
     for mount in ours:
@@ -123,10 +121,7 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
     swap_limit, swap_used = _swap(hierarchy.version, level)
     swap_total = 0 if swap_used is None else min(host.swap_total, host.swap_total if swap_limit is None else swap_limit)
     return host_stats.Memory(
-        total=total,
-        used=max(0, current - idle),
-        swap_total=swap_total,
-        swap_used=min(swap_used or 0, swap_total),
+        total=total, used=max(0, current - idle), swap_total=swap_total, swap_used=min(swap_used or 0, swap_total)
     )
 
 
@@ -202,9 +197,7 @@ def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
 
 
 def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
-    """Return the container's CPU seconds in user and system mode: of the level with the tightest quota, else of our
-    own.
-    """
+    """Return the container's CPU seconds in user and system mode: of the level with the tightest quota, or our own."""
     return _cpu_used(cgroup, min(_quotas(cgroup), default=(0.0, 0))[1])
 
 

@@ -17,9 +17,7 @@ _BEGUN_AT: Final = time.monotonic()
 
 
 def until_beat(period: float) -> float:
-    """Return the seconds until the next beat of ``period``. Sleepers with periods that divide each other wake together,
-    in one turn of the loop.
-    """
+    """Return the seconds until the next beat of ``period``: sleepers whose periods divide each other wake together."""
     return period - (time.monotonic() - _BEGUN_AT) % period
 
 

@@ -162,9 +162,7 @@ class _Mirror:
                 _copy_attributes(source, target, os.fstat(source))
 
     def compare(self) -> list[str]:
-        """Walk both once; return the differing entries after removing them from the target, so that the next copy makes
-        them.
-        """
+        """Walk both once; remove the differing entries from the target, for the next copy, and return them."""
         self._begin("comparing")
         found = []
         made: dict[tuple[int, int], tuple[int, int]] = {}

@@ -79,9 +79,7 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
 
 
 def _shift(directory: int, name: str, keep: int) -> None:
-    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to the first gap; remove the
-    oldest.
-    """
+    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to a gap; remove the oldest."""
     last = 0
     while last < keep + MAX_SURPLUS and _is_there(directory, f"{name}.{last + 1}.gz"):
         last += 1

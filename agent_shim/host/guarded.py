@@ -251,8 +251,7 @@ def _overflow_user() -> int:
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
     """Open a regular file for reading; ``root`` as for :func:`held`.
 
-    Below ``root`` a file of root with a second hard link is refused: without the kernel's protection of hard links a
-    job can link any file.
+    Below ``root`` a file of root with a second hard link is refused: unless protected, jobs can link any file.
     """
     with _named(path), held(path, root) as found:
         if root is not None:

@@ -22,8 +22,7 @@ _VALID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?")
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """Return the reason why the agent must not set the host name, or "".
 
-    A runtime that names a container mounts ``/etc/hostname``; without a UTS namespace the name is that of the machine
-    and of everything else on it.
+    A runtime that names a container mounts ``/etc/hostname``; without a UTS namespace it is that of the whole machine.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"

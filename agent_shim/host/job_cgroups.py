@@ -201,10 +201,7 @@ class JobCgroup:
                 process.send(member, signal.SIGKILL)
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the number of OOM kills in it and its peak memory in bytes.
-
-        None if its memory is not limited.
-        """
+        """Return the number of OOM kills in it and its peak memory in bytes. None if its memory is not limited."""
         for controller, hierarchy, directory in self._limited:
             limit = cgroups.memory_limit(hierarchy.version, directory) if controller == "memory" else None
             if limit is not None and limit < _NO_LIMIT:
@@ -225,10 +222,7 @@ def _below(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _held_still(directory: Path) -> Iterator[None]:
-    """Freeze all processes below ``directory`` for the block, if the kernel can.
-
-    Processes killed meanwhile end with the block.
-    """
+    """Freeze processes below ``directory`` for the block, if the kernel can. Killed ones end with the block."""
     for name, held, free, told in (
         ("cgroup.freeze", "1", "0", ("cgroup.events", "frozen 1")),
         ("freezer.state", "FROZEN", "THAWED", ("freezer.state", "FROZEN")),

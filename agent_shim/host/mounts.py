@@ -148,9 +148,7 @@ def leave_mount_namespace() -> None:
 
 
 def try_bind(scratch: Path) -> None:
-    """Bind mount a new directory below ``scratch`` on itself and unmount it; the error is the reason why that is
-    forbidden.
-    """
+    """Bind mount a new directory below ``scratch`` on itself and unmount it; the error tells why it is forbidden."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:

@@ -344,8 +344,7 @@ def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
 
 
 def default_signals() -> None:
-    """Reset signals that our parent ignored or blocked, as nohup and ``&`` do: a child that inherits that cannot be
-    stopped.
+    """Reset signals that our parent ignored or blocked (nohup, ``&``): a child that inherits that cannot be stopped.
 
     This process keeps ignoring them, with a handler, which exec resets.
     """
@@ -455,9 +454,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _open(pid: int) -> int | None:
-    """Open a pidfd; None without such a process, on old kernels, under a strict seccomp profile, without free
-    descriptors.
-    """
+    """Open a pidfd; None without the process, on old kernels, under strict seccomp, without free descriptors."""
     try:
         return os.pidfd_open(pid)
     except OSError:

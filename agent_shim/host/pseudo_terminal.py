@@ -110,10 +110,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def in_terminal(argv: list[str]) -> int:
-    """Run a program in our terminal, which alone gets its interrupts; return its exit code, 128+N after signal N.
-
-    Raises ``OSError``.
-    """
+    """Run a program, which alone gets interrupts; return its exit code, 128+N after signal N. Raises ``OSError``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
     return _code(os.waitpid(child, 0)[1])

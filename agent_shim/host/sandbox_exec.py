@@ -90,8 +90,7 @@ _MASKED: Final = (
 )
 _READ_ONLY: Final = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _NEW_ROOT: Final = "/dev"
-"""Mount point for the new root during its construction: a directory that always exists, hidden in this namespace only.
-"""
+"""Mount point for the new root during its construction: a directory that always exists, hidden in this namespace."""
 _MAX_LINKS: Final = 40
 """Links in one path, as in the kernel."""
 
@@ -110,8 +109,7 @@ class BindMount(TypedDict):
 
 
 class ExecSpec(TypedDict):
-    """A program to execute and its confinement. ``uid`` and ``gid`` of None keep the current user; ``capabilities`` are
-    numbers.
+    """A program and its confinement. ``uid`` and ``gid`` of None keep the current user; ``capabilities`` are numbers.
 
     ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits; ``cgroups`` are directories to join.
     ``places`` of None allows every path. With ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) new ones are created
@@ -421,8 +419,7 @@ def _trusted() -> frozenset[int]:
 def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     """Build and enter a root file system with only the places and the kernel's own mounts.
 
-    All sources are opened first: building the new root covers the old one. A place at ``/`` becomes the root itself,
-    below the others.
+    All sources are opened first: the new root covers the old one. A place at ``/`` becomes the root, below the others.
     """
     shown = [
         *places,

@@ -20,9 +20,7 @@ BEATS: Final = 3
 
 
 class Notifier(msgspec.Struct, frozen=True):
-    """Client of systemd's socket ``address``, or "" without one; ``patience`` is its watchdog timeout in seconds, 0 for
-    none.
-    """
+    """Client of systemd's socket ``address`` ("" for none); ``patience`` is its watchdog timeout in seconds or 0."""
 
     address: str = ""
     patience: float = 0.0

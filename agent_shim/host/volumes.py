@@ -104,11 +104,9 @@ def take_away(place: Path) -> None:
 
 
 def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
-    """Copy the options of the mount of ``like`` to the mount at ``place``, and add those of ``more`` valid for a bind
-    mount.
+    """Copy the options of ``like``'s mount to that at ``place``, and add those of ``more`` valid for a bind mount.
 
-    A remount replaces all options, and in a user namespace it may drop none. No-op if ``place`` is not a second mount
-    (a link, or the volume itself).
+    A remount replaces all options, and in a user namespace it may drop none. No-op unless ``place`` is a second mount.
     """
     if place.is_symlink() or place == like or not mounts.is_mount_point(place):
         return

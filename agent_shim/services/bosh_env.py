@@ -78,9 +78,7 @@ async def _remove(listing: Path, *, is_wanted: bool) -> str | None:
 
 
 def remove_listed(listing: Path) -> None:
-    """Remove each file or link listed in ``listing``, one on a line, if it exists; directories stay. Raises
-    ``OSError``.
-    """
+    """Remove each file or link in ``listing``, one on a line, if it exists, no directories. Raises ``OSError``."""
     for line in listing.read_text(errors="surrogateescape").splitlines():
         if line.startswith("/"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -101,8 +99,7 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 def _move_to_memory(paths: Paths) -> None:
     """Move the files and leave a link at each old place.
 
-    After a stop of the container the directory has lost its mount and may contain files written through the links
-    since.
+    After a stop of the container the directory has lost its mount and may contain files written since.
     """
     place = paths.settings_tmpfs
     files.make_dir(place, 0o700)

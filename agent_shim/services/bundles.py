@@ -68,9 +68,7 @@ def checked_name(kind: str, name: str) -> str:
 
 
 class Bundles:
-    """All bundles below one base directory. Methods raise ``ActionError``; callers serialize those that change
-    something.
-    """
+    """All bundles below one base directory. Methods raise ``ActionError``; callers serialize changes."""
 
     def __init__(
         self, paths: Paths, work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = worker_client.work

@@ -125,9 +125,7 @@ class Firewall:
 
 
 def chains(targets: Targets, users: Collection[int]) -> str:
-    """Return rules that let only ``users`` send to ``targets``; packets without a user, as of a closed connection, may
-    pass.
-    """
+    """Return rules that let only ``users`` send to ``targets``, and packets without a user (closed connections)."""
     allowed = ", ".join(map(str, sorted(users)))
     rules = "".join(
         f"    {'ip6' if ':' in address else 'ip'} daddr {address} tcp dport {port} meta skuid != {{ {allowed} }}"

@@ -51,8 +51,7 @@ def resolv_conf(before: str, servers: Sequence[str]) -> str:
     """Return a resolv.conf that uses ``servers``.
 
     A text that already names each of them is not changed: a job may have put its own server first. Else they replace
-    the servers of the container runtime; search domains and options stay, and so does a server that bosh-dns has put
-    first.
+    the servers of the container runtime; search domains and options stay, and a server that bosh-dns has put first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]

@@ -1,8 +1,7 @@
 """Scripts of jobs: lifecycle scripts in parallel, drain with its protocol of integers, errands with their output.
 
 Arguments, environment, directory, niceness and error texts are the Go agent's (agent/script/,
-agent/action/run_errand.go). Output goes to files: processes left behind by a script would keep a pipe open. Times are
-seconds.
+agent/action/run_errand.go). Output goes to files: processes left behind would keep a pipe open. Times are seconds.
 """
 
 from __future__ import annotations
@@ -145,9 +144,7 @@ class Scripts:
     async def _drain_job(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bool:
-        """Drain one job. A negative number means: wait that long, then run it again
-        (agent/script/drain/concrete_script.go).
-        """
+        """Drain one job. After a negative number wait that long and repeat (agent/script/drain/concrete_script.go)."""
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
             if cancelled.is_set():
@@ -191,11 +188,7 @@ class Scripts:
                 output.unlink(missing_ok=True)
                 opened.append(os.open(output, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             script = process.spawn(
-                [str(self._script(job, "run"))],
-                env=self._environ,
-                cwd=DIRECTORY,
-                stdout=opened[0],
-                stderr=opened[1],
+                [str(self._script(job, "run"))], env=self._environ, cwd=DIRECTORY, stdout=opened[0], stderr=opened[1]
             )
             status = await self._end(script, cancelled)
             if status is None:

@@ -96,8 +96,7 @@ class SettingsStore:
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
         """Return the credentials to try after ``refused``: in turn the present ones, the former ones, those of the CPI.
 
-        A restart during a rotation, a CPI that recreated the container, or a bus restored from a backup can leave any
-        of them stale.
+        A restart during a rotation, a CPI that recreated the container, or a restored bus can leave any of them stale.
         """
         present, *others = self.current.known_mbus
         known = list(dict.fromkeys([present, *([self._former] if self._former else []), *others]))

@@ -1,8 +1,7 @@
 """Server for ``bosh ssh``: started where the container has none, for as long as it is needed.
 
 The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` log in with
-a key only, root never. The server is identified by its command line, not by its pid, so that a restarted agent ends the
-one of its predecessor.
+a key only, root never. The server is known by its command line, not its pid: a restarted agent ends its predecessor's.
 """
 
 from __future__ import annotations

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import (
-    clock,
-    guarded,
-    job_cgroups,
-    proc,
-    process,
-    reaper,
-)
+from agent_shim.host import clock, guarded, job_cgroups, proc, process, reaper
 from agent_shim.host.process import Process
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.ownership import (
@@ -200,8 +193,7 @@ class Programs:
     ) -> list[Left]:
         """Send TERM, and KILL after ``grace`` seconds, to all processes of the service; returns the survivors.
 
-        An empty result is proven by a pass that no process can outrun. With ``is_usual`` a kill is expected and not
-        recorded in ``killed``.
+        An empty result is proven by a pass that no process can outrun. ``is_usual`` keeps a kill out of ``killed``.
         """
         cage = self.ownership.cage(name)
         kill = process.KILL_TIMEOUT_S / KILL_ROUNDS

@@ -2,8 +2,7 @@
 
 monit believes any number of a living process in a pidfile. A job can write any number there, carry any environment, and
 leave its session and its parents by forking twice. It cannot leave the cgroup of its start program or enter a foreign
-session, and it descends from the agent as long as the agent adopts orphans (``host.reaper``). So a process belongs to a
-service
+session, and it descends from the agent while that adopts orphans (``host.reaper``). So a process belongs to a service
 
 - if it is in the cgroup of the service (``host.job_cgroups``), or else
 - if it is known by number and start time, is in a session of the service, or descends from such a process.
@@ -28,14 +27,7 @@ import msgspec
 
 from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor.posix_regex import Pattern
-from agent_shim.supervisor.process_record import (
-    MARK,
-    MONIT_MARK,
-    Identity,
-    Pidfile,
-    ProcessRecord,
-    mark,
-)
+from agent_shim.supervisor.process_record import MARK, MONIT_MARK, Identity, Pidfile, ProcessRecord, mark
 
 MAX_ANCESTORS: Final = 64
 

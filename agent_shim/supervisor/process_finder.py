@@ -141,8 +141,7 @@ class ProcessFinder:
     async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
         """Wait for the process, and for the exit of the start program unless that is the process.
 
-        Raises ``HostError`` if no process can follow any more, ``LateError`` if the start program exceeds its timeout,
-        which also ends it.
+        Raises ``HostError`` if none can follow, ``LateError`` at the timeout of the start program, which ends it.
         """
         program = self.program
         assert program is not None

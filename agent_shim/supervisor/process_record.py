@@ -122,10 +122,7 @@ class ProcessRecord(msgspec.Struct):
         is_known = any(process.session == session.pid for session in self.sessions)
         if process.session != 0 and not is_known and len(self.sessions) < MAX_SESSIONS:
             is_led = process.pid == process.session
-            self.sessions = [
-                *self.sessions,
-                Session(process.session, process.start_ticks, clock.boot_ticks(), is_led),
-            ]
+            self.sessions = [*self.sessions, Session(process.session, process.start_ticks, clock.boot_ticks(), is_led)]
 
     def numbers(self) -> set[int]:
         """Numbers of all recorded sessions, live or not."""

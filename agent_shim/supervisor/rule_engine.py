@@ -1,9 +1,8 @@
 """Evaluates the rules of services every ten seconds: check, count, act.
 
 The cycles of a service count from the start of its process; services due at about the same time share one pass over
-``/proc``. Slow tests (connections, file systems) run in a task per rule and never overlap themselves, so a
-hanging test delays no other. ``rule_counter`` counts failures; docs/monit-deviations.md lists the differences from
-monit.
+``/proc``. Slow tests (connections, file systems) run in a task per rule and never overlap themselves, so a hanging test
+delays no other. ``rule_counter`` counts failures; docs/monit-deviations.md lists differences.
 """
 
 from __future__ import annotations

@@ -30,19 +30,7 @@ from agent_shim.supervisor.ownership import Left, left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Reaction
 from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
-from agent_shim.supervisor.state import (
-    ACTIVE,
-    ENDING,
-    NEXT,
-    UNDERWAY,
-    UP,
-    WORK,
-    Effect,
-    State,
-    Trigger,
-    Work,
-    reported,
-)
+from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
 
 logger = logging.getLogger(__name__)
 
@@ -500,8 +488,7 @@ class Service:
     async def react(self, reaction: Reaction) -> None:
         """Carry out the action of a rule; does not return if that ends the calling step.
 
-        In passive mode only ``exec`` and ``unmonitor`` take effect. A restart needs a start and a stop program, as in
-        monit.
+        In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, a restart needs both programs.
         """
         if reaction.kind == "exec" and reaction.program is not None:
             try:

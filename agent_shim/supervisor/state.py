@@ -154,11 +154,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
             Trigger.APPEARED: _APPEAR,
             Trigger.FAILED: Move(State.DOWN),
         },
-        State.SETTLING: _WANTED
-        | {
-            Trigger.SETTLED: Move(State.RUNNING, Effect.CLEAR_REASON),
-            Trigger.DIED: _DIE,
-        },
+        State.SETTLING: _WANTED | {Trigger.SETTLED: Move(State.RUNNING, Effect.CLEAR_REASON), Trigger.DIED: _DIE},
         State.STOPPING: _ENDING
         | {
             Trigger.START_ASKED: _RESTART,
@@ -168,10 +164,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
         },
         # A complaint stands over a restart until its check passes.
         State.BOUNCING: _ENDING
-        | {
-            Trigger.EMPTIED: Move(State.STARTING, _EMPTY),
-            Trigger.REBOOTED: Move(State.STARTING),
-        },
+        | {Trigger.EMPTIED: Move(State.STARTING, _EMPTY), Trigger.REBOOTED: Move(State.STARTING)},
         State.UNMONITORED: _LEFT_ALONE,
         State.STUCK: _LEFT_ALONE | {Trigger.REBOOTED: Move(State.UNMONITORED)},
         State.BROKEN: {Trigger.FILE_MENDED: Move(State.STOPPED, Effect.CLEAR_REASON)},

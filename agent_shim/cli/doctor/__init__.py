@@ -167,8 +167,7 @@ def _privileges(view: ContainerView) -> Iterator[Finding]:
 
 def _mounts(view: ContainerView) -> Iterator[Finding]:
     yield verdicts.mounts(
-        error_of(privilege_probes.bind_mount, view.scratch),
-        error_of(privilege_probes.tmpfs, view.scratch),
+        error_of(privilege_probes.bind_mount, view.scratch), error_of(privilege_probes.tmpfs, view.scratch)
     )
 
 
@@ -270,9 +269,7 @@ def _kernel(_: ContainerView) -> Iterator[Finding]:
         lacking["pressure stall information"] = "memory pressure is invisible until memory runs out"
     yield verdicts.kernel(os.uname().release, lacking)
     yield verdicts.watches(
-        error_of(privilege_probes.open_inotify),
-        _sysctl("max_user_instances"),
-        _sysctl("max_user_watches"),
+        error_of(privilege_probes.open_inotify), _sysctl("max_user_instances"), _sysctl("max_user_watches")
     )
     name = proc.name(1)
     yield verdicts.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))
@@ -358,9 +355,7 @@ def _network(view: ContainerView) -> Iterator[Finding]:
     names = [place.hostname for place in places if place.hostname and not network.is_address(place.hostname)]
     name_errors = {name: _name_error(name) for name in names}
     yield verdicts.name_servers(
-        servers,
-        error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0,
-        name_errors,
+        servers, error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0, name_errors
     )
     expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
     found = network.default_address() or network.default_address(ipv6=True)

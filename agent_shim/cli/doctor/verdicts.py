@@ -75,27 +75,19 @@ def user(uid: int, *, is_mapped: bool, change_user_error: int, change_owner_erro
     name = "root" if uid == 0 else f"user {uid}"
     where = ", of a user namespace" if is_mapped else ""
     if uid != 0:
-        return Finding(
-            "user",
-            LIMITED,
-            f"{name}{where}",
+        follows = (
             "agent and jobs are one user: a job can read what the agent knows; pre-start scripts that need root fail; "
-            "no bosh ssh",
-            Change(
-                f"{_SECURITY}.runAsUser: 0, where that is allowed",
-                cpi="an image without USER",
-                engine="--user=0",
-            ),
+            "no bosh ssh"
         )
+        change = Change(
+            f"{_SECURITY}.runAsUser: 0, where that is allowed", cpi="an image without USER", engine="--user=0"
+        )
+        return Finding("user", LIMITED, f"{name}{where}", follows, change)
     if error := change_user_error or change_owner_error:
         lacking = "become another user" if change_user_error else "give files to another user"
-        return Finding(
-            "user",
-            WRONG,
-            f"{name}{where}: cannot {lacking} ({os.strerror(error)})",
-            "no job that runs as vcap starts",
-            _capabilities(["CHOWN", "SETGID", "SETUID"]),
-        )
+        found = f"{name}{where}: cannot {lacking} ({os.strerror(error)})"
+        change = _capabilities(["CHOWN", "SETGID", "SETUID"])
+        return Finding("user", WRONG, found, "no job that runs as vcap starts", change)
     return Finding("user", GOOD, f"{name}{where}: can run jobs as another user")
 
 
@@ -108,25 +100,18 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
     missing = [name for name in (*NEEDED, *USEFUL) if name not in found.effective]
     absent = [name for name in STRONG if name not in found.effective]
     if missing:
-        return Finding(
-            "capabilities",
-            WRONG if any(name in NEEDED for name in missing) else LIMITED,
-            f"without {', '.join(missing)}",
-            "; ".join(dict.fromkeys({**NEEDED, **USEFUL}[name] for name in missing)),
-            _capabilities(missing),
-        )
+        verdict = WRONG if any(name in NEEDED for name in missing) else LIMITED
+        follows = "; ".join(dict.fromkeys({**NEEDED, **USEFUL}[name] for name in missing))
+        return Finding("capabilities", verdict, f"without {', '.join(missing)}", follows, _capabilities(missing))
     if absent:
-        return Finding(
-            "capabilities",
-            LIMITED,
-            f"those the agent needs; without {', '.join(absent)}",
-            "; ".join(STRONG[name] for name in absent),
-            Change(
-                f"{_SECURITY}.capabilities.add, for jobs that need one of them",
-                cpi=f"{_PRIVILEGED_BY_CPI}, for jobs that need one of them",
-                engine="--cap-add=NAME, for jobs that need one of them",
-            ),
+        shown = f"those the agent needs; without {', '.join(absent)}"
+        follows = "; ".join(STRONG[name] for name in absent)
+        change = Change(
+            f"{_SECURITY}.capabilities.add, for jobs that need one of them",
+            cpi=f"{_PRIVILEGED_BY_CPI}, for jobs that need one of them",
+            engine="--cap-add=NAME, for jobs that need one of them",
         )
+        return Finding("capabilities", LIMITED, shown, follows, change)
     return Finding("capabilities", GOOD, f"{len(found.effective)} of them, all that jobs ask for")
 
 
@@ -136,17 +121,13 @@ def privileges(found: Privileges) -> Finding:
         text for text, is_so in (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp)) if is_so
     ]
     if found.no_new_privs:
-        return Finding(
-            "confinement",
-            LIMITED,
-            ", ".join(marks),
-            "sudo, su and other setuid programs do nothing, for jobs and in bosh ssh",
-            Change(
-                f"{_SECURITY}.allowPrivilegeEscalation: true, where sudo is needed",
-                cpi=f"{_CPI}: SecurityOpt without no-new-privileges, where sudo is needed",
-                engine="no --security-opt=no-new-privileges, where sudo is needed",
-            ),
+        follows = "sudo, su and other setuid programs do nothing, for jobs and in bosh ssh"
+        change = Change(
+            f"{_SECURITY}.allowPrivilegeEscalation: true, where sudo is needed",
+            cpi=f"{_CPI}: SecurityOpt without no-new-privileges, where sudo is needed",
+            engine="no --security-opt=no-new-privileges, where sudo is needed",
         )
+        return Finding("confinement", LIMITED, ", ".join(marks), follows, change)
     return Finding("confinement", GOOD, ", ".join(marks) or "none")
 
 
@@ -155,18 +136,17 @@ def mounts(bind_error: int, tmpfs_error: int) -> Finding:
     if not bind_error and not tmpfs_error:
         return Finding("mounts", GOOD, "bind mounts and tmpfs work")
     tried = (("bind mount", bind_error), ("tmpfs", tmpfs_error))
-    return Finding(
-        "mounts",
-        LIMITED,
-        "; ".join(f"{what}: {os.strerror(error)}" for what, error in tried if error),
+    found = "; ".join(f"{what}: {os.strerror(error)}" for what, error in tried if error)
+    follows = (
         "a persistent disk is shown by a link (scripts that ask `mountpoint /var/vcap/store` see none); jobs that "
-        "mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk",
-        Change(
-            f"{_SECURITY}.privileged: true, or mount the volume on /var/vcap/store itself",
-            cpi=_PRIVILEGED_BY_CPI,
-            engine="--privileged, or --volume=NAME:/var/vcap/store",
-        ),
+        "mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk"
     )
+    change = Change(
+        f"{_SECURITY}.privileged: true, or mount the volume on /var/vcap/store itself",
+        cpi=_PRIVILEGED_BY_CPI,
+        engine="--privileged, or --volume=NAME:/var/vcap/store",
+    )
+    return Finding("mounts", LIMITED, found, follows, change)
 
 
 def isolation(level: int, landlock: int, namespaces: Mapping[str, int]) -> Finding:
@@ -175,65 +155,44 @@ def isolation(level: int, landlock: int, namespaces: Mapping[str, int]) -> Findi
     found = f"level {level} (Landlock {landlock or 'missing'}; namespaces that can be made: {', '.join(can) or 'none'})"
     if level <= 2:
         return Finding("bpm isolation", GOOD, found)
-    return Finding(
-        "bpm isolation",
-        LIMITED,
-        found,
-        "a process of bpm.yml can read the files of other jobs that vcap can read",
-        "a node with Linux 5.13 or newer and Landlock, and a seccomp profile that allows it (RuntimeDefault does)",
-    )
+    follows = "a process of bpm.yml can read the files of other jobs that vcap can read"
+    change = "a node with Linux 5.13 or newer and Landlock, and a seccomp profile that allows it (RuntimeDefault does)"
+    return Finding("bpm isolation", LIMITED, found, follows, change)
 
 
 def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | None) -> list[Finding]:
     """Judge cgroups: ``memory`` (bytes) and ``cpus`` are the limits of the container, None without one."""
     if version == 0:
-        return [
-            Finding(
-                "cgroups",
-                LIMITED,
-                "not visible",
-                "memory and processor in heartbeats are the host's; kills by the memory limit go unreported",
-                Change(
-                    "mount /sys/fs/cgroup (read-only is enough)",
-                    cpi="the property mount_cgroupfs of the CPI",
-                    engine="--volume=/sys/fs/cgroup:/sys/fs/cgroup:ro",
-                ),
-            )
-        ]
+        follows = "memory and processor in heartbeats are the host's; kills by the memory limit go unreported"
+        change = Change(
+            "mount /sys/fs/cgroup (read-only is enough)",
+            cpi="the property mount_cgroupfs of the CPI",
+            engine="--volume=/sys/fs/cgroup:/sys/fs/cgroup:ro",
+        )
+        return [Finding("cgroups", LIMITED, "not visible", follows, change)]
     how = "can be made below ours" if delegates else "read-only"
     follows = "limits.memory of bpm.yml is kept by a watchdog that looks once a second, limits.processes is not"
-    findings = [Finding("cgroups", GOOD, f"version {version}, {how}", "" if delegates else follows)]
+    visible = Finding("cgroups", GOOD, f"version {version}, {how}", "" if delegates else follows)
     texts = [f"memory {memory / MIB:.0f} MiB" if memory else "", f"{cpus:g} processors" if cpus else ""]
+    limits = ", ".join(filter(None, texts)) or "none"
     if memory:
-        findings.append(Finding("limits", GOOD, ", ".join(filter(None, texts))))
-    else:
-        findings.append(
-            Finding(
-                "limits",
-                LIMITED,
-                ", ".join(filter(None, texts)) or "none",
-                "one job can take the memory of the whole machine; heartbeats tell the machine's memory",
-                Change("resources.limits.memory", cpi=f"{_CPI}: Memory: BYTES", engine="--memory=SIZE"),
-            )
-        )
-    return findings
+        return [visible, Finding("limits", GOOD, limits)]
+    follows = "one job can take the memory of the whole machine; heartbeats tell the machine's memory"
+    change = Change("resources.limits.memory", cpi=f"{_CPI}: Memory: BYTES", engine="--memory=SIZE")
+    return [visible, Finding("limits", LIMITED, limits, follows, change)]
 
 
 def open_files(hard: int, processes: int) -> Finding:
     """Judge the hard limits of jobs; a negative number means unlimited."""
     shown = [f"{'no limit' if value < 0 else value} {what}" for value, what in ((hard, "files"), (processes, "tasks"))]
     if 0 <= hard < 65536:
-        return Finding(
-            "job limits",
-            LIMITED,
-            ", ".join(shown),
-            "jobs that want more open files get these (bpm.yml limits.open_files is often 65536 or 100000)",
-            Change(
-                "the default ulimits of the container runtime on the node (LimitNOFILE)",
-                cpi=f"{_CPI}: Ulimits: [{{Name: nofile, Soft: 1048576, Hard: 1048576}}]",
-                engine="--ulimit=nofile=1048576:1048576",
-            ),
+        follows = "jobs that want more open files get these (bpm.yml limits.open_files is often 65536 or 100000)"
+        change = Change(
+            "the default ulimits of the container runtime on the node (LimitNOFILE)",
+            cpi=f"{_CPI}: Ulimits: [{{Name: nofile, Soft: 1048576, Hard: 1048576}}]",
+            engine="--ulimit=nofile=1048576:1048576",
         )
+        return Finding("job limits", LIMITED, ", ".join(shown), follows, change)
     return Finding("job limits", GOOD, ", ".join(shown))
 
 
@@ -241,41 +200,29 @@ def directory(path: str, error: int, options: Collection[str], *, is_own_volume:
     """Judge a directory: ``error`` is the errno of a write, ``needs`` names its content."""
     if error:
         why = "read-only" if error == errno.EROFS else os.strerror(error)
-        return Finding(
-            path,
-            WRONG,
-            f"cannot be written: {why}",
-            f"{needs} cannot be kept there",
-            Change(
-                f"a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)",
-                cpi=f"{_CPI}: ReadonlyRootfs: false, Mounts without ReadOnly",
-                engine=f"--volume=NAME:{path}, writable by this user",
-            ),
+        follows = f"{needs} cannot be kept there"
+        change = Change(
+            f"a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)",
+            cpi=f"{_CPI}: ReadonlyRootfs: false, Mounts without ReadOnly",
+            engine=f"--volume=NAME:{path}, writable by this user",
         )
+        return Finding(path, WRONG, f"cannot be written: {why}", follows, change)
     if "noexec" in options:
-        return Finding(
-            path,
-            WRONG,
-            "mounted noexec",
-            "no program of a job or package runs there",
-            Change(
-                f"a volume on {path} that is mounted without noexec",
-                cpi=f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
-                engine=f"--volume=NAME:{path} without noexec",
-            ),
+        follows = "no program of a job or package runs there"
+        change = Change(
+            f"a volume on {path} that is mounted without noexec",
+            cpi=f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
+            engine=f"--volume=NAME:{path} without noexec",
         )
+        return Finding(path, WRONG, "mounted noexec", follows, change)
     if not is_own_volume:
-        return Finding(
-            path,
-            LIMITED,
-            "in the root file system of the container",
-            f"{needs} are gone with the container",
-            Change(
-                f"a volume mounted on {path}",
-                cpi="a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data",
-                engine=f"--volume=NAME:{path}",
-            ),
+        follows = f"{needs} are gone with the container"
+        change = Change(
+            f"a volume mounted on {path}",
+            cpi="a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data",
+            engine=f"--volume=NAME:{path}",
         )
+        return Finding(path, LIMITED, "in the root file system of the container", follows, change)
     return Finding(path, GOOD, "a volume of its own, writable")
 
 
@@ -307,46 +254,27 @@ def space(path: str, free: int, total: int, inodes_free: int, inodes: int) -> Fi
 def shared_memory(size: int) -> Finding:
     """Bytes of /dev/shm."""
     if size < 256 * MIB:
-        return Finding(
-            SHARED_MEMORY,
-            LIMITED,
-            f"{size / MIB:.0f} MiB",
-            "databases that share memory between processes (postgres) may fail when they need more",
-            Change(
-                f"an emptyDir with medium: Memory on {SHARED_MEMORY}",
-                cpi=f"{_CPI}: ShmSize: BYTES",
-                engine="--shm-size=SIZE",
-            ),
+        follows = "databases that share memory between processes (postgres) may fail when they need more"
+        change = Change(
+            f"an emptyDir with medium: Memory on {SHARED_MEMORY}",
+            cpi=f"{_CPI}: ShmSize: BYTES",
+            engine="--shm-size=SIZE",
         )
+        return Finding(SHARED_MEMORY, LIMITED, f"{size / MIB:.0f} MiB", follows, change)
     return Finding(SHARED_MEMORY, GOOD, f"{size / MIB:.0f} MiB")
 
 
 def users(*, vcap: int | None, programs: Sequence[str], is_root: bool) -> Finding:
     """Judge users: ``vcap`` is its uid; ``programs`` are the missing ones that bosh ssh needs."""
     if vcap is None and is_root:
-        return Finding(
-            "users",
-            WRONG,
-            "no user vcap",
-            "jobs cannot run as vcap",
-            "an image with the overlay of this project, or `useradd -u 1000 vcap`",
-        )
+        change = "an image with the overlay of this project, or `useradd -u 1000 vcap`"
+        return Finding("users", WRONG, "no user vcap", "jobs cannot run as vcap", change)
     if programs:
-        return Finding(
-            "users",
-            LIMITED,
-            f"vcap; no {', '.join(programs)}",
-            "no bosh ssh",
-            "an image with passwd and openssh-server",
-        )
+        found = f"vcap; no {', '.join(programs)}"
+        return Finding("users", LIMITED, found, "no bosh ssh", "an image with passwd and openssh-server")
     if vcap not in (None, VCAP_UID):
-        return Finding(
-            "users",
-            LIMITED,
-            f"vcap is user {vcap}",
-            "files of volumes from other hosts have other owners here",
-            "give vcap the number 1000",
-        )
+        follows = "files of volumes from other hosts have other owners here"
+        return Finding("users", LIMITED, f"vcap is user {vcap}", follows, "give vcap the number 1000")
     return Finding("users", GOOD, "vcap, and what bosh ssh makes users with" if is_root else "not needed")
 
 
@@ -356,13 +284,8 @@ def port(what: str, number: int, error: int, *, is_ours: bool) -> Finding:
     if is_ours:
         return Finding(topic, GOOD, f"{what}: the agent listens")
     if error == errno.EADDRINUSE:
-        return Finding(
-            topic,
-            WRONG,
-            f"{what}: another program listens there",
-            "the agent runs without it",
-            "another port in agent.json, or for the other program",
-        )
+        change = "another port in agent.json, or for the other program"
+        return Finding(topic, WRONG, f"{what}: another program listens there", "the agent runs without it", change)
     if error:
         return Finding(topic, LIMITED, f"{what}: {os.strerror(error)}", "the agent runs without it", "another port")
     return Finding(topic, GOOD, f"{what}: free")
@@ -371,13 +294,9 @@ def port(what: str, number: int, error: int, *, is_ours: bool) -> Finding:
 def low_ports(error: int) -> Finding:
     """Judge the result of listening on a port below 1024."""
     if error:
-        return Finding(
-            "ports below 1024",
-            LIMITED,
-            os.strerror(error).lower(),
-            "routers, DNS servers and sshd cannot listen on their usual ports",
-            _capabilities(["NET_BIND_SERVICE"], " or sysctl net.ipv4.ip_unprivileged_port_start=0"),
-        )
+        follows = "routers, DNS servers and sshd cannot listen on their usual ports"
+        change = _capabilities(["NET_BIND_SERVICE"], " or sysctl net.ipv4.ip_unprivileged_port_start=0")
+        return Finding("ports below 1024", LIMITED, os.strerror(error).lower(), follows, change)
     return Finding("ports below 1024", GOOD, "can be listened on")
 
 
@@ -388,20 +307,13 @@ def clock(*, year: int, drift: float, is_synchronized: bool | None) -> Finding:
             "clock", WRONG, f"it shows the year {year}", "certificates are not good yet: no bus", "the time of the node"
         )
     if abs(drift) > 5:
-        return Finding(
-            "clock",
-            GOOD,
-            f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs",
-            "nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised",
-        )
+        found = f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs"
+        follows = "nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised"
+        return Finding("clock", GOOD, found, follows)
     if is_synchronized is False:
-        return Finding(
-            "clock",
-            LIMITED,
-            "the kernel says that no time server is followed",
-            "it may drift until certificates and logs do not fit; a container cannot set it",
-            "a time server on the node",
-        )
+        found = "the kernel says that no time server is followed"
+        follows = "it may drift until certificates and logs do not fit; a container cannot set it"
+        return Finding("clock", LIMITED, found, follows, "a time server on the node")
     return Finding("clock", GOOD, "follows a time server" if is_synchronized else "no complaint")
 
 
@@ -425,42 +337,30 @@ def certificate(ends_in: float, begins_in: float, *, is_door: bool = False) -> F
 
 def own_names(name_errors: Mapping[str, str]) -> Finding:
     """Judge own names: ``name_errors`` maps ``localhost`` and the host name to an error, "" for success."""
-    failed = {name: why for name, why in name_errors.items() if why}
-    if failed:
-        return Finding(
-            "names",
-            WRONG,
-            "; ".join(f"{name}: {why}" for name, why in failed.items()),
-            "jobs do not find themselves; sudo and bosh ssh wait for name servers",
-            "/etc/hosts writable for the agent, which completes it at the boot",
-        )
+    if failed := _failures(name_errors):
+        follows = "jobs do not find themselves; sudo and bosh ssh wait for name servers"
+        change = "/etc/hosts writable for the agent, which completes it at the boot"
+        return Finding("names", WRONG, failed, follows, change)
     return Finding("names", GOOD, f"{' and '.join(name_errors)} found")
+
+
+def _failures(errors: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in errors.items() if why)
 
 
 def name_servers(servers: Sequence[str], write_error: int, name_errors: Mapping[str, str]) -> Finding:
     """Judge DNS: ``name_errors`` maps required names to an error, "" for success."""
-    failed = {name: why for name, why in name_errors.items() if why}
     if not servers:
-        return Finding(
-            "DNS",
-            WRONG,
-            "/etc/resolv.conf names no server",
-            "names are not found",
-            Change("dnsPolicy and dnsConfig of the pod", cpi=_DNS, engine="--dns=ADDRESS"),
+        change = Change("dnsPolicy and dnsConfig of the pod", cpi=_DNS, engine="--dns=ADDRESS")
+        return Finding("DNS", WRONG, "/etc/resolv.conf names no server", "names are not found", change)
+    if failed := _failures(name_errors):
+        change = Change(
+            "dnsPolicy: ClusterFirst, a NetworkPolicy that lets port 53 out, or an address in the settings",
+            cpi=f"{_DNS}, or an address of the bus instead of its name",
+            engine="--dns=ADDRESS, or an address in the settings",
         )
-    if failed:
-        return Finding(
-            "DNS",
-            WRONG,
-            "; ".join(f"{name}: {why}" for name, why in failed.items()),
-            "the bus cannot be found",
-            Change(
-                "dnsPolicy: ClusterFirst, a NetworkPolicy that lets port 53 out, or an address in the settings",
-                cpi=f"{_DNS}, or an address of the bus instead of its name",
-                engine="--dns=ADDRESS, or an address in the settings",
-            ),
-        )
-    text = f"{', '.join(servers)}" + (f"; {', '.join(name_errors)} found" if name_errors else "")
+        return Finding("DNS", WRONG, failed, "the bus cannot be found", change)
+    text = ", ".join(servers) + (f"; {', '.join(name_errors)} found" if name_errors else "")
     if write_error:
         follows = "bosh-dns cannot put itself before them: /etc/resolv.conf cannot be written"
         return Finding("DNS", LIMITED, text, follows, "/etc/resolv.conf writable, where bosh-dns is deployed")
@@ -470,29 +370,21 @@ def name_servers(servers: Sequence[str], write_error: int, name_errors: Mapping[
 def addresses(own: str, missing: Mapping[str, str]) -> Finding:
     """Judge addresses: ``own`` is that of the default route; ``missing`` are expected ones that no interface has."""
     if missing:
-        return Finding(
-            "addresses",
-            WRONG,
-            "; ".join(f"no interface has {ip} ({where})" for ip, where in missing.items()),
-            "other instances look for this one at the wrong place",
-            Change(
-                "`bosh recreate` this instance, or give the pod its address again",
-                cpi="`bosh recreate` this instance",
-                engine="--ip=ADDRESS",
-            ),
+        found = "; ".join(f"no interface has {ip} ({where})" for ip, where in missing.items())
+        follows = "other instances look for this one at the wrong place"
+        change = Change(
+            "`bosh recreate` this instance, or give the pod its address again",
+            cpi="`bosh recreate` this instance",
+            engine="--ip=ADDRESS",
         )
+        return Finding("addresses", WRONG, found, follows, change)
     if not own:
-        return Finding(
-            "addresses",
-            LIMITED,
-            "no default route",
-            "dynamic networks get no address",
-            Change(
-                "hostNetwork or a CNI network",
-                cpi="name of the network in cloud_properties of the subnet",
-                engine="--network=NAME",
-            ),
+        change = Change(
+            "hostNetwork or a CNI network",
+            cpi="name of the network in cloud_properties of the subnet",
+            engine="--network=NAME",
         )
+        return Finding("addresses", LIMITED, "no default route", "dynamic networks get no address", change)
     return Finding("addresses", GOOD, own)
 
 
@@ -502,17 +394,14 @@ def bus(bus_errors: Mapping[str, str]) -> Finding | None:
         return None
     failed = {place: why for place, why in bus_errors.items() if why}
     if len(failed) == len(bus_errors):
-        return Finding(
-            "bus",
-            WRONG,
-            "; ".join(f"{place}: {why}" for place, why in failed.items()),
-            "the Director does not reach this instance",
-            Change(
-                "a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?",
-                cpi="a firewall that lets port 4222 out; is the Director's NATS up?",
-                engine="a firewall that lets port 4222 out; is the Director's NATS up?",
-            ),
+        found = "; ".join(f"{place}: {why}" for place, why in failed.items())
+        follows = "the Director does not reach this instance"
+        change = Change(
+            "a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?",
+            cpi="a firewall that lets port 4222 out; is the Director's NATS up?",
+            engine="a firewall that lets port 4222 out; is the Director's NATS up?",
         )
+        return Finding("bus", WRONG, found, follows, change)
     return Finding("bus", GOOD, f"{', '.join(place for place in bus_errors if place not in failed)} can be reached")
 
 
@@ -520,39 +409,28 @@ def firewall(obstacle: str) -> Finding:
     """Judge the firewall: ``obstacle`` is the reason the rules do not, or could not, keep jobs from the bus."""
     if not obstacle:
         return Finding("firewall", GOOD, "keeps jobs from the bus")
-    return Finding(
-        "firewall",
-        LIMITED,
-        f"jobs can reach the bus: {obstacle}",
-        "a job that has got hold of a certificate of the bus can use it",
-        _capabilities(["NET_ADMIN"], ", an image with nftables, a network of its own"),
-    )
+    follows = "a job that has got hold of a certificate of the bus can use it"
+    change = _capabilities(["NET_ADMIN"], ", an image with nftables, a network of its own")
+    return Finding("firewall", LIMITED, f"jobs can reach the bus: {obstacle}", follows, change)
 
 
 def watches(error: int, instances: int, each: int) -> Finding:
     """Judge inotify by the result of opening it and the node's limits for a user."""
     limits = f"{instances} instances and {each} watches a user"
     if error:
-        return Finding(
-            "inotify",
-            LIMITED,
-            f"{os.strerror(error)} ({limits})",
-            "the agent does not use it; jobs that watch files fail or poll",
-            "sysctl fs.inotify.max_user_instances=1024 on the node",
-        )
+        follows = "the agent does not use it; jobs that watch files fail or poll"
+        change = "sysctl fs.inotify.max_user_instances=1024 on the node"
+        return Finding("inotify", LIMITED, f"{os.strerror(error)} ({limits})", follows, change)
     return Finding("inotify", GOOD, limits)
 
 
 def kernel(release: str, lacking: Mapping[str, str]) -> Finding:
     """Judge the kernel: ``lacking`` maps missing features to the fallback."""
     if lacking:
-        return Finding(
-            "kernel",
-            LIMITED,
-            f"Linux {release} without {', '.join(lacking)}",
-            "; ".join(lacking.values()),
-            "a newer kernel on the node, or a runtime class with fewer restrictions",
-        )
+        found = f"Linux {release} without {', '.join(lacking)}"
+        follows = "; ".join(lacking.values())
+        change = "a newer kernel on the node, or a runtime class with fewer restrictions"
+        return Finding("kernel", LIMITED, found, follows, change)
     return Finding("kernel", GOOD, f"Linux {release}")
 
 
@@ -560,14 +438,10 @@ def first_process(name: str, *, is_init: bool) -> Finding:
     """Judge the init, process 1 of the container."""
     if is_init:
         return Finding("process 1", GOOD, name)
-    return Finding(
-        "process 1",
-        LIMITED,
-        f"{name}, no known init",
-        "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order",
-        Change(
-            "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
-            cpi=f"{_CPI}: no Init, no PidMode",
-            engine="/sbin/init as the command; no --init, no --pid=host",
-        ),
+    follows = "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order"
+    change = Change(
+        "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
+        cpi=f"{_CPI}: no Init, no PidMode",
+        engine="/sbin/init as the command; no --init, no --pid=host",
     )
+    return Finding("process 1", LIMITED, f"{name}, no known init", follows, change)

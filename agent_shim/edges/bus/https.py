@@ -73,8 +73,7 @@ class _Caller(NamedTuple):
 class HttpsBus:
     """HTTPS server at the address of the settings; ``run`` is its root task.
 
-    ``handle`` answers requests; ``blobs`` is the directory of the blobs; ``on_connected`` is called whenever the port
-    is bound.
+    ``handle`` answers requests; ``blobs`` is the directory of the blobs; ``on_connected`` is called at each bind.
     """
 
     def __init__(
@@ -150,10 +149,7 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to another certificate or address; raises ``ActionError`` and changes nothing if unusable.
-
-        Open connections continue.
-        """
+        """Switch to another certificate or address, keeping connections; raises ``ActionError`` if unusable."""
         async with self._changing:
             before, self._mbus = self._mbus, mbus
             try:

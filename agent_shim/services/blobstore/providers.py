@@ -162,10 +162,7 @@ class External:
         said = os.memfd_create("said")
         try:
             running = process.spawn(
-                [program, "-c", str(self._config), *arguments],
-                env=self._environment,
-                stdout=said,
-                stderr=said,
+                [program, "-c", str(self._config), *arguments], env=self._environment, stdout=said, stderr=said
             )
             try:
                 async with asyncio.timeout(PROGRAM_TIMEOUT_S):

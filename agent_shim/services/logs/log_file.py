@@ -34,9 +34,7 @@ class LogFile:
 
 
 def read(one: LogFile, allowed: int | None) -> Iterator[bytes]:
-    """Yield whole lines from the last position; an excess over ``allowed`` bytes is skipped and reported, holes are
-    skipped.
-    """
+    """Yield whole lines from the last position; skips and reports an excess over ``allowed`` bytes, skips holes."""
     size = os.fstat(one.descriptor).st_size
     if size < one.position:
         one.position, one.rest = 0, b""

@@ -1,8 +1,7 @@
 """Log files of jobs as one stream of lines, each with its source, across rotations.
 
 Users of jobs may write below ``sys/log``, so no link is followed in any part of a path. A followed file stays open: a
-renamed one is read to its end before the new one of that name starts, and one truncated to nothing (copytruncate)
-starts again.
+renamed one is read to its end before the new one of that name starts, and a truncated one (copytruncate) starts again.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ class Process:
     """One process. ``env`` overrides the defaults; an empty ``workdir`` is the job's directory.
 
     ``pre_start`` runs before it, as root and outside the sandbox; "" is none. ``capabilities`` have no ``CAP_`` prefix.
-    ``ephemeral_disk`` and ``persistent_disk`` grant ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` is the first
-    signal of a stop.
+    ``ephemeral_disk`` and ``persistent_disk`` grant ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` begins a stop.
     """
 
     name: str
@@ -101,8 +100,7 @@ def parse(
 ) -> BpmFile:
     """Parse a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y; …``.
 
-    Additional volumes must be below ``root`` and cannot be the disks of ``job``. ``unknown`` gets a line for each key
-    that bpm ignores.
+    Additional volumes must be below ``root`` and cannot be the disks of ``job``. ``unknown`` gets each ignored key.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")

@@ -574,10 +574,7 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Signal the process in bpm's sequence; its init passes signals to it alone.
-
-    Returns True if it had to be killed.
-    """
+    """Signal the process in bpm's sequence; its init passes signals to it alone. Returns True if it was killed."""
     try:
         for sig, patience in (
             (first, SIGNAL_TIMEOUT_S),
