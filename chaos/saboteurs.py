@@ -443,8 +443,8 @@ JOBS: Final = (
         "S-07",
         "looks for nothing that is left after a stop",
         "agent_shim/supervisor/ctl_programs.py",
-        "        kill = process.KILL_TIMEOUT_S / KILL_ROUNDS\n",
-        "        return []\n        kill = process.KILL_TIMEOUT_S / KILL_ROUNDS\n",
+        "        held: dict[Identity, Process] = {}\n",
+        "        return []\n        held: dict[Identity, Process] = {}\n",
         "processes of the job are left",
     ),
     Saboteur(

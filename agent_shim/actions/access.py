@@ -43,8 +43,6 @@ def default_ip(settings: Effective) -> str:
     for known in networks:
         if known.ip:
             return known.ip
-        if known.is_dynamic:
-            address = network.default_address(ipv6=known.prefix == "128")
-            if address is not None:
-                return address.ip
+        if known.is_dynamic and (address := network.default_address(ipv6=known.prefix == "128")):
+            return address.ip
     raise ActionError("No default ip could be found")

@@ -72,15 +72,10 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
     if archive is not None:
         source = BlobRef(blob_id=archive.blobstore_id, digest=archive.sha1 or "")
         jobs = [Bundle("job", template.name, template.version, source) for template in wanted.job.templates or []]
-    packages = [
-        Bundle(
-            "package",
-            package.name,
-            package.version,
-            BlobRef(package.blobstore_id, package.signed_url, package.blobstore_headers or {}, package.sha1),
-        )
-        for package in wanted.packages.values()
-    ]
+    packages = []
+    for each in wanted.packages.values():
+        source = BlobRef(each.blobstore_id, each.signed_url, each.blobstore_headers or {}, each.sha1)
+        packages.append(Bundle("package", each.name, each.version, source))
     return jobs, packages
 
 

@@ -248,9 +248,8 @@ class Tasks:
     async def _save(self) -> None:
         try:
             if self._stored:
-                await asyncio.to_thread(
-                    files.write_atomic, self._journal, msgspec.json.encode(self._stored), mode=0o600
-                )
+                raw = msgspec.json.encode(self._stored)
+                await asyncio.to_thread(files.write_atomic, self._journal, raw, mode=0o600)
             else:
                 await asyncio.to_thread(self._journal.unlink, missing_ok=True)
         except OSError as exc:

@@ -40,12 +40,7 @@ def paint_for(stream: TextIO) -> Paint:
 
 def screen(page: str) -> str:
     """The page over the whole screen, without flicker."""
-    return (
-        "\x1b[H"
-        + "".join(f"{line}\x1b[K\r\n" for line in page.splitlines()[:-1])
-        + page.splitlines()[-1]
-        + "\x1b[K\x1b[J"
-    )
+    return "\x1b[H" + "\x1b[K\r\n".join(page.splitlines()) + "\x1b[K\x1b[J"
 
 
 def width(text: str) -> int:

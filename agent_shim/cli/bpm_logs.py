@@ -15,6 +15,7 @@ import time
 
 from agent_shim.core import safetext
 from agent_shim.host import guarded
+from agent_shim.host.descriptors import closing
 from agent_shim.services.logs import log_file
 
 TYPE_CHECKING = False  # without loading ``typing``
@@ -50,11 +51,8 @@ class Log:
 
     def last(self, count: int) -> list[bytes]:
         """The last ``count`` lines before the end that :meth:`open` found."""
-        descriptor = guarded.open_file(self.path, self._root)
-        try:
+        with closing(guarded.open_file(self.path, self._root)) as descriptor:
             return list(log_file.last_lines(descriptor, self._place, count))
-        finally:
-            os.close(descriptor)
 
     def news(self) -> Iterator[bytes]:
         """Bytes written since the last read, without holes; from the beginning of a truncated file."""
@@ -62,13 +60,11 @@ class Log:
             descriptor = guarded.open_file(self.path, self._root)
         except OSError:
             return
-        try:
+        with closing(descriptor):
             size = os.fstat(descriptor).st_size
             begin, self._place = self._place if self._place <= size else 0, size
             for _, chunk in guarded.chunks(descriptor, begin, size):
                 yield chunk
-        finally:
-            os.close(descriptor)
 
     def shown(self, data: bytes, out: BinaryIO) -> bytes:
         """Format the next bytes for ``out``: escape sequences made visible for a terminal, else unchanged."""

@@ -68,22 +68,16 @@ def _outcome(args: argparse.Namespace) -> int:
         # The reader closed the pipe, as `head` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except HostError as exc:
-        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
-        return _code_of(exc)
     except OSError as exc:
-        print(safetext.lines(f"agent-shim: cannot {args.command}: {exc}"), file=sys.stderr)
-        return _code_of(exc)
+        why = exc if isinstance(exc, HostError) else f"cannot {args.command}: {exc}"
+        print(safetext.lines(f"agent-shim: {why}"), file=sys.stderr)
+        is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+        return NotThereError.exit_code if is_not_there else NO
     except KeyboardInterrupt:
         # The signal ends the process, so that a shell ends a loop around the command, too.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         raise
-
-
-def _code_of(exc: OSError) -> int:
-    is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
-    return NotThereError.exit_code if is_not_there else NO
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
@@ -283,10 +277,8 @@ def _add_for_tools(command: Command) -> None:
     probe.add_argument("kind", choices=("live", "ready"), help="live is /healthz, ready is /readyz")
     _base_option(probe)
 
-    handback = command(
-        "handback", _handback, "prepare state and jobs for the BOSH agent and monit (end this agent first)"
-    )
-    _base_option(handback)
+    text = "prepare state and jobs for the BOSH agent and monit (end this agent first)"
+    _base_option(command("handback", _handback, text))
 
 
 def _seconds(text: str) -> float:
@@ -500,9 +492,8 @@ def _logs(args: argparse.Namespace) -> int:
 
     try:
         for line in follower.last(count):
-            if wanted is None or wanted.is_wanted(
-                f"{line.job}/{line.file}", line.raw, partial(follower.changed_at, line)
-            ):
+            changed = partial(follower.changed_at, line)
+            if wanted is None or wanted.is_wanted(f"{line.job}/{line.file}", line.raw, changed):
                 show(line)
         sys.stdout.flush()
         for path, why in sorted(refused.items()):

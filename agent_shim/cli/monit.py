@@ -9,7 +9,7 @@ from __future__ import annotations
 import getopt
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,16 +86,19 @@ def _run(command: Command) -> int:
     action = command.words[0] if command.words else ""
     if action in CHANGES:
         return _change(command, action)
-    actions: Mapping[str, Callable[[Command], int]] = {
-        "summary": _show,
-        "status": _show,
-        "reload": _reload,
-        "validate": _validate,
-        "quit": _quit,
-    }
-    if action not in actions:
-        raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
-    return actions[action](command)
+    match action:
+        case "summary" | "status":
+            return _show(command)
+        case "reload":  # the agent reads files only from the Director
+            _need(command, "show")
+            print("Reinitializing monit daemon", file=sys.stderr)
+            return 0
+        case "validate":
+            return _validate(command)
+        case "quit":  # unmonitors all services, the effect of an ended monit; the agent itself keeps running
+            print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
+            return 0
+    raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
 
 
 def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -130,20 +133,6 @@ def _why_none(exc: NoAgentError) -> str:
     return str(exc) if isinstance(exc.__cause__, PermissionError) else NOT_RUNNING
 
 
-def _reload(command: Command) -> int:
-    """Print monit's message; the agent reads files only from the Director."""
-    _need(command, "show")
-    print("Reinitializing monit daemon", file=sys.stderr)
-    return 0
-
-
-def _quit(command: Command) -> int:
-    """Unmonitor all services, the effect of an ended monit. The agent itself keeps running."""
-    pid = _need(command, "quit")["pid"]
-    print(f"monit daemon with pid [{pid}] killed")
-    return 0
-
-
 def _validate(command: Command) -> int:
     """Print the failing services that the agent knows; return 1 if there are any.
 
@@ -170,9 +159,6 @@ def _check(command: Command) -> int:
         raise MonitError("\n".join(map(str, problems)))
     print("Control file syntax OK", file=sys.stderr)
     return 0
-
-
-# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def _show(command: Command) -> int:

@@ -10,16 +10,9 @@ _COLUMNS: Final = ("PROCESS", "STATE", "PID", "UPTIME", "MEMORY", "CPU", "RESTAR
 _NUMBERS: Final = frozenset({"PID", "UPTIME", "MEMORY", "CPU", "RESTARTS"})
 _COLOURS: Final = {
     "running": "good",
-    "starting": "limited",
-    "stopping": "limited",
-    "restarting": "limited",
-    "settling": "limited",
-    "failing": "wrong",
-    "broken": "wrong",
-    "down": "wrong",
-    "stuck": "wrong",
-    "stopped": "faint",
-    "unmonitored": "faint",
+    **dict.fromkeys(("starting", "stopping", "restarting", "settling"), "limited"),
+    **dict.fromkeys(("failing", "broken", "down", "stuck"), "wrong"),
+    **dict.fromkeys(("stopped", "unmonitored"), "faint"),
 }
 """Colours of states, the Director's and the agent's; other states have none."""
 
@@ -74,12 +67,10 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
     beat = f", last heartbeat {duration(age)} ago" if age is not None else ""
     connected = paint("connected", "good") + beat
     broken = paint(f"not connected: {bus['error'] or 'connecting'}", "wrong")
+    link = (connected if bus["connected"] else broken) if bus.get("is_used", True) else "none: without a Director"
     rows = [
         ("agent", f"{status['agent_id'] or '-'}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}"),
-        (
-            "bus",
-            (connected if bus["connected"] else broken) if bus.get("is_used", True) else "none: without a Director",
-        ),
+        ("bus", link),
         ("deployment", f"{status['deployment'] or '-'} / {status['instance'] or '-'}"),
         ("job state", paint(state, _COLOURS.get(state, ""))),
         ("disk", status["disk"] or "-"),
@@ -124,10 +115,8 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
     widths = [max(width(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
 
     def line(cells: tuple[str, ...], state: str) -> str:
-        shown = [
-            paint(text, state if name == "STATE" else "") if state else text
-            for name, text in zip(_COLUMNS, map(_aligned, _COLUMNS, cells, widths), strict=True)
-        ]
+        aligned = zip(_COLUMNS, map(_aligned, _COLUMNS, cells, widths), strict=True)
+        shown = (paint(text, state if name == "STATE" else "") if state else text for name, text in aligned)
         return "  ".join(shown).rstrip()
 
     lines = [paint(line(_COLUMNS, ""), "strong")]

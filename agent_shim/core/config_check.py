@@ -15,8 +15,9 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
     ``value`` has the names of ``wanted``. A type with a description is named by it.
     """
-    arms = [arm for arm in _arms(wanted) if arm is not type(None)]
     origin = typing.get_origin(wanted)
+    is_union = origin in (types.UnionType, typing.Union)
+    arms = [arm for arm in typing.get_args(wanted) if arm is not type(None)] if is_union else []
     if len(arms) == 1 and value is not None:
         yield from mistakes(value, arms[0], path)
     elif isinstance(value, dict) and _is_struct(wanted):
@@ -33,7 +34,7 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
         try:
             msgspec.convert(value, wanted)
         except msgspec.ValidationError as exc:
-            expected = _description(wanted)
+            expected = next((meta.description for meta in getattr(wanted, "__metadata__", ()) if meta.description), "")
             yield f"{f'found {value!r}, expected {expected}' if expected else exc} - at `{path}`"
 
 
@@ -78,14 +79,5 @@ def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
             yield from all_keys(inner, f"{path}{name}.")
 
 
-def _arms(wanted: Any) -> tuple[Any, ...]:
-    return typing.get_args(wanted) if typing.get_origin(wanted) in (types.UnionType, typing.Union) else ()
-
-
 def _is_struct(wanted: Any) -> bool:
     return isinstance(wanted, type) and issubclass(wanted, msgspec.Struct)
-
-
-def _description(wanted: Any) -> str:
-    """Return the description of an annotated type, or an empty string."""
-    return next((meta.description for meta in getattr(wanted, "__metadata__", ()) if meta.description), "")

@@ -89,9 +89,7 @@ class ApplySpec(msgspec.Struct, frozen=True):
     @property
     def jobs(self) -> list[Template]:
         """The jobs whose templates are rendered: none before the first full spec (v1_apply_spec.go, Jobs)."""
-        if self.rendered_templates_archive is None:
-            return []
-        return self.job.templates or []
+        return [] if self.rendered_templates_archive is None else self.job.templates or []
 
     @property
     def job_names(self) -> list[str]:
@@ -100,9 +98,7 @@ class ApplySpec(msgspec.Struct, frozen=True):
     def members(self) -> dict[str, Any]:
         """The stored form as a JSON object."""
         built: dict[str, Any] = msgspec.to_builtins(self)
-        built["networks"] = self.networks
-        built["resource_pool"] = self.resource_pool
-        return built
+        return built | {"networks": self.networks, "resource_pool": self.resource_pool}
 
 
 def parse(value: Any) -> ApplySpec:

@@ -82,10 +82,8 @@ def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int
 def _seconds(tag: int, stamp: bytes) -> int:
     """``YYMMDDhhmmssZ`` (1950 to 2049) or ``YYYYMMDDhhmmssZ`` as seconds since 1970."""
     text = stamp.decode("ascii")
+    if tag not in (_UTC_TIME, _GENERALIZED_TIME) or not text.endswith("Z"):
+        raise ValueError("the certificate has no validity")
     if tag == _UTC_TIME:
         text = ("19" if text[:2] >= "50" else "20") + text
-    elif tag != _GENERALIZED_TIME:
-        raise ValueError("the certificate has no validity")
-    if not text.endswith("Z"):
-        raise ValueError("the certificate has no validity")
     return int(datetime.fromisoformat(f"{text[:8]}T{text[8:]}").timestamp())  # strptime takes 0.3 MB

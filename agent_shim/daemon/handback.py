@@ -88,9 +88,8 @@ def _disks(paths: Paths) -> Iterator[str]:
         if (marker := markers.read(place)) is not None:
             files.remove_tree(place / markers.DIRECTORY)
             is_store = marker.cid == cid and marker.role == "store"
-            yield f"disk {cid}: our mark is removed" + (
-                f"; {paths.managed_disk} says it is the store" if is_store else ""
-            )
+            more = f"; {paths.managed_disk} says it is the store" if is_store else ""
+            yield f"disk {cid}: our mark is removed{more}"
     if paths.store.is_symlink():
         yield f"{paths.store} is a link to the disk, since this container may not mount: the BOSH agent cannot use that"
 

@@ -78,9 +78,8 @@ class OrderlyStop(msgspec.Struct):
         working = asyncio.ensure_future(work)
         hurried = asyncio.ensure_future(self.hurry.wait())
         try:
-            await asyncio.wait(
-                {working, hurried}, timeout=until - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
-            )
+            left = until - time.monotonic()
+            await asyncio.wait({working, hurried}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 self.reasons.append(f"{name} scripts were cut short")
                 working.cancel()

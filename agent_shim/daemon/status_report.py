@@ -115,13 +115,10 @@ def _warnings(live: Runtime) -> list[str]:
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.address_watch.missing.items()]
     obstacle = live.job_recovery.obstacle
     jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
-    is_fallback = live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus
-    bus = (
-        ["the credentials of the settings do not lead to the bus, which is reached with other ones"]
-        if is_fallback
-        else []
-    )
-    return [*jobs, *missing, *bus, *live.certificate_watch.warnings]
+    warnings = [*jobs, *missing]
+    if live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus:
+        warnings.append("the credentials of the settings do not lead to the bus, which is reached with other ones")
+    return [*warnings, *live.certificate_watch.warnings]
 
 
 async def _disk(agent: Agent) -> str:

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from agent_shim.core.errors import ConfigError, ShimError
@@ -97,21 +96,15 @@ class NatsServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
         """Start the server and wait until it listens."""
         self._write()
-        started = process.spawn(
-            [nats_server(), "-c", str(self._config)],
-            env={},
-            stdout=self._where / "nats.out",
-            stderr=self._where / "nats.out",
-        )
-        self._process = started
+        output = self._where / "nats.out"
+        argv = [nats_server(), "-c", str(self._config)]
+        self._process = started = process.spawn(argv, env={}, stdout=output, stderr=output)
         ports = self._where / f"nats-server_{started.pid}.ports"
         await self._until(lambda: _port_in(ports) is not None, "start")
         self.port = _port_in(ports) or self.port
@@ -173,21 +166,16 @@ class NatsServer:
         for name, pem in files.items():
             _write_private(self._where / f"{name}.pem", pem)
         tls = {name: str(self._where / f"{name}.pem") for name in files}
-        _write_private(
-            self._config,
-            json.dumps(
-                {
-                    "listen": f"127.0.0.1:{self.port}",
-                    "ports_file_dir": str(self._where),
-                    "log_file": str(self.log),
-                    "max_payload": 1024 * 1024,
-                    "tls": {**tls, "verify_and_map": True, "timeout": 30},
-                    "authorization": {"timeout": 30, "users": self._users()},
-                    **self._ping,
-                },
-                indent=1,
-            ),
-        )
+        config = {
+            "listen": f"127.0.0.1:{self.port}",
+            "ports_file_dir": str(self._where),
+            "log_file": str(self.log),
+            "max_payload": 1024 * 1024,
+            "tls": {**tls, "verify_and_map": True, "timeout": 30},
+            "authorization": {"timeout": 30, "users": self._users()},
+            **self._ping,
+        }
+        _write_private(self._config, json.dumps(config, indent=1))
 
     def _users(self) -> list[dict[str, Any]]:
         director = _user(DIRECTOR, publish=["agent.*", "hm.director.alert"], subscribe=["director.>"])

@@ -50,13 +50,11 @@ class Peer:
     def __init__(self, mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> None:
         self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - no secret
         self._context = tls.client_context(mbus)
-        self._hello = b"".join(
-            [
-                b'CONNECT {"verbose":false,"pedantic":false,"lang":"python","version":"0","protocol":1}\r\n',
-                *(f"SUB {subject} {number}\r\n".encode() for number, subject in enumerate(subjects, 1)),
-                b"PING\r\n",
-            ]
-        )
+        lines = [
+            'CONNECT {"verbose":false,"pedantic":false,"lang":"python","version":"0","protocol":1}',
+            *(f"SUB {subject} {number}" for number, subject in enumerate(subjects, 1)),
+        ]
+        self._hello = "\r\n".join([*lines, "PING", ""]).encode()
         self._on_message = on_message
         self._writer: asyncio.StreamWriter | None = None
         self._joined = asyncio.Event()

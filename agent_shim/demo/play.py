@@ -34,15 +34,8 @@ from agent_shim.demo.release import Release
 from agent_shim.host import process
 
 AGENT = "demo-agent"
-NETWORKS = {
-    "default": {
-        "type": "manual",
-        "ip": "127.0.0.1",
-        "prefix": "32",
-        "netmask": "255.0.0.0",
-        "default": ["dns", "gateway"],
-    }
-}
+NETWORK = {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0", "default": ["dns", "gateway"]}
+NETWORKS = {"default": NETWORK}
 
 
 class DemoError(ShimError):

@@ -66,15 +66,14 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
     if event.lower() in IGNORED:
         return None
     places = ", ".join(sorted(ips))
-    return msgspec.json.encode(
-        {
-            "id": str(uuid.uuid4()),
-            "severity": SEVERITIES.get(event.lower(), DEFAULT_SEVERITY),
-            "title": safetext.line(f"{service}{f' ({places})' if places else ''} - {event} - {action}"),
-            "summary": safetext.lines(description[:MAX_SUMMARY_CHARS]),
-            "created_at": int(now),
-        }
-    )
+    alert = {
+        "id": str(uuid.uuid4()),
+        "severity": SEVERITIES.get(event.lower(), DEFAULT_SEVERITY),
+        "title": safetext.line(f"{service}{f' ({places})' if places else ''} - {event} - {action}"),
+        "summary": safetext.lines(description[:MAX_SUMMARY_CHARS]),
+        "created_at": int(now),
+    }
+    return msgspec.json.encode(alert)
 
 
 class Alerts:

@@ -203,17 +203,10 @@ class _Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
-        fields = {
-            "Content-Type": response.kind,
-            "Content-Length": str(len(response.body)),
-            **response.headers,
-            "Connection": "close",
-        }
-        lines = [
-            f"HTTP/1.1 {response.status} {_STATUS[response.status]}",
-            *(f"{name}: {value}" for name, value in fields.items()),
-        ]
-        head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+        fields = {"Content-Type": response.kind, "Content-Length": str(len(response.body)), **response.headers}
+        lines = [f"{name}: {value}" for name, value in fields.items()]
+        status = f"HTTP/1.1 {response.status} {_STATUS[response.status]}"
+        head = "\r\n".join([status, *lines, "Connection: close", "", ""]).encode("latin-1", "replace")
         self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))
         self.transport.write_eof()
 

@@ -235,17 +235,13 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families with their samples."""
         readings = self._read()
-        build = InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.")
-        build.add_metric([], {"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))})
-        yield build
-        stemcell = InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.")
-        if readings.stemcell is not None:
-            stemcell.add_metric([], dict(zip(("os", "version"), readings.stemcell, strict=True)))
-        yield stemcell
-        instance = InfoMetricFamily("agent_shim_instance", "The instance as the Director knows it.")
-        if readings.instance:
-            instance.add_metric([], {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE})
-        yield instance
+        build = {"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
+        yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
+        stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
+        yield InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.", stemcell)
+        about = {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE}
+        instance = about if readings.instance else None
+        yield InfoMetricFamily("agent_shim_instance", "The instance as the Director knows it.", instance)
         yield from _of_bus(readings.bus)
         text = "Expiry of a bus certificate, in seconds since 1970."
         yield _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(readings.certificates), "certificate")
@@ -261,36 +257,25 @@ class Metrics:
         enforced = _one(readings.firewall_enforced)
         yield _gauge("firewall_enforced", "1 while packet filter rules keep jobs off the bus.", enforced)
         transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
-        yield _counter(
-            "blob_transfers",
-            "Blobs read from and written to the blobstore, or uploaded and downloaded by a client.",
-            transfers,
-            "direction",
-            "outcome",
-        )
+        text = "Blobs read from and written to the blobstore, or uploaded and downloaded by a client."
+        yield _counter("blob_transfers", text, transfers, "direction", "outcome")
         sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
         yield _counter("blob_bytes", "Bytes of completely transferred blobs.", sizes, "direction")
         outcomes = [((outcome,), readings.alerts.get(outcome, 0)) for outcome in ALERT_OUTCOMES]
         yield _counter("alerts", "Alerts for the Health Monitor.", outcomes, "outcome")
         yield _counter("actions", "Completed actions.", self._actions.items(), "method", "outcome")
-        durations = HistogramMetricFamily(
-            "agent_shim_action_duration_seconds", "Time from a request to the end of its action.", labels=["method"]
-        )
+        text = "Time from a request to the end of its action."
+        durations = HistogramMetricFamily("agent_shim_action_duration_seconds", text, labels=["method"])
         for method, histogram in self._durations.items():
             durations.add_metric([method], histogram.buckets(), histogram.total)
         yield durations
-        yield HistogramMetricFamily(
-            "agent_shim_loop_lag_seconds",
-            "How late the event loop woke a sleeper.",
-            self._lag.buckets(),
-            self._lag.total,
-        )
+        buckets, text = self._lag.buckets(), "How late the event loop woke a sleeper."
+        yield HistogramMetricFamily("agent_shim_loop_lag_seconds", text, buckets, self._lag.total)
 
 
 def _of_bus(bus: BusReading) -> Iterator[Metric]:
-    text = "1 while the agent is connected to the bus; absent without a Director."
+    text, stats = "1 while the agent is connected to the bus; absent without a Director.", bus.stats
     yield _gauge("bus_connected", text, _one(bus.connected))
-    stats = bus.stats
     yield _counter("bus_reconnects", "Reconnections to the bus.", _one(stats.reconnects))
     messages = [(("in",), stats.received), (("out",), stats.sent)]
     yield _counter("bus_messages", "Messages on the bus.", messages, "direction")
@@ -298,14 +283,9 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
     yield _counter("bus_bytes", "Bytes of messages on the bus.", sizes, "direction")
     yield _counter("bus_rejected", "Invalid requests dropped.", _one(stats.rejected))
     yield _counter("bus_attempts", "Connection attempts to the bus.", _one(stats.attempts))
-    unserved = [
-        (("duplicate",), stats.duplicates),
-        (("flood",), stats.flooded),
-        (("failure",), stats.failed),
-        (("no_reply",), stats.unanswered),
-        (("denied",), stats.denied),
-    ]
-    yield _counter("bus_unserved", "Requests and replies dropped, by reason.", unserved, "reason")
+    counts = (stats.duplicates, stats.flooded, stats.failed, stats.unanswered, stats.denied)
+    unserved = dict(zip(("duplicate", "flood", "failure", "no_reply", "denied"), counts, strict=True))
+    yield _counter("bus_unserved", "Requests and replies dropped, by reason.", _by_label(unserved), "reason")
     yield _gauge("heartbeat_age_seconds", "Time since the last heartbeat was sent.", _one(bus.heartbeat_age))
 
 
@@ -331,8 +311,7 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
     yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
     rows = [((scope,), known.swap_total) for scope, known in memory]
     yield _gauge("swap_size_bytes", "Size of swap.", rows, "scope")
-    kills = _one(figures.oom_kills)
-    yield _counter("oom_kills", "Out-of-memory kills in this container.", kills)
+    yield _counter("oom_kills", "Out-of-memory kills in this container.", _one(figures.oom_kills))
     modes = [
         ((scope, mode), seconds)
         for scope, known in cpu
@@ -361,8 +340,7 @@ def _of_file_systems(disks: Iterable[tuple[str, os.statvfs_result]]) -> Iterator
 
 def _of_disk(disk: DiskReading) -> Iterator[Metric]:
     yield _gauge("persistent_disk_mounted", "1 while a persistent disk is mounted on the store.", _one(disk.is_mounted))
-    running = _one(disk.is_migrating)
-    yield _gauge("disk_migration_running", "1 during the migration of a persistent disk.", running)
+    yield _gauge("disk_migration_running", "1 during the migration of a persistent disk.", _one(disk.is_migrating))
     text = "Completed fraction of the copy, then of the comparison; 0 without a migration."
     yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
 
@@ -380,9 +358,8 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     up: Rows = [(label, service.pid != 0) for label, service in named]
     yield _gauge("process_up", "1 while the process runs.", up, "process")
     states = [((*label, state), service.process.state == state) for label, service in named for state in STATES]
-    yield _gauge(
-        "process_state", "1 for the state reported to the Director, 0 for the others.", states, "process", "state"
-    )
+    text = "1 for the state reported to the Director, 0 for the others."
+    yield _gauge("process_state", text, states, "process", "state")
     text = "Start of the process, in seconds since 1970; 0 while it does not run."
     yield _gauge("process_start_time_seconds", text, rows("started_at"), "process")
     yield _counter("process_restarts", "Automatic restarts of the process.", rows("restarts"), "process")

@@ -17,16 +17,6 @@ from agent_shim.core import safetext
 VERSION: Final = "5.2.5"
 """Version of monit reported to scripts."""
 
-_TYPES: Final = {
-    "process": "Process",
-    "file": "File",
-    "directory": "Directory",
-    "filesystem": "Filesystem",
-    "host": "Remote Host",
-    "fifo": "Fifo",
-    "system": "System",
-    "status": "Status",
-}
 _GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
 """Status of a service without a fault; ``accessible`` for all other kinds."""
 _WORDS: Final = {
@@ -107,7 +97,8 @@ def _header(shown: Mapping[str, Any]) -> str:
 
 
 def _title(service: Mapping[str, Any]) -> str:
-    return f"{_TYPES[service['kind']]} '{service['name']}'"
+    kind = "Remote Host" if service["kind"] == "host" else service["kind"].capitalize()
+    return f"{kind} '{service['name']}'"
 
 
 def words(service: Mapping[str, Any]) -> str:

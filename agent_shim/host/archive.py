@@ -214,8 +214,7 @@ class _Reader:
                 raise ArchiveError(f"{_quoted(header.name)}: its size is negative")
             if header.type in LONG_NAMES:
                 name = "path" if header.type == tarfile.GNUTYPE_LONGNAME else "linkpath"
-                text = self._extension(header.size).partition(b"\0")[0]
-                extended[name] = os.fsdecode(text)
+                extended[name] = os.fsdecode(self._extension(header.size).partition(b"\0")[0])
             elif header.type in PAX:
                 records = self._pax_records(self._extension(header.size))
                 (defaults if header.type == tarfile.XGLTYPE else extended).update(records)
@@ -230,14 +229,12 @@ class _Reader:
     def data(self) -> Iterator[bytes]:
         """Yield the remaining data of the current member in chunks."""
         while self._left:
-            piece = self._stream.read(min(self._left, CHUNK_BYTES))
-            if not piece:
+            if not (piece := self._stream.read(min(self._left, CHUNK_BYTES))):
                 raise ArchiveError("it ends in the middle of a file")
             self._left -= len(piece)
             yield piece
         while self._padding:
-            piece = self._stream.read(self._padding)
-            if not piece:
+            if not (piece := self._stream.read(self._padding)):
                 raise ArchiveError("it ends too early")
             self._padding -= len(piece)
 

@@ -249,11 +249,8 @@ class _Mirror:
 
 def _copy_entry(source: int, target: int, name: str, status: os.stat_result) -> None:
     """Copy ``name`` from the directory ``source`` to ``target``; a directory without its content."""
-    found = _status_or_none(target, name)
-    if found is not None:
-        if stat.S_ISDIR(status.st_mode) and stat.S_ISDIR(found.st_mode):
-            return
-        if _looks_same(status, found):
+    if (found := _status_or_none(target, name)) is not None:
+        if (stat.S_ISDIR(status.st_mode) and stat.S_ISDIR(found.st_mode)) or _looks_same(status, found):
             return
         _remove(target, name)
     if stat.S_ISDIR(status.st_mode):

@@ -53,29 +53,23 @@ def _rotate(directory: int, name: str, keep: int, most: int) -> Moved:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
             return Moved()
         source = guarded.reopen(held, os.O_RDWR)
-    try:
+    with closing(source):
         return _move(directory, name, source, os.fstat(source), keep, most)
-    finally:
-        os.close(source)
 
 
 def _move(directory: int, name: str, source: int, status: os.stat_result, keep: int, most: int) -> Moved:
     _shift(directory, name, keep)
     fresh = f"{name}.1.gz"
-    target = os.open(
-        fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
-    )
-    try:
-        with suppress(PermissionError):  # root without the right to chown
-            os.fchown(target, status.st_uid, status.st_gid)
-        os.fchmod(target, stat.S_IMODE(status.st_mode) & 0o777)
-        moved = _pack(source, target, status.st_size, most)
-    except BaseException:
-        os.unlink(fresh, dir_fd=directory)
-        raise
-    finally:
-        os.close(target)
-    return moved
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing(os.open(fresh, flags, 0o600, dir_fd=directory)) as target:
+        try:
+            with suppress(PermissionError):  # root without the right to chown
+                os.fchown(target, status.st_uid, status.st_gid)
+            os.fchmod(target, stat.S_IMODE(status.st_mode) & 0o777)
+            return _pack(source, target, status.st_size, most)
+        except BaseException:
+            os.unlink(fresh, dir_fd=directory)
+            raise
 
 
 def _shift(directory: int, name: str, keep: int) -> None:

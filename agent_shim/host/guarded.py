@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import user_namespace
+from agent_shim.host.descriptors import closing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,13 +129,11 @@ _RESOLVE: Final = _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS
 @functools.cache
 def has_openat2() -> bool:
     """Return True if both kernel and sandbox allow the call."""
-    top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.close(_openat2(top, ".", os.O_PATH, 0))
-    except OSError:
-        return False
-    finally:
-        os.close(top)
+    with closing(os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
+        try:
+            os.close(_openat2(top, ".", os.O_PATH, 0))
+        except OSError:
+            return False
     return True
 
 
@@ -159,10 +158,8 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
     else:
         with held(root) as top:
             descriptor = open_beneath(top, below, os.O_PATH)
-    try:
+    with closing(descriptor):
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _below(path: StrPath, root: StrPath) -> str:
@@ -237,12 +234,7 @@ def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> N
 
 def trusted_users() -> set[int]:
     """Return the users whose links are followed: root, this user, and the overflow user of a user namespace."""
-    return {0, os.geteuid()} | ({_overflow_user()} if user_namespace.is_inside() else set())
-
-
-@functools.cache
-def _overflow_user() -> int:
-    return user_namespace.overflow_user()
+    return {0, os.geteuid()} | ({user_namespace.overflow_user()} if user_namespace.is_inside() else set())
 
 
 # --- regular files --------------------------------------------------------------------------------------------------
@@ -292,20 +284,14 @@ def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
 
 def head(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the first ``limit`` bytes of a regular file."""
-    descriptor = open_file(path, root)
-    try:
+    with closing(open_file(path, root)) as descriptor:
         return os.pread(descriptor, limit, 0)
-    finally:
-        os.close(descriptor)
 
 
 def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the last ``limit`` bytes of a regular file."""
-    descriptor = open_file(path, root)
-    try:
+    with closing(open_file(path, root)) as descriptor:
         return os.pread(descriptor, limit, max(0, os.fstat(descriptor).st_size - limit))
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path, limit: int, root: Path | None = None) -> bytes:
@@ -360,11 +346,8 @@ def open_log(path: Path, mode: int, root: Path | None = None) -> int:
 
 
 def _append_to(name: str, directory: int) -> int:
-    found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-    try:
+    with closing(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as found:
         descriptor = reopen(found, os.O_WRONLY | os.O_APPEND)
-    finally:
-        os.close(found)
     try:
         if os.fstat(descriptor).st_nlink > 1:
             raise OSError(errno.EINVAL, "it has a second hard link", name)
@@ -423,7 +406,7 @@ def walk(
         except OSError as exc:
             skipped(here, exc)
             continue
-        try:
+        with closing(directory):
             for name in names(directory, limit + 1):
                 if limit <= 0:
                     skipped(here, None)
@@ -436,8 +419,6 @@ def walk(
                         yield Entry(path, found)
                     elif stat.S_ISDIR(found.st_mode) and levels > 1:
                         waiting.append((path, levels - 1))
-        finally:
-            os.close(directory)
 
 
 def open_directory(top: int, below: str) -> int:

@@ -98,9 +98,8 @@ def members(ending: str) -> dict[int, str]:
         for directory in (each for each in top.iterdir() if each.name.endswith(_escaped(ending))):
             for each in _below(directory):
                 with contextlib.suppress(OSError):
-                    found |= dict.fromkeys(
-                        map(int, (each / "cgroup.procs").read_text().split()), _plain(directory.name)
-                    )
+                    pids = (each / "cgroup.procs").read_text().split()
+                    found |= dict.fromkeys(map(int, pids), _plain(directory.name))
     return found
 
 

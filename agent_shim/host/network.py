@@ -61,10 +61,7 @@ def parse_route(text: str) -> tuple[str, str] | None:
         if len(columns) > 7 and columns[1] == "00000000" and columns[7] == "00000000":
             gateway = socket.inet_ntoa(struct.pack("<L", int(columns[2], 16)))
             found.append((int(columns[6]), columns[0], gateway))
-    if not found:
-        return None
-    _, interface, gateway = min(found)
-    return interface, gateway
+    return min(found)[1:] if found else None
 
 
 def _ask(interface: str, request: int) -> str:

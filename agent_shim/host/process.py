@@ -491,12 +491,11 @@ def _has_child(kind: int, number: int) -> bool:
 
 
 def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    with contextlib.suppress(PermissionError):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
     return True
 
 

@@ -19,6 +19,8 @@ import termios
 import time
 import tty
 
+from agent_shim.host.descriptors import closing
+
 TYPE_CHECKING = False  # ``bpm shell`` starts without typing, subprocess and what they load
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,13 +51,11 @@ def run(argv: Argv, pid: int) -> int:
         command, inherited = argv(None)
         return _Program(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
-    try:
+    with closing(slave):
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
         # The program creates the session itself, then takes the terminal.
         running = _Program(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
-    finally:
-        os.close(slave)
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
     os.close(master)  # hangs up
@@ -118,14 +118,11 @@ def in_terminal(argv: list[str]) -> int:
 
 def open_pair(root: str) -> tuple[int, int]:
     """Open both ends of a pseudo-terminal of the devpts at ``root``/dev/pts. Raises ``OSError``."""
-    held = os.open(f"{root}/dev/pts/ptmx", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with closing(os.open(f"{root}/dev/pts/ptmx", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as held:
         status = os.fstat(held)
         if not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(5, 2):
             raise OSError(errno.ENODEV, "it makes no terminals", f"{root}/dev/pts/ptmx")
         master = os.open(f"/proc/self/fd/{held}", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-    finally:
-        os.close(held)
     try:
         fcntl.ioctl(master, _LOCK_SLAVE, bytes(4))
         return master, fcntl.ioctl(master, _OPEN_SLAVE, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)

@@ -87,10 +87,6 @@ def _program() -> str:
     return sandbox_exec.__file__
 
 
-def _encoded(spec: sandbox_exec.ExecSpec) -> bytes:
-    return json.dumps(spec).encode() + b"\n"
-
-
 @contextlib.asynccontextmanager
 async def prepared(
     spec: sandbox_exec.ExecSpec, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
@@ -107,7 +103,7 @@ async def prepared(
             started = process.spawn([*launcher(), "0"], env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):  # it has exited; its status is the report
-            await loop.sock_sendall(ours, _encoded({**spec, "gate": True}))
+            await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
             if spec["namespaces"]:
                 started = await _child(started, ours)
         yield started

@@ -65,7 +65,7 @@ _SCOPE_SIGNAL: Final = 2
 """Blocks signals to processes outside; since version 6. Abstract sockets belong to the network, which bpm shares."""
 
 # Additions to a new root file system beside the mounts (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
-_NODES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_NODES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _LINKS: Final[Mapping[str, str]] = {
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "/proc/self/fd/0",
@@ -421,14 +421,8 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
 
     All sources are opened first: the new root covers the old one. A place at ``/`` becomes the root, below the others.
     """
-    shown = [
-        *places,
-        *(
-            BindMount(path=f"/dev/{each}", source=f"/dev/{each}", write=True, run=False, shared=False)
-            for each in _NODES
-        ),
-    ]
-    shown.sort(key=lambda place: place["path"].count("/"))  # Parents are mounted before their children.
+    nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
+    shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
     is_writable = any(place["write"] for place in places if place["path"] == "/")
     root = trees.pop("/", None)
@@ -634,9 +628,7 @@ def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
 
 
 def _forbid_mounts() -> None:
-    """Forbid mounts, also in a new user namespace, with a Landlock rule that allows all else: Landlock always forbids
-    them.
-    """
+    """Forbid mounts, also in a new user namespace: Landlock always does, and this rule allows all else."""
     if landlock_version():
         _restrict([(_open("/"), _EVERYTHING)], may_signal=True)
 

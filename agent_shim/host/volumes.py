@@ -90,9 +90,7 @@ def _occupied(volume: Path, place: Path, exc: OSError) -> HostError:
         errno.ENOTEMPTY: "it holds files, and this container may not mount over them",
         errno.EBUSY: "something else is mounted there, and this container may not mount over it",
     }
-    error = HostError(f"cannot link {place} to {volume}: {why.get(exc.errno or 0, exc.strerror)}")
-    error.errno = exc.errno
-    return error
+    return files.failed(f"link {place} to {volume}", OSError(exc.errno, why.get(exc.errno or 0, exc.strerror)))
 
 
 def take_away(place: Path) -> None:

@@ -85,9 +85,8 @@ class Compiler:
             with errors_as("Compressing compiled package", ActionError):
                 packed = await self._work(pack)
             report("uploading")
-            put = worker_client.Put(
-                str(self._paths.base), store, str(archive), package.signed_url, dict(package.headers)
-            )
+            headers = dict(package.headers)
+            put = worker_client.Put(str(self._paths.base), store, str(archive), package.signed_url, headers)
             with errors_as("Uploading compiled package", ActionError):
                 uploaded = await self._work(put)
             return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
@@ -116,13 +115,8 @@ class Compiler:
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
             await asyncio.to_thread(_make_anew, log)
-            script = process.spawn(
-                ["bash", "-x", "packaging"],
-                env=self._environment(package, newest),
-                cwd=self._directory(package),
-                stdout=stdout,
-                stderr=stderr,
-            )
+            argv, env = ["bash", "-x", "packaging"], self._environment(package, newest)
+            script = process.spawn(argv, env=env, cwd=self._directory(package), stdout=stdout, stderr=stderr)
             try:
                 status = await script.wait()
             finally:

@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from typing import Final, NoReturn
 
 from agent_shim.core.errors import HostError
@@ -78,11 +79,9 @@ class Firewall:
                     self.obstacle = str(exc)
                 self._log_change(before)
             self.due.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(RULES_PERIOD_S):
                     await self.due.wait()
-            except TimeoutError:
-                continue
 
     def _log_change(self, before: str) -> None:
         if self.obstacle in (before, NO_BUS):
@@ -142,12 +141,9 @@ async def _addresses(urls: Collection[str]) -> Targets:
         parts = bus_address(url)
         if not parts.hostname:  # it would stand for loopback, and close ports of jobs there
             continue
-        try:
+        kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or DEFAULT_PORT
+        with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                entries = await loop.getaddrinfo(
-                    parts.hostname, parts.port or DEFAULT_PORT, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-                )
-        except (OSError, ValueError, TimeoutError):
-            continue
-        found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
+                entries = await loop.getaddrinfo(parts.hostname, port, **kind)
+            found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
     return frozenset(found)

@@ -7,7 +7,6 @@ agent/action/run_errand.go). Output goes to files: processes left behind would k
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -80,8 +79,7 @@ def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, st
     """Return variables with the size of the present persistent disk and, given a new spec, of the next one."""
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
     return {
-        name: json.dumps({"persistent_disk": spec.persistent_disk}, separators=(",", ":"))
-        for name, spec in states.items()
+        name: msgspec.json.encode({"persistent_disk": spec.persistent_disk}).decode() for name, spec in states.items()
     }
 
 
@@ -102,14 +100,10 @@ class Scripts:
 
         async def run(job: str) -> bool:
             log = self._log_directory(job)
-            script = process.spawn(
-                [str(self._script(job, name))],
-                env={**self._environ, **env},
-                cwd=DIRECTORY,
-                stdout=log / f"{name}.stdout.log",
-                stderr=log / f"{name}.stderr.log",
-                nice=NICE,
-            )
+            out, err = log / f"{name}.stdout.log", log / f"{name}.stderr.log"
+            argv = [str(self._script(job, name))]
+            environ = {**self._environ, **env}
+            script = process.spawn(argv, env=environ, cwd=DIRECTORY, stdout=out, stderr=err, nice=NICE)
             status = await self._end(script, never)
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
@@ -165,13 +159,9 @@ class Scripts:
         import tempfile  # late: 0.1 MB
 
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
-            script = process.spawn(
-                [str(self._script(job, "drain")), *arguments],
-                env={**self._environ, **environment},
-                cwd=DIRECTORY,
-                stdout=stdout.fileno(),
-                stderr=self._log_directory(job) / "drain.stderr.log",
-            )
+            argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
+            err = self._log_directory(job) / "drain.stderr.log"
+            script = process.spawn(argv, env=env, cwd=DIRECTORY, stdout=stdout.fileno(), stderr=err)
             await self._end(script, cancelled)
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
@@ -187,9 +177,8 @@ class Scripts:
             for output in outputs:
                 output.unlink(missing_ok=True)
                 opened.append(os.open(output, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            script = process.spawn(
-                [str(self._script(job, "run"))], env=self._environ, cwd=DIRECTORY, stdout=opened[0], stderr=opened[1]
-            )
+            argv, (out, err) = [str(self._script(job, "run"))], opened
+            script = process.spawn(argv, env=self._environ, cwd=DIRECTORY, stdout=out, stderr=err)
             status = await self._end(script, cancelled)
             if status is None:
                 raise ActionError("Running errand script: its exit status is unknown")
@@ -211,9 +200,8 @@ class Scripts:
     def _script(self, job: str, name: str) -> Path:
         for part in (job, name):
             if part in ("", ".", "..") or "/" in part or "\0" in part or len(part.encode()) > MAX_NAME_BYTES:
-                raise ActionError(
-                    f"cannot run script {name[:100]!r} of job {job[:100]!r}: {part[:100]!r} is not a name"
-                )
+                what = f"script {name[:100]!r} of job {job[:100]!r}"
+                raise ActionError(f"cannot run {what}: {part[:100]!r} is not a name")
         return self._paths.jobs / job / "bin" / name
 
     def _log_directory(self, job: str) -> Path:

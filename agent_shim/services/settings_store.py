@@ -78,9 +78,8 @@ class SettingsStore:
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
         """Store ``update`` and use it."""
-        await asyncio.to_thread(
-            files.write_atomic, files.behind(self._paths.update_settings), msgspec.json.encode(update), mode=0o600
-        )
+        path = files.behind(self._paths.update_settings)
+        await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(update), mode=0o600)
         self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:

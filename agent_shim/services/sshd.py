@@ -94,9 +94,8 @@ class Sshd:
             raise HostError(f"nothing listens on port {self._port}, and the agent is not root")
         await self._have_host_key()
         files.make_dir(_PRIVILEGE_SEPARATION, 0o755)
-        await asyncio.to_thread(
-            files.write_atomic, self._config, _CONFIG.format(port=self._port, key=self._key).encode(), mode=0o600
-        )
+        config = _CONFIG.format(port=self._port, key=self._key).encode()
+        await asyncio.to_thread(files.write_atomic, self._config, config, mode=0o600)
         begin = self._log_size()
         server = process.spawn(
             [program, "-D", "-e", "-f", str(self._config)], env=command.ENVIRONMENT, stdout=self._log, stderr=self._log
@@ -140,9 +139,8 @@ class Sshd:
 async def _make_host_key(private: Path, public: Path) -> None:
     """Derive the public key of an existing private key; make both if sshd could use none."""
     try:
-        await asyncio.to_thread(
-            files.write_atomic, public, (await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))).encode()
-        )
+        derived = await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))
+        await asyncio.to_thread(files.write_atomic, public, derived.encode())
     except HostError:
         import tempfile  # late: 0.1 MB
 

@@ -103,10 +103,8 @@ class StateBackup:
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):
             if stamp is not None and stamp.schema > SCHEMA:
-                raise BootError(
-                    f"cannot use the state below {self._paths.base}: schema {stamp.schema} is of a newer version, "
-                    f"this one supports {SCHEMA}"
-                )
+                why = f"schema {stamp.schema} is of a newer version, this one supports {SCHEMA}"
+                raise BootError(f"cannot use the state below {self._paths.base}: {why}")
         here = here or Stamp(SCHEMA, "", "")
         self._former = here.agent_id or _agent_id(self._paths.settings_cache)
         now = proc.incarnation()

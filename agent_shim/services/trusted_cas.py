@@ -70,9 +70,8 @@ def split(bundle: str) -> list[str]:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
         except (ssl.SSLError, TypeError, ValueError):
-            logger.error(
-                "cannot trust certificate %d of the Director: it is not a certificate; the others are used", number
-            )
+            text = "cannot trust certificate %d of the Director: it is not a certificate; the others are used"
+            logger.error(text, number)
         else:
             found.append(f"{pem}\n")
     return found

@@ -68,9 +68,8 @@ class Users:
     async def setup(self, user: str, public_key: str) -> None:
         """Let ``public_key`` log in as ``user``, created if missing."""
         if _USER.fullmatch(user) is None:
-            raise ActionError(
-                f"Creating user: cannot use the name {user[:64]!r}: it is not a letter and up to 31 of a-z 0-9 _"
-            )
+            why = "it is not a letter and up to 31 of a-z 0-9 _"
+            raise ActionError(f"Creating user: cannot use the name {user[:64]!r}: {why}")
         if _KEY.fullmatch(public_key.strip()) is None:
             if _WORD.fullmatch(public_key.strip()) is None:
                 raise ActionError("Setting ssh public key: cannot use it: it is not one line with type and key")
@@ -202,6 +201,5 @@ def _has_processes(number: int) -> bool:
 
 async def _authorize(user: str, home: Path, keys: str) -> None:
     """Replace the authorized keys of ``user``, as that user."""
-    await command.run(
-        "/bin/sh", "-c", _REPLACE_KEYS, given=keys, user=user, env=command.ENVIRONMENT | {"HOME": str(home)}
-    )
+    env = command.ENVIRONMENT | {"HOME": str(home)}
+    await command.run("/bin/sh", "-c", _REPLACE_KEYS, given=keys, user=user, env=env)

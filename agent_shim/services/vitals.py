@@ -129,10 +129,8 @@ class Vitals:
         places = {"system": Path("/"), "ephemeral": self._paths.data}
         if self._persistent_mounted():
             places["persistent"] = self._paths.store
-        usages = await asyncio.gather(*(self._ask(path) for path in places.values()))
-        self._usages = {
-            name: usage for name, usage in zip(places, usages, strict=True) if isinstance(usage, os.statvfs_result)
-        }
+        usages = zip(places, await asyncio.gather(*map(self._ask, places.values())), strict=True)
+        self._usages = {name: usage for name, usage in usages if isinstance(usage, os.statvfs_result)}
         return {name: disk_vitals(usage) for name, usage in self._usages.items()}
 
     async def _ask(self, path: Path) -> Usage | None:

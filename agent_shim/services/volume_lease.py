@@ -118,8 +118,7 @@ class VolumeLeases:
                 logger.warning("cannot lock %s against a second agent: %s", directory, exc)
                 return ""
             raise files.failed(f"take {directory.parent}", exc) from exc
-        rival = self._rival(directory, descriptor)
-        if rival:
+        if rival := self._rival(directory, descriptor):
             os.close(descriptor)
             return rival
         self._seen.pop(directory, None)

@@ -196,19 +196,14 @@ class Programs:
         An empty result is proven by a pass that no process can outrun. ``is_usual`` keeps a kill out of ``killed``.
         """
         cage = self.ownership.cage(name)
-        kill = process.KILL_TIMEOUT_S / KILL_ROUNDS
         held: dict[Identity, Process] = {}
         try:
             ahead = await self._hold(name, traces, known, held)
-            for sig, patience in ((signal.SIGTERM, grace), *[(signal.SIGKILL, kill)] * KILL_ROUNDS):
+            for sig, patience in _rounds(grace):
                 if not ahead and await self._is_over(name, traces, cage):
                     return []
-                logger.info(
-                    "%s: sending %s to remaining processes: %s",
-                    name,
-                    sig.name,
-                    ", ".join(str(each.pid) for each in ahead),
-                )
+                pids = ", ".join(str(each.pid) for each in ahead)
+                logger.info("%s: sending %s to remaining processes: %s", name, sig.name, pids)
                 if sig is signal.SIGKILL:
                     if not is_usual:
                         self.killed.add(name)
@@ -220,9 +215,8 @@ class Programs:
                 ahead = await self._hold(name, traces, (), held)
             if not ahead and await self._is_over(name, traces, cage):
                 return []
-            return [left(each.identity) for each in ahead] or [
-                Left(0, 0, "processes that exit before they can be listed")
-            ]
+            nameless = Left(0, 0, "processes that exit before they can be listed")
+            return [left(each.identity) for each in ahead] or [nameless]
         finally:
             self._hunted.discard(name)
             _release(list(held.values()))
@@ -267,10 +261,7 @@ class Programs:
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End those orphans like ``sweep`` once all jobs are stopped; returns the survivors."""
-        for sig, patience in (
-            (signal.SIGTERM, grace),
-            *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS,
-        ):
+        for sig, patience in _rounds(grace):
             strays = await self.strays(since)
             found = [each async for stray in _in_turns(strays) if (each := process.adopt(*stray.identity))]
             if not found:
@@ -349,6 +340,11 @@ class Programs:
             return None
         opened.callback(os.close, output)
         return output
+
+
+def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:
+    """Return the signals to remaining processes, each with the seconds for its effect."""
+    return [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
 
 
 async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:

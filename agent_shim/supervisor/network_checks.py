@@ -39,9 +39,8 @@ class _WrongError(Exception):
 
 def where(connection: Connection) -> str:
     """Describe the endpoint."""
-    if connection.unixsocket:
-        return f"unix socket {connection.unixsocket}"
-    return f"{connection.host} port {connection.port}"
+    there = f"{connection.host} port {connection.port}"
+    return f"unix socket {connection.unixsocket}" if connection.unixsocket else there
 
 
 async def probe(connection: Connection) -> str:
@@ -50,7 +49,10 @@ async def probe(connection: Connection) -> str:
     allowed = connection.timeout or NET_TIMEOUT
     try:
         async with asyncio.timeout(allowed), _opened(connection) as line:
-            await _speak(line, connection)
+            if connection.protocol.name == "generic":
+                await _dialogue(line, connection.protocol)
+            elif connection.protocol.name == "http":
+                await _http(line, connection)
     except TimeoutError:
         return f"connection failed: no answer from {place} within {allowed} seconds"
     except _WrongError as exc:
@@ -136,14 +138,6 @@ async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, A
 
 
 # --- protocols --------------------------------------------------------------------------------------------------------
-
-
-async def _speak(line: _Line, connection: Connection) -> None:
-    protocol = connection.protocol
-    if protocol.name == "generic":
-        await _dialogue(line, protocol)
-    elif protocol.name == "http":
-        await _http(line, connection)
 
 
 async def _dialogue(line: _Line, protocol: Protocol) -> None:

@@ -155,11 +155,8 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
     if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
         return None
     found = _BPM_ARGUMENTS.fullmatch("\0".join(argv[2:]))
-    if found is None:
-        return None
-    job, process = found["job"], found["before"] or found["after"]
     verb: Literal["start", "stop"] = "start" if argv[1] == "start" else "stop"
-    return BpmCall(verb, job, process or job)
+    return BpmCall(verb, found["job"], found["before"] or found["after"] or found["job"]) if found else None
 
 
 def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
@@ -215,13 +212,8 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
         own = ("", check.name) if number == 0 else (check.name,)
         unsupported = [each.first_words for each in file.ignored if each.service in own]
         spec = _spec(job, check)
-        if (
-            spec.is_process
-            and spec.start
-            and spec.mode == "active"
-            and spec.absence.kind == "restart"
-            and not spec.stop
-        ):
+        is_wanted = spec.is_process and spec.mode == "active" and spec.absence.kind == "restart"
+        if is_wanted and spec.start and not spec.stop:
             unsupported.append("restart when it ends (it has no stop program)")
         found.append(msgspec.structs.replace(spec, unsupported=tuple(unsupported)))
     return found

@@ -203,8 +203,7 @@ class ProcessStats:
         else:
             seconds, used = now - last.taken_at, ticks - last.ticks
         share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
-        # Exited descendants take their time with them.
-        share = min(100.0, max(0.0, share))
+        share = min(100.0, max(0.0, share))  # exited descendants take their time with them
         self._samples[name] = _Sample(identity, now, ticks, share)
         return share
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from typing import Final
 
 from agent_shim.supervisor.monit.ast import Limit, Rule
@@ -58,15 +59,8 @@ class RuleCounter:
 
 def exceeds(value: float, limit: Limit) -> bool:
     """True if the value violates the limit: ``> 5`` rejects more than 5."""
-    match limit.operator:
-        case ">":
-            return value > limit.limit
-        case "<":
-            return value < limit.limit
-        case "=":
-            return value == limit.limit
-        case "!=":
-            return value != limit.limit
+    violates = {">": operator.gt, "<": operator.lt, "=": operator.eq, "!=": operator.ne}[limit.operator]
+    return bool(violates(value, limit.limit))
 
 
 def percent(part: float, whole: float) -> float:

@@ -175,9 +175,8 @@ class Service:
     def trust(self) -> None:
         """Read the files again that blocked an earlier agent: the request needs them."""
         if self.held_by:
-            logger.warning(
-                "%s: reading its files again on request, although %s blocked the agent before", self.name, self.held_by
-            )
+            text = "%s: reading its files again on request, although %s blocked the agent before"
+            logger.warning(text, self.name, self.held_by)
             self.held_by = ""
             self.take_spec(self.spec)
 
@@ -492,9 +491,8 @@ class Service:
         """
         if reaction.kind == "exec" and reaction.program is not None:
             try:
-                await self._shared.programs.run(
-                    self.spec.name, reaction.program, "Action done", pid=self._finder.pid, is_aside=True
-                )
+                run, pid = self._shared.programs.run, self._finder.pid
+                await run(self.spec.name, reaction.program, "Action done", pid=pid, is_aside=True)
             except HostError as exc:
                 self.notify("Execution failed", "alert", str(exc))
         elif reaction.kind == "unmonitor":

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -135,9 +134,7 @@ class Supervisor:
         services = self._services.values()
         return [*((each.spec.label, each.record.traces) for each in services), *self.bpm.started.items()]
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
         self._counting.close()
 
@@ -277,7 +274,9 @@ class Supervisor:
             before, self._services = self._services, {}
             for key, old in before.items():
                 if key not in specs:
-                    self._forget_service(key, old)
+                    self._lives.pop(key).cancel()
+                    self._memory[key] = old.record
+                    old.release()
             for key, spec in specs.items():
                 if key in self._lives:
                     service = before[key]
@@ -304,11 +303,6 @@ class Supervisor:
                     self._lives[key].add_done_callback(self._life_ended)
             self._checks.plan_changed.set()
             self._changed()
-
-    def _forget_service(self, key: str, service: Service) -> None:
-        self._lives.pop(key).cancel()
-        self._memory[key] = service.record
-        service.release()
 
     # --- requests to all services -----------------------------------------------------------------------------------
 
@@ -386,10 +380,8 @@ class Supervisor:
 
     async def start_one(self, name: str) -> None:
         """Start a service after its prerequisites, then the dependants that were stopped along with it."""
-        service = await self._ordered(name)
-        for each in _closure([service], lambda it: it.prerequisites):
-            each.start()
-        for each in _closure([service], lambda it: it.dependants):
+        await self.monitor_one(name)
+        for each in _closure([self._named(name)], lambda it: it.dependants):
             if each.record.was_taken_along:
                 each.start()
 
@@ -406,8 +398,7 @@ class Supervisor:
 
     async def monitor_one(self, name: str) -> None:
         """Monitor a service and its prerequisites; starts those that do not run."""
-        service = await self._ordered(name)
-        for each in _closure([service], lambda it: it.prerequisites):
+        for each in _closure([await self._ordered(name)], lambda it: it.prerequisites):
             each.start()
 
     async def unmonitor_one(self, name: str) -> None:
@@ -502,14 +493,12 @@ class Supervisor:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
             self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
+            raw = msgspec.json.encode(saved)
             try:
-                await asyncio.to_thread(
-                    files.write_atomic, self._paths.supervisor_state, msgspec.json.encode(saved), mode=0o600
-                )
+                await asyncio.to_thread(files.write_atomic, self._paths.supervisor_state, raw, mode=0o600)
             except HostError as exc:
-                logger.warning(
-                    "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s", exc
-                )
+                text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
+                logger.warning(text, exc)
 
     def _life_ended(self, life: asyncio.Task[None]) -> None:
         if not life.cancelled() and (bug := life.exception()):

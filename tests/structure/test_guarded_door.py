@@ -111,9 +111,7 @@ RAW: Mapping[str, Raw] = {
     "services.dns": Raw(KERNEL, frozenset({"Dns._name_self", "Dns._stored", "lines_naming", "stored_version"})),
     "cli.doctor": Raw(
         OWN,
-        frozenset(
-            {"_applied", "_clock", "_config", "_directories", "_kernel", "_network", "_settings", "_space", "_sysctl"}
-        ),
+        frozenset({"_applied", "_clock", "_config", "_directories", "_kernel", "_network", "_settings", "_space"}),
     ),
     "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),

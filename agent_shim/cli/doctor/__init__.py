@@ -136,12 +136,9 @@ def _settings(paths: Paths) -> Effective | None:
 
 
 def _status(paths: Paths) -> Mapping[str, Any]:
-    try:
-        found: dict[str, Any] = control_client.ask(
-            paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S
-        )
-    except NoAgentError:
-        return {}
+    found: dict[str, Any] = {}
+    with contextlib.suppress(NoAgentError):
+        found = control_client.ask(paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S)
     return found
 
 
@@ -166,9 +163,8 @@ def _privileges(view: ContainerView) -> Iterator[Finding]:
 
 
 def _mounts(view: ContainerView) -> Iterator[Finding]:
-    yield verdicts.mounts(
-        error_of(privilege_probes.bind_mount, view.scratch), error_of(privilege_probes.tmpfs, view.scratch)
-    )
+    bind_error = error_of(privilege_probes.bind_mount, view.scratch)
+    yield verdicts.mounts(bind_error, error_of(privilege_probes.tmpfs, view.scratch))
 
 
 def _isolation(view: ContainerView) -> Iterator[Finding]:
@@ -185,10 +181,8 @@ def _isolation(view: ContainerView) -> Iterator[Finding]:
 
 def _users(view: ContainerView) -> Iterator[Finding]:
     vcap = _vcap()
-    missing = [name for name in LOGIN_PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
-    yield verdicts.users(
-        vcap=vcap.pw_uid if vcap else None, programs=missing if view.is_root else [], is_root=view.is_root
-    )
+    missing = [name for name in LOGIN_PROGRAMS if view.is_root and shutil.which(name, path=SYSTEM_PATH) is None]
+    yield verdicts.users(vcap=vcap.pw_uid if vcap else None, programs=missing, is_root=view.is_root)
 
 
 def _vcap() -> pwd.struct_passwd | None:
@@ -214,9 +208,9 @@ def _cgroups(_: ContainerView) -> Iterator[Finding]:
 
 
 def _job_limits(_: ContainerView) -> Iterator[Finding]:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    yield verdicts.open_files(files, tasks)
+    yield verdicts.open_files(
+        *(resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    )
 
 
 def _directories(view: ContainerView) -> Iterator[Finding]:
@@ -251,10 +245,8 @@ def _space(view: ContainerView) -> Iterator[Finding]:
         if path.is_dir() and (device := path.stat().st_dev) not in seen:
             seen.add(device)
             found = os.statvfs(path)
-            block = found.f_frsize
-            yield verdicts.space(
-                str(path), found.f_bavail * block, found.f_blocks * block, found.f_favail, found.f_files
-            )
+            free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+            yield verdicts.space(str(path), free, total, found.f_favail, found.f_files)
     memory = os.statvfs("/dev/shm")  # noqa: S108 - that very directory
     yield verdicts.shared_memory(memory.f_blocks * memory.f_frsize)
 
@@ -268,26 +260,21 @@ def _kernel(_: ContainerView) -> Iterator[Finding]:
     if not Path("/proc/pressure/memory").exists():
         lacking["pressure stall information"] = "memory pressure is invisible until memory runs out"
     yield verdicts.kernel(os.uname().release, lacking)
-    yield verdicts.watches(
-        error_of(privilege_probes.open_inotify), _sysctl("max_user_instances"), _sysctl("max_user_watches")
-    )
+    limits = [
+        int(Path("/proc/sys/fs/inotify", name).read_text()) for name in ("max_user_instances", "max_user_watches")
+    ]
+    yield verdicts.watches(error_of(privilege_probes.open_inotify), *limits)
     name = proc.name(1)
     yield verdicts.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))
-
-
-def _sysctl(name: str) -> int:
-    return int(Path("/proc/sys/fs/inotify", name).read_text())
 
 
 # --- environment ----------------------------------------------------------------------------------------------------
 
 
 def _clock(view: ContainerView) -> Iterator[Finding]:
-    shown = float(Path("/proc/uptime").read_text().split()[0])
-    drift_of_uptime = shown - clock.boot_time()
-    yield verdicts.clock(
-        year=time.gmtime().tm_year, drift=drift_of_uptime, is_synchronized=privilege_probes.is_clock_synchronized()
-    )
+    drift = float(Path("/proc/uptime").read_text().split()[0]) - clock.boot_time()
+    is_synchronized = privilege_probes.is_clock_synchronized()
+    yield verdicts.clock(year=time.gmtime().tm_year, drift=drift, is_synchronized=is_synchronized)
     if view.settings is not None and "BEGIN CERTIFICATE" in view.settings.mbus.certificate:
         begins, ends = x509.validity(view.settings.mbus.certificate)
         now = clock.wall_time_of(clock.boot_ticks())
@@ -354,14 +341,12 @@ def _network(view: ContainerView) -> Iterator[Finding]:
     places = [place for place in places if place.scheme == "nats" and place.hostname]
     names = [place.hostname for place in places if place.hostname and not network.is_address(place.hostname)]
     name_errors = {name: _name_error(name) for name in names}
-    yield verdicts.name_servers(
-        servers, error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0, name_errors
-    )
+    write_error = error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0
+    yield verdicts.name_servers(servers, write_error, name_errors)
     expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
     found = network.default_address() or network.default_address(ipv6=True)
-    yield verdicts.addresses(
-        found.ip if found else "", {ip: where for ip, where in expected.items() if not network.has_address(ip)}
-    )
+    missing = {ip: where for ip, where in expected.items() if not network.has_address(ip)}
+    yield verdicts.addresses(found.ip if found else "", missing)
     bus_errors = {f"{place.hostname}:{place.port or 4222}": _bus_error(view, place) for place in places}
     if (finding := verdicts.bus(bus_errors)) is not None:
         yield finding

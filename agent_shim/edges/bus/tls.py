@@ -58,18 +58,16 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the private key is not a PEM key")
     if "ENCRYPTED" in certificate + private_key:  # its text sets the cost of decryption: up to hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
-    file = os.memfd_create("bus")
-    try:
-        with open(file, "w", closefd=False) as out:
-            out.write(f"{certificate}\n{private_key}\n")
-        # A wrong password keeps OpenSSL from prompting on the terminal.
-        context.load_cert_chain(f"/proc/self/fd/{file}", password="")
-    except ssl.SSLError as exc:
-        if exc.reason == "KEY_VALUES_MISMATCH":
-            raise CredentialsError("the private key belongs to another certificate") from exc
-        raise CredentialsError(f"the certificate or its private key cannot be read ({_reason(exc)})") from exc
-    finally:
-        os.close(file)
+    with open(os.memfd_create("bus"), "w") as file:
+        file.write(f"{certificate}\n{private_key}\n")
+        file.flush()
+        try:
+            # A wrong password keeps OpenSSL from prompting on the terminal.
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password="")
+        except ssl.SSLError as exc:
+            if exc.reason == "KEY_VALUES_MISMATCH":
+                raise CredentialsError("the private key belongs to another certificate") from exc
+            raise CredentialsError(f"the certificate or its private key cannot be read ({_reason(exc)})") from exc
 
 
 def check_server_name(server: ssl.SSLObject) -> None:

@@ -100,9 +100,8 @@ class Blobs:
 
     def _transfer(self) -> Transfer:
         if self._client is None:
-            from agent_shim.services.blobstore.transfer import (
-                Transfer,
-            )  # imported late: takes a tenth of a second, and is not always needed
+            # Imported late: takes a tenth of a second, and is not always needed.
+            from agent_shim.services.blobstore.transfer import Transfer
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
         return self._client
@@ -110,19 +109,17 @@ class Blobs:
 
 async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
     """Return the fetched file, rewound, if its digest matches; else close it and raise ``BlobError``."""
+    file = None
     try:
         hasher = digest.hasher()
-    except DigestError as exc:
-        raise BlobError(f"{what}: {exc}") from exc
-    file = await get(hasher)
-    try:
+        file = await get(hasher)
         digest.check(hasher)
         file.seek(0)
-    except DigestError as exc:
-        file.close()
-        raise BlobError(f"{what}: {exc}") from exc
-    except BaseException:
-        file.close()
+    except BaseException as exc:
+        if file is not None:
+            file.close()
+        if isinstance(exc, DigestError):
+            raise BlobError(f"{what}: {exc}") from exc
         raise
     return file
 

@@ -21,6 +21,7 @@ from agent_shim.core.errors import BlobError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process, worker_client
+from agent_shim.host.descriptors import closing
 
 if TYPE_CHECKING:
     from agent_shim.services.blobstore.transfer import Transfer
@@ -159,28 +160,21 @@ class External:
         if program is None:
             raise BlobError(f"executable {self._program} not found in PATH")
         await self._write_config()
-        said = os.memfd_create("said")
-        try:
-            running = process.spawn(
-                [program, "-c", str(self._config), *arguments], env=self._environment, stdout=said, stderr=said
-            )
+        what = f"Shelling out to {self._program} cli"
+        with closing(os.memfd_create("said")) as said:
+            argv = [program, "-c", str(self._config), *arguments]
+            running = process.spawn(argv, env=self._environment, stdout=said, stderr=said)
             try:
                 async with asyncio.timeout(PROGRAM_TIMEOUT_S):
                     status = await running.wait()
-            except BaseException:
+            except BaseException as exc:
                 await running.terminate(GRACE_S)
+                if isinstance(exc, TimeoutError):
+                    raise BlobError(f"{what}: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds") from exc
                 raise
             if status != 0:
                 text = os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
-                raise BlobError(
-                    f"Shelling out to {self._program} cli: it ended with code {status}: {harmless(text, self._options)}"
-                )
-        except TimeoutError as exc:
-            raise BlobError(
-                f"Shelling out to {self._program} cli: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds"
-            ) from exc
-        finally:
-            os.close(said)
+                raise BlobError(f"{what}: it ended with code {status}: {harmless(text, self._options)}")
 
     async def _write_config(self) -> None:
         """Write the Go agent's file, readable only by root."""

@@ -117,8 +117,14 @@ class Transfer:
         wanted = _merged({"Content-Length": str(size), "Expect": "100-continue"}, headers)
         with _explained("Executing PUT request", url):
             async with _guarded(self._timing) as guard:
-                body = _sent(source, guard)
-                async with self._request("PUT", url, wanted, data=body, allow_redirects=False) as response:
+
+                async def body() -> AsyncIterator[bytes]:
+                    while chunk := source.read(CHUNK_BYTES):
+                        yield chunk
+                        guard.moved(len(chunk))
+                    guard.allow(self._timing.answer)
+
+                async with self._request("PUT", url, wanted, data=body(), allow_redirects=False) as response:
                     _check(response)
 
     @asynccontextmanager
@@ -165,12 +171,9 @@ class _Guard:
         self._moved += count
         if self._moved >= self._timing.least:
             self._moved = 0
-            self._allow(self._timing.stall)
+            self.allow(self._timing.stall)
 
-    def sent_all(self) -> None:
-        self._allow(self._timing.answer)
-
-    def _allow(self, seconds: float) -> None:
+    def allow(self, seconds: float) -> None:
         self._timer.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
@@ -178,13 +181,6 @@ class _Guard:
 async def _guarded(timing: Timing) -> AsyncIterator[_Guard]:
     async with asyncio.timeout(timing.stall) as timer:
         yield _Guard(timer, timing)
-
-
-async def _sent(source: BinaryIO, guard: _Guard) -> AsyncIterator[bytes]:
-    while chunk := source.read(CHUNK_BYTES):
-        yield chunk
-        guard.moved(len(chunk))
-    guard.sent_all()
 
 
 def _trusting(ca: str) -> ssl.SSLContext:
@@ -307,7 +303,6 @@ def _why(exc: BaseException) -> str:
         case aiohttp.ClientPayloadError():
             return "the body ended too early"
         case OSError(errno=int(code), strerror=str(text)):
-            return (
-                os.strerror(code) if code > 0 else text
-            )  # asyncio's own texts contain addresses; codes of resolvers are < 0
+            # asyncio's own texts contain addresses; codes of resolvers are < 0
+            return os.strerror(code) if code > 0 else text
     return type(exc).__name__

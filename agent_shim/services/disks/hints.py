@@ -68,13 +68,7 @@ class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
         return f"{{ID:{self.cid} DeviceID:{self.device_id} VolumeID:{self.volume_id} Path:{self.path}}}"
 
 
-_MEMBERS: Final = {
-    "path": "path",
-    "volume_id": "volume_id",
-    "id": "device_id",
-    "lun": "lun",
-    "host_device_id": "host_device_id",
-}
+_MEMBERS: Final = {"id": "device_id", **{name: name for name in ("path", "volume_id", "lun", "host_device_id")}}
 _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "target", "password")}
 
 

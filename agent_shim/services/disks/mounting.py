@@ -88,9 +88,7 @@ class DiskMounts:
         place = known.place
         if place is None and mounts.is_mount_point(self._paths.store) and not self._paths.store.is_symlink():
             place = self._paths.store  # the CPI names none: the volume was mounted there when the container was made
-        if place is None or not volumes.is_directory(place):
-            return Disk(cid, place)
-        if self.is_bare(place):
+        if place is None or not volumes.is_directory(place) or self.is_bare(place):
             return Disk(cid, place)
         marker = markers.read(place)
         if marker is not None and cid in self._taken_down:

@@ -291,9 +291,8 @@ class Disks:
         known = await asyncio.to_thread(self._places.known)
         for each in wanted:
             if each.cid not in known:
-                raise ActionError(
-                    f"Fetching disk settings: Persistent disk with volume id '{each.cid}' could not be found"
-                )
+                missing = f"Persistent disk with volume id '{each.cid}' could not be found"
+                raise ActionError(f"Fetching disk settings: {missing}")
             with errors_as(f"Associating disk with name {each.name}", ActionError, OSError):
                 await self._wait_for_path(known[each.cid].place)
                 await asyncio.to_thread(self._places.link, each)

@@ -144,12 +144,8 @@ class Rotation:
                 if outcome.error:
                     logger.error("%s", outcome.error)
                 elif outcome.left_out:
-                    logger.warning(
-                        "%s was too large to keep: its first %d bytes are lost, the last %d are in its archive",
-                        guarded.shown(log.path),
-                        outcome.left_out,
-                        most,
-                    )
+                    text = "%s was too large to keep: its first %d bytes are lost, the last %d are in its archive"
+                    logger.warning(text, guarded.shown(log.path), outcome.left_out, most)
             found = await self._look(limit)
         for path in surplus(found, self._limits.total):
             shown = guarded.shown(path)

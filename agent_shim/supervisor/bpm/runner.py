@@ -175,9 +175,8 @@ class Bpm:
 
     async def last_words(self, call: BpmCall) -> str:
         """Return the last line of the process's error log; the process may have replaced the file."""
-        return await last_line(
-            bpm_label(call.job, call.process), self._log(call.job, call.process, "stderr"), self._paths.sys / "log"
-        )
+        log = self._log(call.job, call.process, "stderr")
+        return await last_line(bpm_label(call.job, call.process), log, self._paths.sys / "log")
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 
@@ -457,9 +456,8 @@ class Bpm:
 
     def _complain(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
         """Warn of unavailable requests, or raise ``HostError`` in strict mode."""
-        lacking = []
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
-        lacking += [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
+        lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
         if wanted.limits.processes is not None and not isolation.processes:
             lacking.append("limits.processes")
         for key, which in (("open_files", resource.RLIMIT_NOFILE), ("core_file_size", resource.RLIMIT_CORE)):

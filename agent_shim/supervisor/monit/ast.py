@@ -119,8 +119,7 @@ class Check:
     """One ``check`` statement, a service in monit's terms.
 
     A process has a ``pidfile`` or ``matching``, a regular expression for its command line; a host has an ``address``; a
-    system has nothing; the others have a ``path``. Names, groups and dependencies are case-insensitive. It is checked
-    every ``every`` cycles.
+    system has nothing; the others have a ``path``. Names, groups, dependencies ignore case. ``every`` counts cycles.
     """
 
     kind: Kind

@@ -50,40 +50,15 @@ KEYWORDS: Final = _words(
     " content pid ppid loadavg count reminder instance fsflag ssl include b kb mb gb > < = !="
 )
 
-SYNONYMS: Final[Mapping[str, str]] = {
-    "read-only": "readonly",
-    "portnumber": "port",
-    "unix": "unixsocket",
-    "proto": "protocol",
-    "restarts": "restart",
-    "cycles": "cycle",
-    "mem": "memory",
-    "totalmem": "totalmemory",
-    "seconds": "second",
-    "minutes": "minute",
-    "hours": "hour",
-    "days": "day",
-    "inodes": "inode",
-    "perm": "permission",
-    "execute": "exec",
-    "slots": "slot",
-    "matching": "match",
-    "fsflags": "fsflag",
-    "byte": "b",
-    "kilobyte": "kb",
-    "megabyte": "mb",
-    "gigabyte": "gb",
-    "percent": "%",
-    "greater": ">",
-    "gt": ">",
-    "less": "<",
-    "lt": "<",
-    "equal": "=",
-    "eq": "=",
-    "==": "=",
-    "notequal": "!=",
-    "ne": "!=",
-}
+SYNONYMS: Final[Mapping[str, str]] = dict(
+    pair.split("/")
+    for pair in _words(
+        "read-only/readonly portnumber/port unix/unixsocket proto/protocol restarts/restart cycles/cycle mem/memory"
+        " totalmem/totalmemory seconds/second minutes/minute hours/hour days/day inodes/inode perm/permission"
+        " execute/exec slots/slot matching/match fsflags/fsflag byte/b kilobyte/kb megabyte/mb gigabyte/gb percent/%"
+        " greater/> gt/> less/< lt/< equal/= eq/= ==/= notequal/!= ne/!="
+    )
+)
 
 _KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word for word in KEYWORDS}, **SYNONYMS}
 """Kinds of all non-value words, by lower-case word."""

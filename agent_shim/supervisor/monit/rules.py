@@ -22,27 +22,8 @@ MAX_WORDS: Final = 63
 UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 PLAIN_PROTOCOLS: Final = (
-    "clamav",
-    "default",
-    "dns",
-    "dwp",
-    "ftp",
-    "gps",
-    "imap",
-    "ldap2",
-    "ldap3",
-    "lmtp",
-    "memcache",
-    "mysql",
-    "nntp",
-    "pgsql",
-    "pop",
-    "postfix-policy",
-    "rdate",
-    "rsync",
-    "smtp",
-    "ssh",
-    "tns",
+    *("clamav", "default", "dns", "dwp", "ftp", "gps", "imap", "ldap2", "ldap3", "lmtp", "memcache", "mysql", "nntp"),
+    *("pgsql", "pop", "postfix-policy", "rdate", "rsync", "smtp", "ssh", "tns"),
 )
 """Protocols without options, judged by the connection alone."""
 
@@ -263,9 +244,7 @@ def _connection(reader: Reader) -> values.Connection | None:
     if reader.take("type") and reader.need(f"'tcp' or 'udp' ({NO_TLS})", "tcp", "udp").kind == "udp":
         return None
     protocol = _protocol(reader)
-    if protocol is None:
-        return None
-    return values.Connection(host, port, path, protocol, reader.timeout(values.NET_TIMEOUT))
+    return values.Connection(host, port, path, protocol, reader.timeout(values.NET_TIMEOUT)) if protocol else None
 
 
 def _protocol(reader: Reader) -> values.Protocol | None:
