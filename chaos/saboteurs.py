@@ -410,8 +410,8 @@ JOBS: Final = (
         "S-12",
         "uses no file when one cannot be used",
         "agent_shim/supervisor/plan.py",
-        "        if job not in errors:\n",
-        "        if not errors:\n",
+        "for job, file in parsed if job not in errors for",
+        "for job, file in parsed if not errors for",
         "is unknown and not running|good is",
     ),
     Saboteur(

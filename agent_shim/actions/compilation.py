@@ -60,7 +60,5 @@ class Compilation(msgspec.Struct, frozen=True):
         of_jobs = {bundle.name: bundle.directory for bundle in self.in_use}
         for bundle in wanted:
             if bundle.name in of_jobs and of_jobs[bundle.name] != bundle.directory:
-                raise ActionError(
-                    f"cannot compile here: jobs of this instance use another version of package {bundle.name} "
-                    "(compile it on an instance without jobs)"
-                )
+                why = f"jobs of this instance use another version of package {bundle.name}"
+                raise ActionError(f"cannot compile here: {why} (compile it on an instance without jobs)")

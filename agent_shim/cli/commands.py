@@ -251,9 +251,8 @@ def _add_for_operators(command: Command) -> None:
     doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
     _base_option(doctor)
 
-    drain = command(
-        "drain", _drain, "stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop"
-    )
+    text = "stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop"
+    drain = command("drain", _drain, text)
     drain.add_argument("--timeout", type=_seconds, metavar="S", help="total seconds (default: the grace)")
     _base_option(drain)
 

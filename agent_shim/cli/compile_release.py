@@ -207,9 +207,8 @@ def stemcell_slug(paths: Paths) -> str:
     except (OSError, UnicodeDecodeError) as exc:
         name = getattr(exc, "filename", None) or release_file
         why = getattr(exc, "strerror", None) or exc
-        raise ConfigError(
-            f"cannot tell the stemcell: {name}: {why} (compile in a container of the stemcell's image)"
-        ) from exc
+        hint = "(compile in a container of the stemcell's image)"
+        raise ConfigError(f"cannot tell the stemcell: {name}: {why} {hint}") from exc
     members = {name: value for line in release.splitlines() for name, value in _assigned(line)}
     for name in ("ID", "VERSION_CODENAME"):
         if not members.get(name):

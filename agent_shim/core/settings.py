@@ -124,11 +124,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
         These are the files of all container CPIs if none is named (a volume may hide agent.json) or if one of them is
         named (an official stemcell names only the first).
         """
-        named = [
-            Path(source.settings_path)
-            for source in self.infrastructure.settings.sources
-            if source.type == "File" and source.settings_path
-        ]
+        sources = self.infrastructure.settings.sources
+        named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
         if named and not set(named) & set(CPI_SETTINGS):
             return named
         return list(dict.fromkeys([*named, *CPI_SETTINGS]))

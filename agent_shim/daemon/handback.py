@@ -29,8 +29,7 @@ READY: Final = "the BOSH agent and monit may be started now"
 def hand_back(paths: Paths) -> list[str]:
     """Prepare the take-over and return a report in lines; repetition is harmless.
 
-    Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, and ``HostError`` if a file
-    cannot be removed.
+    Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, else ``HostError``.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (-b names the base)")

@@ -108,9 +108,8 @@ def _key(bits: int) -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ec, rsa
     except ImportError as exc:
-        raise ConfigError(
-            "cannot make certificates: the package cryptography is not installed (pip install 'agent-shim[demo]')"
-        ) from exc
+        why = "the package cryptography is not installed (pip install 'agent-shim[demo]')"
+        raise ConfigError(f"cannot make certificates: {why}") from exc
     return rsa.generate_private_key(65537, bits) if bits else ec.generate_private_key(ec.SECP256R1())
 
 

@@ -1,7 +1,6 @@
 """Alerts about processes, for the Health Monitor.
 
-Severities, titles and fields are those the Go agent derives from monit's mails (``agent/alert/monit_adapter.go``);
-event names are monit's.
+Severities, titles and fields are the Go agent's (``agent/alert/monit_adapter.go``); event names are monit's.
 """
 
 from __future__ import annotations

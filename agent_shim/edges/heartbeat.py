@@ -22,9 +22,7 @@ V = TypeVar("V")
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A heartbeat.
-
-    It has neither ``id`` nor ``timestamp``: the Health Monitor drops repeated ids and non-integer times
+    """A heartbeat, without ``id`` and ``timestamp``: the Health Monitor drops repeated ids and non-integer times
     (``events/base.rb``, ``events/heartbeat.rb``).
     """
 

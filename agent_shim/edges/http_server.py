@@ -1,8 +1,7 @@
 """Minimal HTTP server for scrapers, probes and clients of monit: one request and one answer per connection.
 
-httptools (llhttp) parses requests strictly: 0.2 MB of an idle agent, mostly shared with other processes, versus 0.3 for
-h11 and 9 for aiohttp. The limits are enforced outside the parser: bytes per request, bytes per connection, time,
-connections.
+httptools (llhttp) parses requests strictly: 0.2 MB of an idle agent, mostly shared, versus 0.3 for h11 and 9 for
+aiohttp. The limits are enforced outside the parser: bytes per request, bytes per connection, time, connections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``; read-only and free of secrets.
 
-``Readings`` holds the values of one scrape, ``Metrics`` counts events and renders both as text, and ``Routes`` maps
-paths to answers. All times are seconds.
+``Readings`` holds values of a scrape, ``Metrics`` counts events and renders both, ``Routes`` answers. Times in seconds.
 """
 
 from __future__ import annotations

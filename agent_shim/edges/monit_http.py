@@ -4,8 +4,7 @@ The Go agent reads ``GET /_status2?format=xml``, pxc's galera-agent ``GET /_stat
 /SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
 Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
-Also serves the port on which the Go agent accepts monit's mails. A CPI probes it to see whether the agent is alive: it
-answers and refuses all mail.
+Also serves the port on which the Go agent accepts monit's mails, which CPIs probe: it answers and refuses all mail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Service reports in the texts of monit 5.2.5, which scripts grep (http/cervlet.c).
 
-Services are mappings from ``supervisor.monit.monit_api.describe``. Uses the standard library alone, so the ``monit``
-command starts quickly.
+Services are mappings of ``monit_api.describe``. Uses the standard library alone: the command starts quickly.
 """
 
 from __future__ import annotations

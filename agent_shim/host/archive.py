@@ -1,8 +1,7 @@
 """Unpack tar archives, which may be hostile, and read their members.
 
 Short-lived processes import this module, and the agent for small archives. :class:`tarfile.TarInfo` parses the headers;
-all else is done here: the Python versions of supported systems differ in the checks of ``tarfile``, and some loop for
-ever on a hostile archive.
+all else is done here: Python versions differ in the checks of ``tarfile``, and some loop for ever on a hostile archive.
 
 The result is that of GNU tar run by root with ``--no-same-owner``, as the Go agent runs it (bosh-utils
 fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files.

@@ -120,9 +120,7 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
     idle = _member(level / "memory.stat", _INACTIVE[hierarchy.version]) or 0
     swap_limit, swap_used = _swap(hierarchy.version, level)
     swap_total = 0 if swap_used is None else min(host.swap_total, host.swap_total if swap_limit is None else swap_limit)
-    return host_stats.Memory(
-        total=total, used=max(0, current - idle), swap_total=swap_total, swap_used=min(swap_used or 0, swap_total)
-    )
+    return host_stats.Memory(total, max(0, current - idle), swap_total, min(swap_used or 0, swap_total))
 
 
 def memory_total(cgroup: Cgroup, host: int) -> int:

@@ -32,9 +32,8 @@ async def run(
     After ``timeout`` seconds, or on cancellation, its process group gets TERM and ``grace`` seconds later KILL.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
-        running = process.spawn(
-            [program, *arguments], env=env, stdin=stdin, stdout=output, stderr=output, user=user, group=group
-        )
+        argv = [program, *arguments]
+        running = process.spawn(argv, env=env, stdin=stdin, stdout=output, stderr=output, user=user, group=group)
         try:
             async with asyncio.timeout(timeout):
                 status = await running.wait()

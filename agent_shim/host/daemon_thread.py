@@ -1,7 +1,6 @@
 """Daemon threads for work that may hang for ever (a dead file server, a silent name server).
 
-The threads of ``asyncio.to_thread`` are few, and the process waits for them at its end: a hanging one would block
-others and keep the process alive.
+The threads of ``asyncio.to_thread`` are few, and the process waits for them at its end: a hanging one would block both.
 """
 
 from __future__ import annotations

@@ -117,13 +117,10 @@ def table() -> dict[int, Stat]:
 
 def table_of_few(limit: int) -> dict[int, Stat] | None:
     """All processes, as ``table``; None, soon, where there are more than ``limit``."""
-    count = 0
     with os.scandir("/proc") as entries:
-        for entry in entries:
-            count += entry.name.isdigit()
-            if count > limit:
-                return None
-    return table()
+        processes = (entry for entry in entries if entry.name.isdigit())
+        is_over = next(itertools.islice(processes, limit, None), None) is not None
+    return None if is_over else table()
 
 
 def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:

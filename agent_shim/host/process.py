@@ -389,9 +389,8 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     try:
-        resource.setrlimit(
-            resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, CORE_LIMIT_BYTES if for_good or hard == 0 else hard)
-        )
+        most = CORE_LIMIT_BYTES if for_good or hard == 0 else hard
+        resource.setrlimit(resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, most))
     except ValueError:  # the limit is below CORE_LIMIT_BYTES already: disable files, if not pipes
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 

@@ -93,8 +93,7 @@ async def prepared(
 ) -> AsyncIterator[process.Process]:
     """Yield the process that executes the program when the block ends; if the block fails, it exits instead.
 
-    With namespaces it is their first process, with its pid in this one. Until the exec its environment is ``env``.
-    Raises ``HostError``.
+    With namespaces it is their first process, with its pid in this one. Its environment before the exec is ``env``.
     """
     ours, theirs = socket.socketpair()
     with ours:

@@ -2,8 +2,7 @@
 
 A separate program, run as ``python -I -S sandbox_exec.py FD``: none of its code runs in the daemon between fork and
 exec, and none remains once the job's program runs, which keeps the pid; only a pid namespace keeps an init above it.
-``FD`` holds the ``ExecSpec`` as a line of JSON. A failed step is reported on stderr, and the program is not run (exit
-127).
+``FD`` holds the ``ExecSpec`` as a line of JSON. After a failed step, reported on stderr, the program is not run: 127.
 
 With a ``gate`` FD 0 is a socket. The peer gets the pid (as text) if it differs from that of this program, or the reason
 for a failure, and sends one byte to let the program run; if it closes the socket, this process exits.

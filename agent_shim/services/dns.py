@@ -169,11 +169,8 @@ def hosts_text(agent_id: str, host_name: str, kept: Iterable[str], records: Iter
     header = [
         f"127.0.0.1 {own}",
         f"::1 {own} ip6-localhost ip6-loopback",
-        "fe00::0 ip6-localnet",
-        "ff00::0 ip6-mcastprefix",
-        "ff02::1 ip6-allnodes",
-        "ff02::2 ip6-allrouters",
-        "ff02::3 ip6-allhosts",
+        *("fe00::0 ip6-localnet", "ff00::0 ip6-mcastprefix"),
+        *("ff02::1 ip6-allnodes", "ff02::2 ip6-allrouters", "ff02::3 ip6-allhosts"),
     ]
     kept = list(kept)
     if not kept and host_name not in own.split():

@@ -86,9 +86,8 @@ class SettingsStore:
         """Keep working credentials during a rotation, which continues even if this fails."""
         self._former = mbus
         try:
-            await asyncio.to_thread(
-                files.write_atomic, files.behind(self._paths.former_mbus), msgspec.json.encode(mbus), mode=0o600
-            )
+            path = files.behind(self._paths.former_mbus)
+            await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(mbus), mode=0o600)
         except HostError as exc:
             self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 

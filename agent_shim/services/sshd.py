@@ -97,9 +97,8 @@ class Sshd:
         config = _CONFIG.format(port=self._port, key=self._key).encode()
         await asyncio.to_thread(files.write_atomic, self._config, config, mode=0o600)
         begin = self._log_size()
-        server = process.spawn(
-            [program, "-D", "-e", "-f", str(self._config)], env=command.ENVIRONMENT, stdout=self._log, stderr=self._log
-        )
+        argv = [program, "-D", "-e", "-f", str(self._config)]
+        server = process.spawn(argv, env=command.ENVIRONMENT, stdout=self._log, stderr=self._log)
         try:
             async with asyncio.timeout(LISTEN_TIMEOUT_S):
                 while not await self._is_served():

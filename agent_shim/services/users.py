@@ -170,8 +170,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 async def _remove(user: str) -> None:
     """Remove a user with home and processes, after a second check of the prefix.
 
-    Without an account no new process can start as the user, and the uid may be reused: so the processes are killed
-    before the removal and after it.
+    Without an account no process can start as the user, whose uid may be reused: kill before the removal and after it.
     """
     if not user.startswith(PREFIX):
         raise HostError(f"cannot remove {user}: not a user of ours")

@@ -159,15 +159,8 @@ def _usage(path: Path) -> Usage:
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
     """Return the percentages of CPU time between two readings."""
     total = after.total - before.total
-
-    def share(spent: float) -> str:
-        return f"{_percent(spent, total):.1f}"
-
-    return {
-        "user": share(after.user - before.user),
-        "sys": share(after.system - before.system),
-        "wait": share(after.wait - before.wait),
-    }
+    spent = {"user": after.user - before.user, "sys": after.system - before.system, "wait": after.wait - before.wait}
+    return {name: f"{_percent(seconds, total):.1f}" for name, seconds in spent.items()}
 
 
 def memory_vitals(memory: Memory) -> dict[str, Any]:

@@ -240,10 +240,7 @@ class Ownership:
     def verdict(self, each: proc.Stat) -> Verdict:
         """Attribute one process by proof."""
         near = self._near(each)
-        caged = {}
-        for pid in near:
-            if (label := self.label_of(pid)) is not None:
-                caged[pid] = label
+        caged = {pid: label for pid in near if (label := self.label_of(pid)) is not None}
         return kinship(near, self.records(), caged, wanted=[each.pid]).verdicts[each.pid]
 
     def leads_session(self, each: proc.Stat, label: str) -> bool:
@@ -321,10 +318,8 @@ class Ownership:
                 found[above.pid] = above
         sessions = {one.session for one in found.values()}
         known = {traces.known[0] for _, traces in self.records() if traces.known and sessions & traces.numbers()}
-        for pid in (sessions | known) - found.keys():
-            if (one := proc.stat(pid)) is not None:
-                found[pid] = one
-        return found
+        more = (sessions | known) - found.keys()
+        return found | {pid: one for pid in more if (one := proc.stat(pid)) is not None}
 
 
 class Look(proc.Census, frozen=True):

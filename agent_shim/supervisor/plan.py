@@ -180,11 +180,8 @@ def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
             errors[source.job] = str(exc)
     while found := _problems(parsed, errors):
         errors |= found
-    specs: list[ProcessSpec] = []
     order = list(dict.fromkeys(file.job for file in files))
-    for job in order:
-        if job not in errors:
-            specs += [spec for owner, file in parsed if owner == job for spec in _specs(job, file)]
+    specs = [spec for job, file in parsed if job not in errors for spec in _specs(job, file)]
     taken = {spec.name.lower() for spec in specs}
     specs += [
         ProcessSpec(name=f"{job}-monit" if job.lower() in taken else job, job=job, error=error)

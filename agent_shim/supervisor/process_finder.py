@@ -133,9 +133,8 @@ class ProcessFinder:
         If no thread is available for the look, the last result stands.
         """
         with contextlib.suppress(OSError):
-            self._is_there = spec.path is None or await run_in_daemon_thread(
-                partial(_exists, spec.path), f"look for {spec.name}"
-            )
+            what = f"look for {spec.name}"
+            self._is_there = spec.path is None or await run_in_daemon_thread(partial(_exists, spec.path), what)
         return self._is_there
 
     async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
@@ -158,9 +157,8 @@ class ProcessFinder:
                 if ended_at or self.process is program or now - appeared_at > self._timing.linger:
                     return
             elif ended_at:
-                self._require_possible_start(
-                    program, await program.wait(), spec, traces, is_late=now - ended_at > self._timing.linger
-                )
+                is_late = now - ended_at > self._timing.linger
+                self._require_possible_start(program, await program.wait(), spec, traces, is_late=is_late)
             if not is_there and now - begun_at > allowed:
                 await program.terminate(self._timing.grace)
                 raise LateError(f"no process after {allowed:g} seconds")

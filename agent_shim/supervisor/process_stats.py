@@ -34,8 +34,7 @@ MEMORY_TTL_S: Final = 10.0
 class ProcessInfo(msgspec.Struct, frozen=True):
     """A process as reported by ``get_state`` (jobsupervisor/job_supervisor_interface.go).
 
-    ``mem_*`` is the resident memory of the process tree, ``cpu_total`` its share in percent of all processors since the
-    last query.
+    ``mem_*`` is the resident memory of the tree, ``cpu_total`` its percentage of all processors since the last query.
     """
 
     name: str

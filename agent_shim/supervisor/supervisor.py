@@ -292,9 +292,8 @@ class Supervisor:
                 own = service.spec.name.lower()
                 needed = [name.lower() for name in service.spec.depends]
                 service.prerequisites = [self._services[name] for name in needed if name in self._services]
-                service.dependants = [
-                    other for other in self._services.values() if own in (name.lower() for name in other.spec.depends)
-                ]
+                others = self._services.values()
+                service.dependants = [each for each in others if own in map(str.lower, each.spec.depends)]
             for key, service in self._services.items():
                 if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
                     service.notify("Execution failed", "alert", service.record.reason)

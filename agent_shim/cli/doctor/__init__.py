@@ -208,9 +208,8 @@ def _cgroups(_: ContainerView) -> Iterator[Finding]:
 
 
 def _job_limits(_: ContainerView) -> Iterator[Finding]:
-    yield verdicts.open_files(
-        *(resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    )
+    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    yield verdicts.open_files(*(resource.getrlimit(limit)[1] for limit in limits))
 
 
 def _directories(view: ContainerView) -> Iterator[Finding]:
@@ -260,9 +259,8 @@ def _kernel(_: ContainerView) -> Iterator[Finding]:
     if not Path("/proc/pressure/memory").exists():
         lacking["pressure stall information"] = "memory pressure is invisible until memory runs out"
     yield verdicts.kernel(os.uname().release, lacking)
-    limits = [
-        int(Path("/proc/sys/fs/inotify", name).read_text()) for name in ("max_user_instances", "max_user_watches")
-    ]
+    names = ("max_user_instances", "max_user_watches")
+    limits = [int(Path("/proc/sys/fs/inotify", name).read_text()) for name in names]
     yield verdicts.watches(error_of(privilege_probes.open_inotify), *limits)
     name = proc.name(1)
     yield verdicts.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))

@@ -94,9 +94,8 @@ def user(uid: int, *, is_mapped: bool, change_user_error: int, change_owner_erro
 def capabilities(found: Privileges, *, is_root: bool) -> Finding:
     """Judge the capabilities: each missing one disables a feature."""
     if not is_root:
-        return Finding(
-            "capabilities", LIMITED, "none, as for every user but root", USEFUL["NET_BIND_SERVICE"], "none without root"
-        )
+        follows = USEFUL["NET_BIND_SERVICE"]
+        return Finding("capabilities", LIMITED, "none, as for every user but root", follows, "none without root")
     missing = [name for name in (*NEEDED, *USEFUL) if name not in found.effective]
     absent = [name for name in STRONG if name not in found.effective]
     if missing:
@@ -117,9 +116,8 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
 
 def privileges(found: Privileges) -> Finding:
     """Judge no_new_privs and the seccomp filter, which restrict every process."""
-    marks = [
-        text for text, is_so in (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp)) if is_so
-    ]
+    known = (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp))
+    marks = [text for text, is_so in known if is_so]
     if found.no_new_privs:
         follows = "sudo, su and other setuid programs do nothing, for jobs and in bosh ssh"
         change = Change(
@@ -303,9 +301,8 @@ def low_ports(error: int) -> Finding:
 def clock(*, year: int, drift: float, is_synchronized: bool | None) -> Finding:
     """Judge the clock: ``drift`` is the uptime of /proc/uptime minus that of the kernel's clock, in seconds."""
     if year < 2024:
-        return Finding(
-            "clock", WRONG, f"it shows the year {year}", "certificates are not good yet: no bus", "the time of the node"
-        )
+        follows = "certificates are not good yet: no bus"
+        return Finding("clock", WRONG, f"it shows the year {year}", follows, "the time of the node")
     if abs(drift) > 5:
         found = f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs"
         follows = "nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised"
@@ -396,11 +393,8 @@ def bus(bus_errors: Mapping[str, str]) -> Finding | None:
     if len(failed) == len(bus_errors):
         found = "; ".join(f"{place}: {why}" for place, why in failed.items())
         follows = "the Director does not reach this instance"
-        change = Change(
-            "a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?",
-            cpi="a firewall that lets port 4222 out; is the Director's NATS up?",
-            engine="a firewall that lets port 4222 out; is the Director's NATS up?",
-        )
+        advice = "firewall that lets port 4222 out; is the Director's NATS up?"
+        change = Change(f"a NetworkPolicy or {advice}", cpi=f"a {advice}", engine=f"a {advice}")
         return Finding("bus", WRONG, found, follows, change)
     return Finding("bus", GOOD, f"{', '.join(place for place in bus_errors if place not in failed)} can be reached")
 

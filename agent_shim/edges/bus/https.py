@@ -50,8 +50,7 @@ class Bounds(msgspec.Struct, frozen=True):
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
-    """Maximum number of connections. One more closes the oldest unauthenticated one of the address with the most of
-    them, or itself if there is none."""
+    """Maximum number. One more closes the oldest unauthenticated one of the address with most of them, or itself."""
     handshake: float = 10.0
     idle: float = 30.0
     """Time before a connection without a complete request head is closed; the CLI polls every second."""
@@ -197,15 +196,10 @@ class HttpsBus:
         """Start TLS with a caller; at the limit, closes an unauthenticated connection."""
         connections = self._web.connections
         self._known.intersection_update(connections)
-        self._callers = {
-            handler: each
-            for handler, each in self._callers.items()
-            if not each.greeting.done() or handler in connections
-        }
+        callers = self._callers.items()
+        self._callers = {key: each for key, each in callers if not each.greeting.done() or key in connections}
         if len(self._callers) >= self._bounds.connections:
-            strangers = (
-                (handler, each.address) for handler, each in self._callers.items() if handler not in self._known
-            )
+            strangers = ((key, each.address) for key, each in self._callers.items() if key not in self._known)
             loser = accepting.least_deserving(strangers)
             if loser is None:
                 caller.close()

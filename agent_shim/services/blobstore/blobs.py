@@ -93,10 +93,8 @@ class Blobs:
             if (directory / blob_id).is_file():
                 return await _checked(partial(opened, directory / blob_id), digest, f"Checking blob '{blob_id}'")
         store = provider(self._store, self._paths, self._transfer)
-        checking = f"Checking downloaded blob '{blob_id}'"
-        return await _again(
-            "Getting blob from inner blobstore", lambda: _checked(partial(store.get, blob_id), digest, checking)
-        )
+        get, checking = partial(store.get, blob_id), f"Checking downloaded blob '{blob_id}'"
+        return await _again("Getting blob from inner blobstore", lambda: _checked(get, digest, checking))
 
     def _transfer(self) -> Transfer:
         if self._client is None:

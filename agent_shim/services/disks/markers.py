@@ -121,8 +121,7 @@ class Disk(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """Disks (cids, or "") that belong on the store and on the migration target.
 
-    ``replaced`` are disks that claim the store although a finished copy of them does too; ``problem`` is the reason why
-    jobs must not start.
+    ``replaced`` are disks that claim the store although a finished copy of them does too; ``problem`` forbids a start.
     """
 
     store: str = ""

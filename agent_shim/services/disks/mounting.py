@@ -221,10 +221,8 @@ class DiskMounts:
         view = self.restore()
         disk = view.disks[cid]
         if disk.is_another and disk.marker:
-            raise ActionError(
-                f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} "
-                f"(if it really is {cid}, remove {markers.DIRECTORY} from it)"
-            )
+            hint = f"(if it really is {cid}, remove {markers.DIRECTORY} from it)"
+            raise ActionError(f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} {hint}")
         self._take(disk)
         if cid == view.target:
             return

@@ -45,8 +45,7 @@ class Timeouts(msgspec.Struct, frozen=True):
     look: float = 0.2
     rival: float = 40.0
     """For the lease of another agent to expire. The agent of a deleted VM may have lost the disk without releasing the
-    lease, which expires after it was not renewed during an observation that starts with the request
-    (``volume_lease.Pace``).
+    lease, which expires if it is not renewed from the request on (``volume_lease.Pace``).
     """
 
 

@@ -39,9 +39,7 @@ LATER: Final = ("program", "network")
 
 
 def parse(text: str, *, origin: str) -> MonitFile:
-    """Parse a control file.
-
-    Raises ``ConfigError`` with the mistakes of all statements:
+    """Parse a control file; raises ``ConfigError`` with the mistakes of all statements:
     ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
