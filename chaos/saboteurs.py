@@ -185,8 +185,8 @@ NETWORK: Final = (
         "waits on the event loop until the server takes what is sent",
         NATS,
         "        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
-        "        while self._wire.backlog > 1 << 16:\n            time.sleep(0.01)\n        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
-        "no pong within|not within|RpcTimeout",
+        "        while self._commands_bytes + self._wire.backlog > 1 << 16:\n            time.sleep(0.01)\n        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
+        "no pong within|not within|RpcTimeout|I1: the agent ended",
     ),
     Saboteur(
         "N-12",
