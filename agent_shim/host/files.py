@@ -37,7 +37,7 @@ MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 _MAX_LINKS: Final = 40
 """Links in one path, as in the kernel."""
 _ATTEMPTS: Final = 10
-"""Of making a directory in a place where another user keeps putting something."""
+"""Attempts to make a directory in a place where another user keeps putting something."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 

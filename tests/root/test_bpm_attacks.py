@@ -114,6 +114,56 @@ def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -
     assert (said, reason) == ("secret", "")
 
 
+REACHING = """
+import os, socket
+
+def said(do, *arguments):
+    try:
+        do(*arguments)
+    except OSError:
+        return "not " + do.__name__
+    return do.__name__
+
+streams = {os.readlink(f"/proc/self/fd/{number}") for number in range(3)}
+listed = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[3:-1]}
+print("descriptors", len(streams), sorted(listed))
+print(said(os.chmod, "/var/vcap/data/tools/own", 0))
+print(said(socket.socket(socket.AF_UNIX).connect, "/var/vcap/data/tools/sock"))
+"""
+REACHES = """
+import socket
+from agent_shim.supervisor.plan import BpmCall
+(paths.data / "shown/reaching.py").write_text(REACHING)
+own, sock = paths.data / "tools/own", paths.data / "tools/sock"
+own.write_text("of another job")
+sock.unlink(missing_ok=True)
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind(str(sock))
+    listening.listen()
+    for path in (own, sock):
+        shutil.chown(path, "vcap", "vcap")
+    (paths.jobs / "web/config/bpm.yml").write_text(f'''
+processes:
+- name: web
+  executable: {os.path.realpath(sys.executable)}
+  args: [-S, -I, /var/vcap/data/shown/reaching.py]
+  additional_volumes: [{{path: /var/vcap/data/shown}}]
+  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}
+''')
+    await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {})
+return log("web").splitlines()
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_process_has_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
+    """Modes of other jobs' files and their sockets are covered at level 1 alone: Landlock has no rules for them."""
+    descriptors, *done = run(inside, level, REACHES.replace("REACHING", repr(REACHING)))
+
+    assert descriptors == "descriptors 3 []"
+    assert done == (["not chmod", "not connect"] if level == 1 else ["chmod", "connect"])
+
+
 SHELL = """
 import fcntl, pty, struct, termios, msgspec
 from agent_shim.edges import control_server
