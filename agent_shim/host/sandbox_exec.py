@@ -560,6 +560,8 @@ def _run_below_init(spec: ExecSpec) -> None:
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        if spec["terminal"] is not None:
+            os.tcsetpgrp(spec["terminal"], os.getpid())  # SIGTTOU is blocked
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     for descriptor in (0, 1, 2):
