@@ -55,6 +55,8 @@ EXIT_WAIT_S: Final = 0.25
 """Seconds that remaining processes of an exited process have before they are signalled."""
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """Approximate size of a service's output file; see ``trim``."""
+BLOCK_BYTES: Final = 512
+"""Unit of ``st_blocks``."""
 MAX_LAST_BYTES: Final = 400
 """Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
@@ -321,9 +323,12 @@ class Programs:
     def trim(self) -> None:
         """Truncate large output files to their end: a start program that became the daemon may print forever."""
         for entry in os.scandir(self._output):
-            if entry.name.endswith(".log") and entry.stat(follow_symlinks=False).st_size > MAX_OUTPUT_BYTES:
+            found = entry.stat(follow_symlinks=False)
+            # A job can allocate blocks beyond the end; file systems do so too, to twice the size.
+            taken = max(found.st_size, found.st_blocks * BLOCK_BYTES // 4)
+            if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
                 with Path(entry.path).open("r+b", buffering=0) as stream:
-                    stream.seek(-MAX_OUTPUT_BYTES // 2, os.SEEK_END)
+                    stream.seek(max(0, found.st_size - MAX_OUTPUT_BYTES // 2))
                     end = stream.read(MAX_OUTPUT_BYTES // 2)
                     # Writers append: output written meanwhile follows, or is lost.
                     stream.truncate(0)

@@ -55,6 +55,18 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
     assert last_word(await programs.printed("web")) == "next"
 
 
+def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path) -> None:
+    """Its process may allocate it; in a directory of root it would be found by nobody."""
+    path = tmp_path / "web.log"
+    path.write_text("first\nlast\n")
+    subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
+
+    Programs(tmp_path, tmp_path).trim()
+
+    assert path.stat().st_blocks * 512 < MAX_OUTPUT_BYTES
+    assert path.read_text() == "first\nlast\n"
+
+
 async def test_last_words_are_few(tmp_path: Path) -> None:
     """A line without end fits an alert."""
     (tmp_path / "web.log").write_bytes(b"y" * 10 * MAX_LAST_BYTES)
