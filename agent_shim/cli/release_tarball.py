@@ -241,8 +241,11 @@ def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapp
 
     Entries keep their order; compiled packages replace the sources in place. ``into`` is complete or absent.
     """
-    with _opened(tarball) as source, files.replacing(into, mode=FILE_MODE) as out:
-        sink = packing.Sink(out, compressed=not manifest.no_compression, newest=None)
+    with (
+        _opened(tarball) as source,
+        files.replacing(into, mode=FILE_MODE) as out,
+        packing.Sink(out, compressed=not manifest.no_compression, newest=None) as sink,
+    ):
         are_written = False
         for member, path, data in archive.entries(source):
             is_of_packages = path == PACKAGES or path.startswith(f"{PACKAGES}/")

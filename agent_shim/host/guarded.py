@@ -268,9 +268,19 @@ def _named(path: StrPath) -> Iterator[None]:
         raise OSError(exc.errno, exc.strerror, os.fspath(path)) from exc
 
 
-def reopen(descriptor: int, flags: int) -> int:
-    """Open the file held by ``descriptor`` if it is a regular file; pipes, sockets and devices are not touched."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+def hold(directory: int, name: str) -> int:
+    """Hold the entry ``name`` of an open directory, also a link: nothing is opened and nothing is followed."""
+    if "/" in name or name == "..":
+        raise OSError(errno.EXDEV, "the path leaves its directory")
+    return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+
+
+def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> int:
+    """Open the file held by ``descriptor`` if it is a regular file; pipes, sockets and devices are not touched.
+
+    ``found`` is its status, if that is known.
+    """
+    if not stat.S_ISREG((found or os.fstat(descriptor)).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     # The kernel's own link to the held file: no name is resolved, so nothing can be swapped.
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

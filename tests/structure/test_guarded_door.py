@@ -193,7 +193,7 @@ RAW: Mapping[str, Raw] = {
     "host.network": Raw(KERNEL, frozenset({"_read", "listeners", "is_of_machine"})),
     "host.packing": Raw(
         "roots that the agent names; below them the door, and what it holds",
-        frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_Root.open_entry", "_listed", "pack"}),
+        frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_listed", "pack"}),
     ),
     "host.proc": Raw(
         KERNEL,

@@ -35,22 +35,17 @@ def logs(root: Path, *patterns: str) -> bytes:
     return packed(Tree(str(root), patterns=list(patterns or ["**/*"])), remarks="remarks")
 
 
-def before_reading(monkeypatch: pytest.MonkeyPatch, path: str, happen: Callable[[], object]) -> None:
-    """Have something happen, once, when ``path`` is about to be opened."""
-    honest = guarded.open_beneath
+def before_reading(monkeypatch: pytest.MonkeyPatch, name: str, happen: Callable[[], object]) -> None:
+    """Have something happen, once, when the entry ``name`` of a directory is about to be opened."""
+    honest = guarded.hold
     left = [happen]
 
-    def open_beneath(directory: int, opened: str, flags: int, mode: int = 0) -> int:
-        if opened == path and left:
+    def hold(directory: int, opened: str) -> int:
+        if opened == name and left:
             left.pop()()
-        return honest(directory, opened, flags, mode)
+        return honest(directory, opened)
 
-    monkeypatch.setattr(guarded, "open_beneath", open_beneath)
-
-
-def is_open(fd: int) -> bool:
-    """Not only held, to see what it is."""
-    return not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH
+    monkeypatch.setattr(guarded, "hold", hold)
 
 
 def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Callable[[], object]) -> None:
@@ -60,7 +55,7 @@ def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Ca
 
     def fstat(fd: int) -> os.stat_result:
         status = honest(fd)
-        if status.st_size == size and left and is_open(fd):
+        if status.st_size == size and left:
             left.pop()()
         return status
 
@@ -210,22 +205,33 @@ def test_a_file_swapped_for_something_else_is_left_out(
 ) -> None:
     """It happens between the scan and the open; a FIFO would block a process that opens it."""
     make(tmp_path, ["logs/a", "logs/b", "secret"])
-    honest = guarded.open_beneath
 
-    def swap(directory: int, path: str, flags: int, mode: int = 0) -> int:
-        if path == "a":
-            (tmp_path / "logs" / "a").unlink()
-            if what == "link":
-                (tmp_path / "logs" / "a").symlink_to(tmp_path / "secret")
-            elif what == "fifo":
-                os.mkfifo(tmp_path / "logs" / "a")
-            elif what == "directory":
-                (tmp_path / "logs" / "a").mkdir()
-        return honest(directory, path, flags, mode)
+    def swap() -> None:
+        (tmp_path / "logs" / "a").unlink()
+        if what == "link":
+            (tmp_path / "logs" / "a").symlink_to(tmp_path / "secret")
+        elif what == "fifo":
+            os.mkfifo(tmp_path / "logs" / "a")
+        elif what == "directory":
+            (tmp_path / "logs" / "a").mkdir()
 
-    monkeypatch.setattr(guarded, "open_beneath", swap)
+    before_reading(monkeypatch, "a", swap)
 
     assert list(entries(packed(Tree(str(tmp_path / "logs"), patterns=["*"])))) == ["./b"]
+
+
+def test_a_directory_swapped_for_a_link_is_packed_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays open for its files: no other path leads to the next of them."""
+    make(tmp_path, ["logs/job/a", "logs/job/b", "secret/a", "secret/b"])
+
+    def swap() -> None:
+        (tmp_path / "logs" / "job").rename(tmp_path / "logs" / "moved")
+        (tmp_path / "logs" / "job").symlink_to(tmp_path / "secret")
+
+    before_reading(monkeypatch, "b", swap)
+    data = packed(Tree(str(tmp_path / "logs"), patterns=["**/*"]))
+
+    assert {name: content(data, name) for name in entries(data)} == {"./job/a": b"logs/job/a", "./job/b": b"logs/job/b"}
 
 
 def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
@@ -248,7 +254,7 @@ def test_a_file_that_shrinks_is_filled_up(tmp_path: Path, monkeypatch: pytest.Mo
 
     def rotate(fd: int) -> os.stat_result:
         status = honest(fd)
-        if status.st_size == 100_000 and is_open(fd):
+        if status.st_size == 100_000:
             os.truncate(tmp_path / "a", size)
         return status
 
@@ -266,7 +272,7 @@ def test_a_file_that_grows_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def append(fd: int) -> os.stat_result:
         status = honest(fd)
-        if status.st_size == 600 and is_open(fd):
+        if status.st_size == 600:
             with (tmp_path / "a").open("ab") as file:
                 file.write(b"y" * 600)
         return status
