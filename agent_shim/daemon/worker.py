@@ -66,6 +66,10 @@ async def serve(request: Request, temps: list[Path]) -> Done:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await _serve(request, temps)
+
+
+async def _serve(request: Request, temps: list[Path]) -> Done:
     try:
         match request:
             case Install():
@@ -75,7 +79,11 @@ async def serve(request: Request, temps: list[Path]) -> Done:
             case Put():
                 return await _put(request)
             case Pack():
-                return await _pack(request)
+                packed = await _pack(request)
+                if request.put is None:
+                    return packed
+                put = await _serve(request.put, temps)
+                return msgspec.structs.replace(packed, blob_id=put.blob_id, put_error=put.error)
             case CopyTree():
                 return _copy_tree(request)
             case Rotate():

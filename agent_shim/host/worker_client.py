@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,8 @@ from agent_shim.host.descriptors import closing
 
 GRACE_S: Final = 5.0
 """For a cancelled worker to remove its temporary files."""
+POLL_S: Final = 0.5
+"""Interval for the end of packing before an upload by the same worker."""
 
 PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 
@@ -105,7 +107,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     """Pack ``trees`` into the file ``path``, gzip by default.
 
     Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks`` the trees are live, and deviations
-    from the files on disk are listed in an entry of this name.
+    from the files on disk are listed in an entry of this name. The same worker executes ``put`` after it.
     """
 
     trees: list[Tree]
@@ -114,6 +116,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     mode: int = 0o600
     newest: int | None = None
     remarks: str = ""
+    put: Put | None = None
 
 
 class CopyTree(msgspec.Struct, frozen=True, tag=True):
@@ -160,10 +163,11 @@ class Done(msgspec.Struct, frozen=True):
     """Answer of a worker: the error, or the results of the request.
 
     ``blob_id`` is that of a new blob, the digests (hex) are those of the packed archive, the outcomes are in the order
-    of the targets.
+    of the targets. ``put_error`` is the error of the upload after packing.
     """
 
     error: str = ""
+    put_error: str = ""
     blob_id: str = ""
     sha1: str = ""
     sha512: str = ""
@@ -191,8 +195,30 @@ async def work(request: Request, *, nice: int = 0) -> Done:
     except BaseException:
         _count(request, "failed")
         raise
-    _count(request, "done")
+    _count(request, "failed" if done.put_error else "done")
     return done
+
+
+async def pack_and_put(
+    work: Callable[[Request], Awaitable[Done]], pack: Pack, report: Callable[[str], None], timeout: float | None = None
+) -> Done:
+    """Run ``pack``, which has a ``put``, by ``work``; ``timeout`` is that of packing alone, a ``TimeoutError``.
+
+    ``report`` is called with "packing", and with "uploading" for an upload that takes a while.
+    """
+    report("packing")
+    working = asyncio.ensure_future(work(pack))
+    try:
+        async with asyncio.timeout(timeout):
+            while not working.done() and not await asyncio.to_thread(os.path.exists, pack.path):
+                await asyncio.wait([working], timeout=POLL_S)
+        if not working.done():
+            report("uploading")
+        return await working
+    except BaseException:
+        working.cancel()
+        await asyncio.wait([working])
+        raise
 
 
 class Transfers:
@@ -216,11 +242,12 @@ transfers: Final = Transfers()
 
 
 def _count(request: Request, outcome: str) -> None:
-    if isinstance(request, Get | Put):
+    transfer = request.put if isinstance(request, Pack) else request
+    if isinstance(transfer, Get | Put):
         size = 0
         with suppress(OSError):
-            size = os.stat(request.path).st_size if outcome == "done" else 0  # noqa: PTH116 - a text
-        transfers.add("get" if isinstance(request, Get) else "put", outcome, size)
+            size = os.stat(transfer.path).st_size if outcome == "done" else 0  # noqa: PTH116 - a text
+        transfers.add("get" if isinstance(transfer, Get) else "put", outcome, size)
 
 
 async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], None] = lambda _: None) -> bytes:

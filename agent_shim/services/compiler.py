@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
@@ -80,16 +78,15 @@ class Compiler:
         await self.clean()  # before packing, which may need the space
         archive = files.sibling(self._paths.tmp / "compiled")
         try:
-            report("packing")
-            pack = worker_client.Pack([worker_client.Tree(str(target))], str(archive), source.compressed, newest=newest)
-            with errors_as("Compressing compiled package", ActionError):
-                packed = await self._work(pack)
-            report("uploading")
             headers = dict(package.headers)
             put = worker_client.Put(str(self._paths.base), store, str(archive), package.signed_url, headers)
-            with errors_as("Uploading compiled package", ActionError):
-                uploaded = await self._work(put)
-            return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
+            trees = [worker_client.Tree(str(target))]
+            pack = worker_client.Pack(trees, str(archive), source.compressed, newest=newest, put=put)
+            with errors_as("Compressing compiled package", ActionError):
+                done = await worker_client.pack_and_put(self._work, pack, report)
+            if done.put_error:
+                raise ActionError(f"Uploading compiled package: {done.put_error}")
+            return done
         finally:
             await asyncio.to_thread(files.remove_tree, archive)
 

@@ -118,7 +118,7 @@ def package(store: Blobstore, packaging: str) -> Package:
 
 
 async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The archive may need the room; and each step is reported before it is done."""
+    """The archive may need the room; and each step is reported before it is done. One worker packs and uploads."""
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
 
@@ -130,8 +130,8 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
     compiler = Compiler(paths, {}, work)
     await compiler.compile(package(store, "echo x >$BOSH_INSTALL_TARGET/x"), tmp_path / "target", store, told.append)
 
-    assert seen == [("packing", False), ("uploading", False)]
-    assert told == ["fetching the source", "running the packaging script", "packing", "uploading"]
+    assert seen == [("packing", False)]
+    assert told[:3] == ["fetching the source", "running the packaging script", "packing"]
     assert list(paths.tmp.iterdir()) == []
 
 

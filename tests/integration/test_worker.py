@@ -302,6 +302,57 @@ async def test_a_failure_is_told_and_leaves_nothing(paths: Paths, make: Callable
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
 
 
+async def test_one_worker_packs_and_uploads(
+    paths: Paths, tmp_path: Path, server: Server, workers: list[process.Process]
+) -> None:
+    """Each step is reported, and an upload that hangs is not stopped by the timeout of packing."""
+    (tmp_path / "logs").mkdir()
+    path, told = paths.tmp / "logs.tgz", list[str]()
+    put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
+    server.plan = [http.SILENT]
+    pack = Pack([Tree(str(tmp_path / "logs"))], str(path), put=put)
+    working = asyncio.create_task(worker_client.pack_and_put(worker_client.work, pack, told.append))
+    await eventually(lambda: "uploading" in told and bool(server.requests))
+    before = worker_client.transfers.counts["put", "failed"]
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+
+    assert told == ["packing", "uploading"]
+    assert len(workers) == 1
+    assert not workers[0].is_alive
+    assert worker_client.transfers.counts["put", "failed"] == before + 1
+    assert (await worker_client.work(pack)).put_error == ""
+    assert server.blobs["/new"] == path.read_bytes()
+
+
+async def test_a_failed_upload_is_told_apart_from_a_failed_archive(
+    paths: Paths, tmp_path: Path, server: Server
+) -> None:
+    (tmp_path / "logs").mkdir()
+    path = paths.tmp / "logs.tgz"
+    put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
+    server.plan = ["403"]
+    done = await worker_client.work(Pack([Tree(str(tmp_path / "logs"))], str(path), put=put))
+
+    assert done.put_error == f"Error executing PUT, response was 403 from {server.host}"
+    assert done.sha1 == sha1(path.read_bytes())
+
+
+async def test_packing_that_hangs_is_ended() -> None:
+    ended = asyncio.Event()
+
+    async def work(_: Request) -> Done:
+        try:
+            return await asyncio.Future[Done]()
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        await worker_client.pack_and_put(work, Pack([], "/missing/archive"), lambda _: None, timeout=0.1)
+    assert ended.is_set()
+
+
 @pytest.mark.parametrize("what", ["archive", "file"])
 async def test_a_disk_that_takes_no_more_is_named_with_the_room_there_is(
     paths: Paths, tmp_path: Path, what: str

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
@@ -66,14 +64,12 @@ class Logs:
         ``report`` is called with each step.
         """
         archive = files.sibling(self._paths.tmp / "logs")
+        put = worker_client.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
         try:
-            report("packing")
-            packed = await self._pack(kinds, patterns, archive)
-            report("uploading")
-            put = worker_client.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
-            with errors_as("Create file on blobstore", ActionError):
-                uploaded = await self._work(put)
-            return msgspec.structs.replace(packed, blob_id=uploaded.blob_id)
+            done = await self._pack(kinds, patterns, archive, put, report)
+            if done.put_error:
+                raise ActionError(f"Create file on blobstore: {done.put_error}")
+            return done
         finally:
             await asyncio.to_thread(files.remove_tree, archive)
 
@@ -123,14 +119,21 @@ class Logs:
         """Return True for a name of ``bundle`` in its directory, which only root can write."""
         return path.parent == self._paths.bundled_logs and _BUNDLE.fullmatch(path.name) is not None
 
-    async def _pack(self, kinds: str, patterns: Sequence[str], archive: Path) -> worker_client.Done:
+    async def _pack(
+        self,
+        kinds: str,
+        patterns: Sequence[str],
+        archive: Path,
+        put: worker_client.Put | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> worker_client.Done:
         # The last of equal names counts: a repeated kind is packed once, in its last place.
         named = reversed(dict.fromkeys(reversed(kinds.split(","))))
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
+        pack = worker_client.Pack(trees, str(archive), remarks=REMARKS, put=put)
         try:
-            async with asyncio.timeout(PACK_TIMEOUT_S):
-                with errors_as("Making logs tarball", ActionError):
-                    return await self._work(worker_client.Pack(trees, str(archive), remarks=REMARKS))
+            with errors_as("Making logs tarball", ActionError):
+                return await worker_client.pack_and_put(self._work, pack, report, PACK_TIMEOUT_S)
         except TimeoutError:
             raise ActionError(f"Making logs tarball: no result within {PACK_TIMEOUT_S:g} seconds") from None
 
