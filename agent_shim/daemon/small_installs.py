@@ -1,44 +1,79 @@
-"""Installs of small blobs on this machine, in a thread of the agent: faster than the start of a worker.
+"""Installs of small blobs in threads of the agent: faster than the start of a worker.
 
-Rendered templates that came over the bus are such blobs. Every limit is known before the unpacking or enforced by it,
-so neither memory nor the interpreter is held for long. A worker does everything else, and repeats what failed here:
-its texts are those of the Go agent. The modules stay in memory, 0.8 MB.
+They are on this machine, as rendered templates that came over the bus, or come by one plain request. Every limit is
+known before the unpacking or enforced by it, so neither memory nor the interpreter is held for long. A worker does
+everything else, and repeats what failed here: its texts are those of the Go agent. The modules stay in memory, 0.8 MB.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from agent_shim.core.digest import MultipleDigest
 from agent_shim.core.errors import ShimError
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, worker_client
-from agent_shim.host.worker_client import Done, Install, Outcome, Request
+from agent_shim.host import files, guarded, worker_client
+from agent_shim.host.worker_client import BlobRef, Done, Install, Outcome, Request
 
 MAX_TARGETS: Final = 8
-MAX_PACKED_BYTES: Final = 256 * 1024
+MAX_PACKED_BYTES: Final = 8 * 1024 * 1024
 """Limit of the blobs of all targets together."""
-MAX_UNPACKED_BYTES: Final = 4 * 1024 * 1024
+MAX_DOWNLOADED_BYTES: Final = 1024 * 1024
+"""Limit of those that are not on this machine: they are in memory."""
+DOWNLOAD_TIMEOUT_S: Final = 2.0
+MAX_UNPACKED_BYTES: Final = 16 * 1024 * 1024
 """Limit of each target."""
 MAX_MEMBERS: Final = 200
 """Limit of each target: a member takes the interpreter for 0.1 ms."""
 MAX_RECORDS: Final = 2000
 """Limit of each target's records in extended headers: ten for each member."""
 
+_Key = tuple[str, str]
+"""Id and signed URL of a blob."""
+
 
 async def work(paths: Paths, request: Request) -> Done:
     """Run ``request`` here if it is a small install, else in a worker; raises as ``worker_client.work``."""
     if isinstance(request, Install) and len(request.targets) <= MAX_TARGETS:
-        outcomes = await asyncio.to_thread(_install, paths, request)
-        if outcomes is not None:
-            return Done(outcomes=outcomes)
+        try:
+            downloads = await _downloaded(paths, request)
+            return Done(outcomes=await asyncio.to_thread(_install, paths, request, downloads))
+        except (ShimError, OSError, ValueError):
+            pass  # the worker's turn
     return await worker_client.work(request)
 
 
-def _install(paths: Paths, request: Install) -> list[Outcome] | None:
-    """Install all targets; None for those of a worker: one is not on this machine, too large, or fails."""
+async def _downloaded(paths: Paths, request: Install) -> Mapping[_Key, bytes]:
+    """Return the blobs that are not on this machine."""
+    if request.store.provider != "dav" and not any(target.source.signed_url for target in request.targets):
+        return {}
+    return await guarded.aside("small blobs", partial(_download, paths, request), timeout=DOWNLOAD_TIMEOUT_S)
+
+
+def _download(paths: Paths, request: Install) -> Mapping[_Key, bytes]:
+    from agent_shim.services.blobstore import blobs, providers, small_download
+
+    until = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    ca, environment = providers.trusted_ca(request.store), providers.environment(request.store)
+    room = MAX_DOWNLOADED_BYTES
+    found: dict[_Key, bytes] = {}
+    for ref in (target.source for target in request.targets):
+        if _key(ref) not in found and blobs.on_this_machine(ref, request.store, paths) is None:
+            url, headers = providers.address(ref, request.store)
+            content = small_download.download(url, headers, room=room, until=until, ca=ca, environment=environment)
+            found[_key(ref)] = content
+            room -= len(content)
+    return found
+
+
+def _install(paths: Paths, request: Install, downloads: Mapping[_Key, bytes]) -> list[Outcome]:
+    """Install all targets; raises ``ShimError``, ``OSError`` or ``ValueError`` if one is too large or fails."""
     # Only a part of all agents needs them, and an import takes too long for the event loop.
     from agent_shim.daemon import worker
     from agent_shim.host import archive
@@ -49,22 +84,43 @@ def _install(paths: Paths, request: Install) -> list[Outcome] | None:
     room = MAX_PACKED_BYTES
     try:
         for piece in pieces:
-            path = blobs.on_this_machine(piece.target.source, request.store, paths)
-            if path is None:
-                return None
-            with path.open("rb") as file:
-                content = file.read(room + 1)
-                room -= len(content)
+            ref = piece.target.source
+            path = blobs.on_this_machine(ref, request.store, paths)
+            with _opened(path, downloads.get(_key(ref), b"")) as file:
+                room -= os.fstat(file.fileno()).st_size
                 if room < 0:
-                    return None
-                MultipleDigest.parse(piece.target.source.digest).verify(content)
+                    raise ValueError("the blobs are too large")
+                _verify(file, ref.digest)
                 worker.unpack(file, piece, paths.shared_owner, limits)
             if piece.outcome.error:
-                return None
+                raise ValueError(piece.outcome.error)
         worker.finish(pieces)
-        return None if any(piece.outcome.error for piece in pieces) else [piece.outcome for piece in pieces]
-    except (ShimError, OSError):
-        return None
+        if any(piece.outcome.error for piece in pieces):
+            raise ValueError("not all are in their places")
+        return [piece.outcome for piece in pieces]
     finally:
         for piece in pieces:
             files.remove_tree(piece.temp)
+
+
+def _key(ref: BlobRef) -> _Key:
+    return ref.blob_id, ref.signed_url
+
+
+def _opened(path: Path | None, content: bytes) -> BinaryIO:
+    """Open the file, or ``content`` in memory without one."""
+    if path is not None:
+        return path.open("rb")
+    file = os.fdopen(os.memfd_create("blob"), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _verify(file: BinaryIO, digest: str) -> None:
+    expected = MultipleDigest.parse(digest)
+    hasher = expected.hasher()
+    while piece := file.read(files.CHUNK_BYTES):
+        hasher.update(piece)
+    expected.check(hasher)
+    file.seek(0)

@@ -7,19 +7,36 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.daemon import small_installs
-from agent_shim.daemon.small_installs import MAX_MEMBERS, MAX_PACKED_BYTES, MAX_TARGETS, MAX_UNPACKED_BYTES
+from agent_shim.daemon.small_installs import (
+    MAX_DOWNLOADED_BYTES,
+    MAX_MEMBERS,
+    MAX_PACKED_BYTES,
+    MAX_TARGETS,
+    MAX_UNPACKED_BYTES,
+)
+from agent_shim.demo.pki import Authority
 from agent_shim.host import worker_client
 from agent_shim.host.worker_client import BlobRef, Done, Install, Request, Target
+from tests.support import http
+from tests.support.http import Server, http_server
 
 DUMMY = Blobstore()
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 class Asked:
@@ -41,6 +58,12 @@ def paths(tmp_path: Path) -> Paths:
     for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs, paths.data_packages):
         directory.mkdir(parents=True)
     return paths
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with http_server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -112,16 +135,80 @@ async def test_extended_headers_of_many_records_are_read_by_a_worker(paths: Path
     assert Path(wanted.path, "file").exists()
 
 
-async def test_many_and_remote_ones_go_to_a_worker(paths: Paths, asked: Asked) -> None:
-    """The agent itself fetches nothing over the network."""
+async def test_many_go_to_a_worker(paths: Paths, asked: Asked) -> None:
     many = [target(paths, {"file": b"x"}, f"p{number}") for number in range(MAX_TARGETS + 1)]
-    remote = BlobRef(signed_url="http://127.0.0.1:1/blob", digest="0")
-    away = Target("package", "q", str(paths.data_packages / "q/1"), remote)
 
     assert await installed(paths, *many) == [""] * len(many)
     assert asked.count == 1
-    assert "Failed to download blob" in (await installed(paths, away))[0]
-    assert asked.count == 2
+
+
+def remote(paths: Paths, server: Server, size: int = 1, ca: str = "") -> tuple[Target, Blobstore]:
+    """A package that only the server has, with a signed URL; and the blobstore."""
+    local = target(paths, {"file": os.urandom(size)})
+    blob = (paths.sensitive_blobs / "p").read_bytes()
+    (paths.sensitive_blobs / "p").unlink()
+    server.blobs = {"/blob": blob, f"/{hashlib.sha1(b'p').hexdigest()[:2]}/p": blob}
+    options = {"endpoint": server.url, "user": "u", "password": "secret", "tls": {"cert": {"ca": ca}}}
+    ref = BlobRef(signed_url=f"{server.url}/blob?signature=%2f", digest=local.source.digest)
+    return msgspec.structs.replace(local, source=ref), Blobstore("dav", options)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_a_small_one_of_a_server_needs_no_worker(
+    paths: Paths, asked: Asked, tmp_path: Path, scheme: str, is_signed: bool
+) -> None:
+    """Two targets of one blob are fetched once."""
+    authority = Authority("blobstore-ca")
+    async with http_server(tmp_path, authority.server() if scheme == "https" else None) as server:
+        wanted, store = remote(paths, server, ca=authority.ca)
+        if not is_signed:
+            server.user = "u:secret"
+            wanted = msgspec.structs.replace(wanted, source=BlobRef("p", digest=wanted.source.digest))
+        twin = msgspec.structs.replace(wanted, path=str(paths.data_packages / "twin/1"))
+        done = await small_installs.work(paths, Install(str(paths.base), store, 5, [wanted, twin]))
+
+    assert [outcome.error for outcome in done.outcomes] == ["", ""]
+    assert asked.count == 0
+    assert Path(wanted.path, "file").read_bytes() == Path(twin.path, "file").read_bytes()
+    assert len(server.requests) == 1
+
+
+async def test_a_server_that_is_not_trusted_gets_no_request(paths: Paths, asked: Asked, tmp_path: Path) -> None:
+    """The worker says so."""
+    async with http_server(tmp_path, Authority("another").server()) as server:
+        wanted, store = remote(paths, server, ca=Authority("blobstore-ca").ca)
+        source = BlobRef("p", digest=wanted.source.digest)
+        request = Install(str(paths.base), store, 5, [msgspec.structs.replace(wanted, source=source)])
+        done = await small_installs.work(paths, request)
+
+    assert "its certificate is not trusted" in done.outcomes[0].error
+    assert asked.count == 1
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "plan", ["404", http.HALF, http.SILENT, "redirect:/blob", http.ENDLESS, http.WRONG, http.ENCODED]
+)
+async def test_a_worker_repeats_what_is_not_plain(
+    paths: Paths, asked: Asked, server: Server, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its redirects and retries."""
+    monkeypatch.setattr(small_installs, "DOWNLOAD_TIMEOUT_S", 0.5)
+    wanted, store = remote(paths, server)
+    server.plan = [plan]
+    done = await small_installs.work(paths, Install(str(paths.base), store, 5, [wanted]))
+
+    assert [outcome.error for outcome in done.outcomes] == [""]
+    assert asked.count == 1
+
+
+async def test_a_large_one_of_a_server_is_left_to_a_worker(paths: Paths, asked: Asked, server: Server) -> None:
+    wanted, store = remote(paths, server, MAX_DOWNLOADED_BYTES + 1)
+    done = await small_installs.work(paths, Install(str(paths.base), store, 5, [wanted]))
+
+    assert [outcome.error for outcome in done.outcomes] == [""]
+    assert asked.count == 1
 
 
 async def test_an_error_is_that_of_the_worker(paths: Paths, asked: Asked) -> None:

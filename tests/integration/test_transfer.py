@@ -17,7 +17,7 @@ from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.demo.pki import EXPIRED, Authority
 from agent_shim.services.blobstore import Timing
 from agent_shim.services.blobstore import transfer as transfers
-from agent_shim.services.blobstore.transfer import Transfer, proxy_for
+from agent_shim.services.blobstore.transfer import Transfer
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 
@@ -314,7 +314,7 @@ async def test_proxies_of_the_environment_are_used(
     server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With their password, for plain requests and tunnels."""
-    monkeypatch.setattr("agent_shim.services.blobstore.transfer._is_excepted", lambda *_: False)
+    monkeypatch.setattr("agent_shim.services.blobstore.routes._is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
         http_proxy() as proxy,
@@ -342,47 +342,6 @@ async def test_a_proxy_that_is_gone_is_named_without_its_password(
     said = await failure(transfer, "http://blobs.example/b")
 
     assert said == "Excuting GET request: blobs.example:80: its proxy 127.0.0.1:1 cannot be reached: Connection refused"
-
-
-ENVIRONMENT = {
-    "HTTP_PROXY": "proxy:3128",
-    "https_proxy": "http://secure:1",
-    "NO_PROXY": "10.0.0.0/8, .internal,example.com:8080,*.star.net, 192.168.1.1 ,[fd00::1]:25,fd01::/16",
-}
-
-
-@pytest.mark.parametrize(
-    ("url", "proxy"),
-    [
-        (("http", "blobs.org", 80), "http://proxy:3128"),
-        (("https", "blobs.org", 443), "http://secure:1"),
-        (("http", "localhost", 80), None),
-        (("http", "127.0.0.8", 80), None),
-        (("http", "::1", 80), None),
-        (("http", "10.1.2.3", 80), None),
-        (("http", "11.1.2.3", 80), "http://proxy:3128"),
-        (("http", "192.168.1.1", 80), None),
-        (("http", "a.internal", 80), None),
-        (("http", "A.INTERNAL", 80), None),
-        (("http", "notinternal", 80), "http://proxy:3128"),
-        (("http", "example.com", 8080), None),
-        (("http", "a.example.com", 8080), None),
-        (("http", "example.com", 80), "http://proxy:3128"),
-        (("http", "a.star.net", 80), None),
-        (("http", "fd00::1", 25), None),
-        (("http", "fd00::1", 26), "http://proxy:3128"),
-        (("http", "fd01::5", 80), None),
-    ],
-)
-def test_exceptions_of_the_environment_are_kept(url: tuple[str, str, int], proxy: str | None) -> None:
-    """Networks too, which Python's own rules lack and platforms of containers use."""
-    assert proxy_for(*url, ENVIRONMENT) == proxy
-
-
-def test_a_star_excepts_all() -> None:
-    """And nothing set means no proxy."""
-    assert proxy_for("http", "h", 80, {"http_proxy": "p", "no_proxy": "*"}) is None
-    assert proxy_for("http", "h", 80, {}) is None
 
 
 async def test_nothing_is_left_open(server: Server, transfer: Transfer) -> None:

@@ -15,7 +15,7 @@ STRANGERS = frozenset({2})
 LIBRARIES: Mapping[str, frozenset[str]] = {
     "aiohttp": frozenset({"edges.bus.https", "services.blobstore", "daemon.worker"}),
     "cryptography": frozenset({"demo"}),
-    "httptools": frozenset({"edges.http_server", "supervisor.network_checks"}),
+    "httptools": frozenset({"edges.http_server", "services.blobstore.small_download", "supervisor.network_checks"}),
     "isal": frozenset({"host", "daemon.worker"}),
     "msgspec": frozenset(FLOORS),
     "nats": frozenset({"edges.bus.nats", "demo"}),

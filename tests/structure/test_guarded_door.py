@@ -164,7 +164,7 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "host.worker_client": Raw(SCRATCH, frozenset({"_count", "become_worker"})),
+    "host.worker_client": Raw(SCRATCH, frozenset({"_count", "become_worker", "pack_and_put"})),
     "host.sandbox_exec": Raw(
         "in the process that becomes the job: what it may open is opened once, and mounted by descriptor",
         frozenset(
@@ -271,7 +271,7 @@ RAW: Mapping[str, Raw] = {
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
-    "daemon.small_installs": Raw(SCRATCH, frozenset({"_install"})),
+    "daemon.small_installs": Raw(SCRATCH, frozenset({"_opened"})),
     "daemon.worker": Raw(SCRATCH, frozenset({"finish", "_copy_tree.report", "_newest", "_rotate"})),
 }
 """Functions that open what no job can influence, or what the door has opened for them."""

@@ -22,6 +22,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process, worker_client
 from agent_shim.host.descriptors import closing
+from agent_shim.host.worker_client import BlobRef
 
 if TYPE_CHECKING:
     from agent_shim.services.blobstore.transfer import Transfer
@@ -104,6 +105,28 @@ class DavOptions(msgspec.Struct, frozen=True):
     user: str = ""
     password: str = ""
 
+    def url(self, blob_id: str) -> str:
+        """Return the URL of a blob, in one of 256 directories by the first byte of the id's sha1."""
+        shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
+        return f"{self.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of each request."""
+        if not self.user:
+            return {}
+        pair = f"{self.user}:{self.password}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+
+
+def address(ref: BlobRef, store: Blobstore) -> tuple[str, Mapping[str, str]]:
+    """Return the URL of a blob over HTTP and the headers of its request; raises ``BlobError`` for any other."""
+    if ref.signed_url:
+        return ref.signed_url, ref.headers
+    if store.provider != "dav":
+        raise BlobError("the blob is not fetched over HTTP")
+    options = _options(store, DavOptions)
+    return options.url(worker_client.checked_blob_id(ref.blob_id)), options.headers()
+
 
 class Dav:
     """WebDAV as the Director's blobstore serves it (bosh-davcli client/client.go)."""
@@ -113,22 +136,11 @@ class Dav:
         self._transfer = transfer
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        return await self._transfer().download(self._url(blob_id), self._headers(), hasher)
+        return await self._transfer().download(self._options.url(blob_id), self._options.headers(), hasher)
 
     async def put(self, blob_id: str, path: Path) -> None:
         with path.open("rb") as source:
-            await self._transfer().upload(self._url(blob_id), source, self._headers())
-
-    def _url(self, blob_id: str) -> str:
-        """Return the URL of a blob, in one of 256 directories by the first byte of the id's sha1."""
-        shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
-        return f"{self._options.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
-
-    def _headers(self) -> dict[str, str]:
-        if not self._options.user:
-            return {}
-        pair = f"{self._options.user}:{self._options.password}".encode()
-        return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+            await self._transfer().upload(self._options.url(blob_id), source, self._options.headers())
 
 
 class External:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import shutil
-import ssl
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -23,6 +21,7 @@ from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
 from agent_shim.services.blobstore import Timing
+from agent_shim.services.blobstore.routes import proxy_for, trusting
 
 with lean_imports.without_authorities():  # aiohttp creates contexts at import; each client here has its own
     import aiohttp
@@ -49,7 +48,7 @@ class Transfer:
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
             # No connection is reused: one closed by the server meanwhile would cost an upload its only attempt.
-            connector=aiohttp.TCPConnector(ssl=_trusting(ca), limit=10, force_close=True),
+            connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=10, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
             auto_decompress=False,
@@ -181,70 +180,6 @@ class _Guard:
 async def _guarded(timing: Timing) -> AsyncIterator[_Guard]:
     async with asyncio.timeout(timing.stall) as timer:
         yield _Guard(timer, timing)
-
-
-def _trusting(ca: str) -> ssl.SSLContext:
-    """Return a context for TLS 1.2 or newer, with ``ca`` (PEM), if given, instead of the system's authorities."""
-    try:
-        context = ssl.create_default_context(cadata=ca or None)
-    except (ssl.SSLError, TypeError, ValueError) as exc:
-        raise BlobError("cannot use the CA of the blobstore: it is not a PEM certificate") from exc
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # As in Go: every CA in the settings is trusted, and certificates may lack extensions of RFC 5280 (newer Pythons
-    # refuse them, BOSH makes them).
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    return context
-
-
-# --- proxies --------------------------------------------------------------------------------------------------------
-
-
-def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
-    """Return the proxy for a host by the rules of Go (golang.org/x/net/http/httpproxy).
-
-    This machine itself is reached without a proxy. ``no_proxy`` lists names with all names below them, addresses and
-    networks, each with an optional port, or ``*``.
-    """
-
-    def value(name: str) -> str:
-        return environment.get(name.upper()) or environment.get(name) or ""
-
-    proxy = value(f"{scheme}_proxy")
-    if not proxy or host == "localhost" or _is_excepted(host, port, value("no_proxy")):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
-
-
-def _is_excepted(host: str, port: int | None, exceptions: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        address = None
-    if address is not None and address.is_loopback:
-        return True
-    for entry in filter(None, map(str.strip, exceptions.lower().split(","))):
-        if entry == "*":
-            return True
-        name, colon, number = entry.rpartition(":")
-        if colon and number.isdigit() and not _is_network(entry):
-            if int(number) != port:
-                continue
-            entry = name.strip("[]")  # noqa: PLW2901 - the remaining part
-        if address is not None:
-            if _is_network(entry) and address in ipaddress.ip_network(entry, strict=False):
-                return True
-        elif host.lower() == entry or host.lower().endswith("." + entry.removeprefix("*").removeprefix(".")):
-            return True
-    return False
-
-
-def _is_network(entry: str) -> bool:
-    try:
-        ipaddress.ip_network(entry, strict=False)
-    except ValueError:
-        return False
-    return True
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
