@@ -142,7 +142,7 @@ class _File:
                 self.close()
                 self._path.replace(self._path.with_name(f"{self._path.name}.1"))
             if self._fd < 0:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 self._fd = os.open(self._path, flags, 0o640)
                 self._size = os.fstat(self._fd).st_size
             self._size += os.write(self._fd, lines)
@@ -270,8 +270,11 @@ def _is_svlogds(directory: Path) -> bool:
     try:
         if not stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
             return False
-        with (directory / "lock").open("rb") as lock:
+        lock = os.open(directory / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(lock)
     except BlockingIOError:
         return True
     except (OSError, ValueError):

@@ -102,11 +102,13 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep."""
+    """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep or is no UTF-8."""
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError as exc:
         raise msgspec.DecodeError("it is nested too deep") from exc
+    except UnicodeDecodeError as exc:
+        raise msgspec.DecodeError(str(exc)) from exc
 
 
 def decode_json(data: bytes) -> Any:

@@ -249,7 +249,6 @@ def _instance_steps(agent: Agent) -> list[Step]:
             [job for job in jobs if job not in gone], [package for package in packages if package not in gone]
         )
         await asyncio.to_thread(agent.spec.write_instance_files)
-        await agent.dns.restore(agent.settings.current.agent_id)
         return None
 
     async def job_directories() -> str | None:
@@ -344,6 +343,6 @@ def tree_step(paths: Paths) -> Step:
 def _text(path: Path) -> str:
     """The text of a small file; "" if it is missing or no UTF-8."""
     try:
-        return path.read_text()
+        return files.read_own(path).decode()
     except (OSError, ValueError):
         return ""

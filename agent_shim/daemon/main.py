@@ -272,7 +272,7 @@ class Daemon:
 def _was_shut_down(paths: Paths, agent_id: str) -> bool:
     """True if the Director has sent ``shutdown`` to this agent_id."""
     try:
-        return paths.shut_down.read_text() == agent_id
+        return files.read_own(paths.shut_down) == agent_id.encode()
     except OSError:
         return False
 

@@ -73,7 +73,7 @@ def instance(directory: Path) -> Instance:
     """Read ``instance.json``; the default is the host name. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
-        found = wire.decode(path.read_bytes(), Instance)
+        found = wire.decode(files.read(path), Instance)
     except FileNotFoundError:
         found = Instance()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -13,7 +13,7 @@ from agent_shim.core import keep_running, safetext
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
-from agent_shim.host import proc, worker_client
+from agent_shim.host import files, proc, worker_client
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
@@ -169,7 +169,9 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 def _stemcell(directory: Path) -> tuple[str, str] | None:
     """Operating system and version of the stemcell; None for another image."""
     try:
-        system, version = ((directory / name).read_text().strip() for name in ("operating_system", "stemcell_version"))
-    except OSError:
+        system, version = (
+            files.read(directory / name).decode().strip() for name in ("operating_system", "stemcell_version")
+        )
+    except (OSError, UnicodeDecodeError):
         return None
     return system, version

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from agent_shim.core import safetext
 from agent_shim.edges import http_server, monit_text
 from agent_shim.edges.http_server import Request, Response
-from agent_shim.host import clock, host_stats, proc
+from agent_shim.host import clock, files, host_stats, proc
 from agent_shim.supervisor.event_kinds import BITS
 
 ACTIONS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
@@ -68,7 +68,7 @@ class Api:
     def _is_known(self, given: str) -> bool:
         kind, _, coded = given.partition(" ")
         try:
-            known = self._user_file.read_bytes().strip()
+            known = files.read_own(self._user_file).strip()
             return kind.lower() == "basic" and hmac.compare_digest(base64.b64decode(coded), known) and b":" in known
         except (OSError, binascii.Error, ValueError):
             return False

@@ -42,17 +42,36 @@ _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
 def read(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a file of the agent or the CPI; links are followed, as in the kubelet's volumes.
+    """Return the content of a file of the CPI, the image or an operator; links are followed, as in the kubelet's
+    volumes.
 
     Raises ``OSError`` for anything but a regular file, of which a FIFO waits and a device has no end, and beyond
     ``limit`` bytes.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    return _read(path, 0, limit)
+
+
+def read_own(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a file that this agent or its predecessor wrote; no link is followed but to memory
+    (:func:`behind`).
+
+    Raises ``OSError`` as :func:`read` does.
+    """
+    return _read(behind(path), os.O_NOFOLLOW, limit)
+
+
+def _read(path: Path, flags: int, limit: int) -> bytes:
+    try:
+        fd = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise OSError(errno.EINVAL, "it is no regular file", str(path)) from exc
+        raise
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+        if found.st_size > limit or len(content := file.read(limit + 1)) > limit:
+            raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
     return content
 
 
@@ -174,8 +193,12 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
 
 
 def behind(path: Path) -> Path:
-    """Return the file to write for ``path``: the target if it is a link made by the agent to a file in memory."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    """Return the file to read or write for ``path``: the target if it is a link made by the agent to a file in memory.
+
+    Such a link stays below its directory; any other is a thing of strangers, and ``path`` itself is returned.
+    """
+    target = path.readlink() if path.is_symlink() else None
+    return path if target is None or target.is_absolute() or ".." in target.parts else path.parent / target
 
 
 def write_atomic(

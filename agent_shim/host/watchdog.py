@@ -88,7 +88,7 @@ def reading(service: str, what: str) -> Iterator[None]:
 def read_marks(path: Path) -> dict[str, str]:
     """Return the parts of services that blocked an earlier agent; empty without a readable file."""
     try:
-        return wire.decode(path.read_bytes(), dict[str, str])
+        return wire.decode(files.read_own(path), dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:
@@ -152,8 +152,12 @@ class Watchdog:
         """
         self._marks = directory / MARKS
         try:
-            self._report_dump(directory)
-            self._trace = (directory / DUMP).open("w")
+            try:
+                self._report_dump(directory)
+            finally:  # new files, whatever was in their place
+                for name in (DUMP, PAGE):
+                    files.remove_tree(directory / name)
+            self._trace = (directory / DUMP).open("x")
             faulthandler.register(signal.SIGVTALRM, self._trace, all_threads=True, chain=True)
             self._map_page(directory / PAGE)
             self._arm()
@@ -172,16 +176,16 @@ class Watchdog:
     def _report_dump(self, directory: Path) -> None:
         """Report the dump of the kernel timer, and write the record that the previous agent could not."""
         dump, page = directory / DUMP, directory / PAGE
-        if not dump.exists() or not (text := dump.read_text(errors="replace")):
+        if not dump.exists() or not (text := files.read_own(dump).decode(errors="replace")):
             return
         logger.error("the previous agent was killed: its interpreter was blocked", extra=_members(text))
-        service, what, *_ = page.read_bytes().decode(errors="replace").split("\0") if page.exists() else ("", "")
+        service, what, *_ = files.read_own(page).decode(errors="replace").split("\0") if page.exists() else ("", "")
         if service:
             write_marks(directory / MARKS, read_marks(directory / MARKS) | {service.lower(): what})
 
     def _map_page(self, path: Path) -> None:
         global _page, _page_thread
-        with path.open("w+b") as file:
+        with path.open("x+b") as file:
             file.truncate(_PAGE_BYTES)
             _page, _page_thread = mmap.mmap(file.fileno(), _PAGE_BYTES), self._loop_thread
 

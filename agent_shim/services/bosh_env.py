@@ -79,7 +79,7 @@ async def _remove(listing: Path, *, is_wanted: bool) -> str | None:
 
 def remove_listed(listing: Path) -> None:
     """Remove each file or link in ``listing``, one on a line, if it exists, no directories. Raises ``OSError``."""
-    for line in listing.read_text(errors="surrogateescape").splitlines():
+    for line in files.read(listing).decode(errors="surrogateescape").splitlines():
         if line.startswith("/"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 Path(line).unlink()
@@ -105,7 +105,7 @@ def _move_to_memory(paths: Paths) -> None:
     files.make_dir(place, 0o700)
     if not mounts.is_mount_point(place):
         with closing(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as below:
-            caught = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+            caught = {path.name: files.read_own(path) for path in place.iterdir() if path.is_file()}
             mounts.mount_tmpfs(place, f"size={SETTINGS_SIZE},mode=0700")
             for name, raw in caught.items():
                 files.write_atomic(place / name, raw, mode=0o600)
@@ -113,5 +113,5 @@ def _move_to_memory(paths: Paths) -> None:
     for path in paths.with_credentials:
         if not path.is_symlink():
             if path.exists():
-                files.write_atomic(place / path.name, path.read_bytes(), mode=0o600)
+                files.write_atomic(place / path.name, files.read_own(path), mode=0o600)
             files.swap_link(Path(place.name, path.name), path)

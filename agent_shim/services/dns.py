@@ -106,7 +106,7 @@ class Dns:
     def _stored(self) -> _Blob | None:
         """Return the records of the last ``sync_dns``; None without one."""
         try:
-            return wire.decode(self._paths.dns_records.read_bytes(), _Blob)
+            return wire.decode(files.read_own(self._paths.dns_records), _Blob)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as exc:
@@ -117,7 +117,7 @@ class Dns:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         missing = [name for name in (LOCALHOST, host_name) if not lines_naming(name, hosts)]
         if missing and mounts.is_mount_point(hosts):
-            text = hosts.read_text(errors="replace")
+            text = files.read(hosts).decode(errors="replace")
             text += "" if text.endswith("\n") or not text else "\n"
             files.write_atomic(hosts, "\n".join([text + own_lines(missing), ""]).encode())
         elif missing:
@@ -137,7 +137,7 @@ class Dns:
 def stored_version(records: Path) -> int:
     """Return the version of a ``records.json``; -1, older than any, without a readable one."""
     try:
-        return wire.decode(records.read_bytes(), _Blob).version
+        return wire.decode(files.read_own(records), _Blob).version
     except (OSError, msgspec.DecodeError):
         return -1
 
@@ -146,7 +146,7 @@ def lines_naming(name: str, hosts: Path) -> list[str]:
     """Return the lines of a hosts file for ``name``."""
     if not hosts.exists():
         return []
-    lines = hosts.read_text(errors="replace").splitlines()
+    lines = files.read(hosts).decode(errors="replace").splitlines()
     return [line for line in lines if name in line.partition("#")[0].split()[1:]]
 
 

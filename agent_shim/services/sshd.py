@@ -65,7 +65,7 @@ class Sshd:
         """Return the public RSA host key; the pair is made if the image has none."""
         async with self._turn:
             with errors_as("Getting host public key"):
-                return await asyncio.to_thread((await self._have_host_key()).read_text)
+                return (await asyncio.to_thread(files.read, await self._have_host_key())).decode(errors="replace")
 
     async def settle(self) -> None:
         """Start a server if one is needed and none listens; end ours when it is no longer needed."""
@@ -103,7 +103,7 @@ class Sshd:
             async with asyncio.timeout(LISTEN_TIMEOUT_S):
                 while not await self._is_served():
                     if not server.is_alive:
-                        status, said = await server.wait(), self._log.read_bytes()[begin:].decode(errors="replace")
+                        status, said = await server.wait(), files.read_own(self._log)[begin:].decode(errors="replace")
                         raise HostError(f"it ended with code {status}: {' '.join(said.split())[-500:]}")
                     await asyncio.sleep(POLL_S)
         except HostError:

@@ -148,7 +148,7 @@ class StateBackup:
     def _restore(self) -> None:
         for name, file in self._files.items():
             with suppress(FileNotFoundError):
-                raw = (self._paths.mirror / name).read_bytes()
+                raw = files.read_own(self._paths.mirror / name)
                 if not file.path.parent.is_dir():
                     files.make_dir(file.path.parent, 0o755)
                 files.write_atomic(file.path, raw, mode=file.mode, owner=file.owner)
@@ -234,7 +234,7 @@ def forget(paths: Paths) -> None:
 def _read(path: Path) -> Stamp | None:
     """Read a stamp; an unreadable one belongs to no agent, and its files are not used."""
     try:
-        return wire.decode(path.read_bytes(), Stamp)
+        return wire.decode(files.read_own(path), Stamp)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
@@ -259,7 +259,7 @@ def _agent_id(settings_cache: Path) -> str:
         agent_id: str = ""
 
     try:
-        return wire.convert(wire.decode_json(settings_cache.read_bytes()), Named).agent_id
+        return wire.convert(wire.decode_json(files.read_own(settings_cache)), Named).agent_id
     except (OSError, ValueError):
         return ""
 
@@ -275,12 +275,12 @@ def _make_equal(copy: Path, path: Path) -> None:
         copy.unlink(missing_ok=True)
         return
     try:
-        raw = path.read_bytes()
+        raw = files.read_own(path)
     except FileNotFoundError:
         copy.unlink(missing_ok=True)
         return
-    with suppress(FileNotFoundError):
-        if copy.read_bytes() == raw:
+    with suppress(OSError):  # missing, or something else in its place
+        if files.read_own(copy) == raw:
             return
     files.write_atomic(copy, raw, mode=0o600)
 

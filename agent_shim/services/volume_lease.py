@@ -268,7 +268,10 @@ class exclusive_agent:  # noqa: N801 - reads as a phrase: with exclusive_agent(p
     def __enter__(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._held = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._held = os.open(self._path, flags, 0o600)
+            if not stat.S_ISREG(os.fstat(self._held).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
         except OSError as exc:
             raise files.failed(f"{self._what}: {self._path}", exc) from exc
         try:

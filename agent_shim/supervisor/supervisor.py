@@ -508,7 +508,7 @@ class Supervisor:
 def read_saved(path: Path) -> Saved | None:
     """Read the state of the last supervisor; None if it is unusable."""
     try:
-        saved = wire.decode(path.read_bytes(), Saved)
+        saved = wire.decode(files.read_own(path), Saved)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:

@@ -49,12 +49,10 @@ PROBE = "whether something is there; nothing of it is read or written"
 RAW: Mapping[str, Raw] = {
     "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
     "services.blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put", "on_this_machine"})),
-    "services.blobstore.providers": Raw(
-        NAMED, frozenset({"Dav.put", "External._write_config", "External.get", "Local._copy", "_open"})
-    ),
+    "services.blobstore.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "_open"})),
     "services.blobstore.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
-    "daemon.boot": Raw(OWN, frozenset({"_put_in_memory", "_text", "make_tree"})),
-    "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory", "remove_listed"})),
+    "daemon.boot": Raw(OWN, frozenset({"_put_in_memory", "make_tree"})),
+    "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "cli.bpm": Raw(
         "methods of the log that goes through the door, and the place of our own socket",
         frozenset({"_logs", "_may_ask", "_run"}),
@@ -88,9 +86,8 @@ RAW: Mapping[str, Raw] = {
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
-    "daemon.main": Raw(OWN, frozenset({"_guard_loop", "_was_shut_down"})),
+    "daemon.main": Raw(OWN, frozenset({"_guard_loop"})),
     "services.disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
-    "services.disks.hints": Raw(OWN, frozenset({"load"})),
     "services.disks.mounting": Raw(
         "places that root mounts and links; disks.identity reads volumes through the door",
         frozenset(
@@ -98,20 +95,18 @@ RAW: Mapping[str, Raw] = {
                 "DiskMounts._find",
                 "DiskMounts._mounted_on",
                 "DiskMounts._refuse_strangers",
-                "DiskMounts._remember",
                 "DiskMounts.link",
                 "DiskMounts.linked",
-                "DiskMounts.look",
                 "DiskMounts.prepare",
                 "DiskMounts.swap",
             }
         ),
     ),
     "services.disks.service": Raw(PROBE, frozenset({"Disks._is_there", "_missing"})),
-    "services.dns": Raw(KERNEL, frozenset({"Dns._name_self", "Dns._stored", "lines_naming", "stored_version"})),
+    "services.dns": Raw(KERNEL, frozenset({"lines_naming"})),
     "cli.doctor": Raw(
-        OWN,
-        frozenset({"_applied", "_clock", "_config", "_directories", "_kernel", "_network", "_settings", "_space"}),
+        KERNEL,
+        frozenset({"_clock", "_directories", "_kernel", "_network", "_space"}),
     ),
     "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),
@@ -152,7 +147,7 @@ RAW: Mapping[str, Raw] = {
                 "_write_in_place",
                 "behind",
                 "move_away",
-                "read",
+                "_read",
                 "remove_leftovers",
                 "remove_tree",
                 "replacing",
@@ -226,18 +221,14 @@ RAW: Mapping[str, Raw] = {
         "places that root mounts and links, and what the kernel says of who uses them",
         frozenset({"_loop_devices", "holders", "is_directory", "set_options", "show", "shows", "take_away"}),
     ),
-    "host.watchdog": Raw(
-        OWN, frozenset({"Watchdog._map_page", "Watchdog._report_dump", "Watchdog.remember", "read_marks"})
-    ),
+    "host.watchdog": Raw(OWN, frozenset({"Watchdog._map_page", "Watchdog._report_dump", "Watchdog.remember"})),
     "services.logs.tail": Raw("our own standard output", frozenset({"stream"})),
     "core.log": Raw(OWN, frozenset({"_File.write", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
-        OWN, frozenset({"StateBackup._move", "StateBackup._restore", "_agent_id", "_empty", "_make_equal", "_read"})
+        OWN, frozenset({"StateBackup._move", "StateBackup._restore", "_empty", "_make_equal"})
     ),
     "cli.monit": Raw(NAMED, frozenset({"_check", "main"})),
-    "edges.monit_http": Raw(OWN, frozenset({"Api._is_known"})),
-    "daemon.status_report": Raw(KERNEL, frozenset({"_stemcell"})),
     "cli.release_tarball": Raw(
         "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
     ),
@@ -246,9 +237,8 @@ RAW: Mapping[str, Raw] = {
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})
     ),
-    "services.spec_store": Raw(OWN, frozenset({"SpecStore.load", "SpecStore.write_instance_files"})),
-    "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size", "Sshd._start", "Sshd.host_key"})),
-    "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version", "instance"})),
+    "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size"})),
+    "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version"})),
     "supervisor.bpm.runner": Raw(
         "bpm.yml is in a bundle; volumes are looked for, and opened by the jail",
         frozenset(
@@ -267,8 +257,8 @@ RAW: Mapping[str, Raw] = {
     ),
     "supervisor.process_finder": Raw(PROBE, frozenset({"_exists"})),
     "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "Programs.printed"})),
-    "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "read_saved"})),
-    "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome", "_read_journal"})),
+    "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state"})),
+    "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
     "daemon.small_installs": Raw(SCRATCH, frozenset({"_opened"})),
@@ -332,6 +322,18 @@ def test_reasons_are_for_what_is_there() -> None:
         f"{name}.{function}" for name, raw in RAW.items() for function in raw.functions - there.get(name, set())
     ] == []
     assert all(raw.why for raw in RAW.values())
+
+
+def test_own_files_are_read_by_one_function() -> None:
+    """``files.read_own`` has the bound: of bytes, and of what a file can be."""
+    own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]
+
+    assert [
+        f"{name}:{line} uses {how} in {function}: use files.read_own"
+        for name, functions in own
+        for function, line, how in openings(modules()[name])
+        if function in functions and how in {".read_text", ".read_bytes"}
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from urllib.parse import SplitResult
 
 from agent_shim.cli.doctor import verdicts
 from agent_shim.cli.doctor.finding import LIMITED, Finding, Report, Runtime
-from agent_shim.core import x509
+from agent_shim.core import wire, x509
 from agent_shim.core.errors import ConfigError, HostError, NoAgentError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import (
@@ -42,6 +42,7 @@ from agent_shim.host import (
     capabilities,
     cgroups,
     clock,
+    files,
     host_stats,
     job_cgroups,
     mounts,
@@ -116,7 +117,7 @@ def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
 def _config(paths: Paths, config: Path | None) -> AgentConfig:
     path = config or paths.bosh / "agent.json"
     try:
-        return parse_config(path.read_bytes(), origin=str(path))
+        return parse_config(files.read(path), origin=str(path))
     except OSError as exc:
         if config is None:
             return AgentConfig()
@@ -126,11 +127,11 @@ def _config(paths: Paths, config: Path | None) -> AgentConfig:
 def _settings(paths: Paths) -> Effective | None:
     """The settings that the agent read last; None if there are none or they are unreadable."""
     try:
-        source = parse(paths.settings_cache.read_bytes(), origin=str(paths.settings_cache))
+        source = parse(files.read_own(paths.settings_cache), origin=str(paths.settings_cache))
     except (OSError, ConfigError):
         return None
     try:
-        return Effective(source, parse_update(paths.update_settings.read_bytes(), origin=str(paths.update_settings)))
+        return Effective(source, parse_update(files.read_own(paths.update_settings), origin=str(paths.update_settings)))
     except (OSError, ConfigError):
         return Effective(source, UpdateSettings())
 
@@ -378,11 +379,9 @@ def _name_error(name: str) -> str:
 
 def _applied(paths: Paths) -> Mapping[str, Any]:
     """The networks of the applied spec."""
-    import msgspec
-
     try:
-        networks = msgspec.json.decode(paths.spec.read_bytes()).get("networks")
-    except (OSError, msgspec.DecodeError, AttributeError):
+        networks = wire.decode(files.read_own(paths.spec), dict[str, Any]).get("networks")
+    except (OSError, ValueError):
         return {}
     return networks if isinstance(networks, dict) else {}
 

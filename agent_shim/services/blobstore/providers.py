@@ -192,9 +192,9 @@ class External:
         """Write the Go agent's file, readable only by root."""
         content = msgspec.json.encode(self._options)
         try:
-            if self._config.read_bytes() == content:
+            if files.read_own(self._config) == content:
                 return
-        except FileNotFoundError:
+        except OSError:  # missing, or something else in its place
             pass
         await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
 

@@ -73,8 +73,8 @@ class DiskMounts:
     def look(self) -> View:
         disks = {cid: self._find(cid, known) for cid, known in self.known().items()}
         try:
-            managed = self._paths.managed_disk.read_text().strip()
-        except OSError:
+            managed = files.read_own(self._paths.managed_disk).decode().strip()
+        except (OSError, UnicodeDecodeError):
             managed = ""
         store = self._mounted_on(self._paths.store, disks, managed)
         target = self._mounted_on(self._paths.store_migration_target, disks, managed)
@@ -197,7 +197,7 @@ class DiskMounts:
     def _remember(self, cid: str) -> None:
         path = self._paths.managed_disk
         with suppress(OSError):
-            if path.read_text() == cid:
+            if files.read_own(path) == cid.encode():
                 return
         files.write_atomic(path, cid.encode())
 

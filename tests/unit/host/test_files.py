@@ -127,6 +127,33 @@ def test_a_mount_point_is_written_in_place(tmp_path: Path, monkeypatch: pytest.M
     assert path.stat().st_ino == before
 
 
+@pytest.mark.parametrize("target", ["/dev/zero", "../outside", "below/../../outside"])
+def test_a_link_that_leads_out_is_neither_read_nor_written_through(tmp_path: Path, target: str) -> None:
+    (tmp_path / "outside").write_bytes(b"outside")
+    own = tmp_path / "own"
+    (own / "below").mkdir(parents=True)
+    (own / "state").symlink_to(target)
+
+    with pytest.raises(OSError, match="it is no regular file"):
+        files.read_own(own / "state")
+    files.write_atomic(files.behind(own / "state"), b"mine")
+
+    assert files.read_own(own / "state") == b"mine"
+    assert (tmp_path / "outside").read_bytes() == b"outside"
+
+
+def test_a_link_to_memory_is_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/state").write_bytes(b"kept")
+    (tmp_path / "state").symlink_to("memory/state")
+    assert files.read_own(tmp_path / "state") == b"kept"
+
+    (tmp_path / "memory/state").unlink()
+    (tmp_path / "memory/state").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="it is no regular file"):
+        files.read_own(tmp_path / "state")
+
+
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     """The text says which path."""
     with pytest.raises(HostError, match=f"cannot write {tmp_path}/no/a: No such file or directory"):

@@ -1,0 +1,112 @@
+"""Anything in the place of a file that the agent reads back at its start: it starts, or says in one line why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import BootError, HostError
+from agent_shim.core.paths import Paths
+from agent_shim.host.files import remove_tree
+from agent_shim.services.state_backup import StateBackup, backup_files
+from benchmarks.world import AGENT, COMMAND, World
+from benchmarks.world import world as made
+
+MAX_MB = 130
+"""Memory of an agent at its highest: an idle one takes a third of it."""
+
+GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "data/bosh/lease.json", "bosh/agent_shim.lock")
+"""Each decides about the files read after it."""
+OTHERS = (
+    *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
+    *("bosh/persistent_disk_hints.json", "bosh/managed_disk_settings.json", "bosh/shut_down"),
+    *("bosh/log/current", "bosh/log/lock", "bosh/etc/operating_system", "bosh/etc/stemcell_version"),
+    *("monit/stopped", "monit/monit.user", "instance/dns/records.json", "instance/id", "instance/health.json"),
+    *("data/bosh/supervisor.json", "data/bosh/held.json", "data/bosh/held.trace", "data/bosh/held.page", "etc/hosts"),
+)
+COPIES = tuple(f"data/bosh/{name}" for name in backup_files(Paths(Path("/"))))
+"""They are read on a new root file system, and the first one that is no file ends the start."""
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _flood(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 200_000_000)
+
+
+def _deep(path: Path) -> None:
+    path.write_bytes(b'{"agent_id":' * 1000 + b"[" * 100_000)
+
+
+def _wrong_types(path: Path) -> None:
+    path.write_bytes(b'{"agent_id":[],"schema":"x","files":0,"services":[{}],"records":7,"version":{},"job":[1],"a":1}')
+
+
+def _no_text(path: Path) -> None:
+    path.write_bytes(b'{"\xff":"\xc3(", "agent_id":"\xff", "version": 1, "records": [["\xff","\xff"]]}')
+
+
+KINDS: Mapping[str, Callable[[Path], None]] = {
+    "a FIFO": _fifo,
+    "a link to a device": _device,
+    "200 MB": _flood,
+    "deep JSON": _deep,
+    "wrong types": _wrong_types,
+    "no UTF-8": _no_text,
+}
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with made(COMMAND) as one:
+        yield one
+
+
+@pytest.mark.parametrize("names", [*((gate,) for gate in GATES), OTHERS, COPIES], ids=[*GATES, "others", "copies"])
+async def test_what_stands_in_the_place_of_state_files_neither_holds_the_start_nor_fills_the_memory(
+    world: World, names: tuple[str, ...]
+) -> None:
+    for kind, plant in KINDS.items():
+        remove_tree(world.base)
+        world.forget_log()
+        paths = [world.base / name for name in names]
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            plant(path)
+        if names == COPIES:
+            stamp = {"schema": 1, "agent_id": AGENT, "lineage": "former"}
+            (world.base / "data/bosh/agent_shim.json").write_text(json.dumps(stamp))
+
+        try:
+            await world.start_agent()
+        except HostError as exc:
+            assert "it has ended: agent-shim: cannot " in str(exc), kind
+        else:
+            peak = int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{world.pid}/status").read_text())[0]) / 1024
+            assert peak < MAX_MB, kind
+            await world.stop_agent()
+        assert "Traceback" not in world.log_text(), kind
+
+
+@pytest.mark.parametrize("name", COPIES)
+async def test_a_copy_that_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    paths = Paths(tmp_path)
+    paths.mirror.mkdir(parents=True)
+    stamp = {"schema": 1, "agent_id": AGENT, "lineage": "former"}
+    (paths.mirror / "agent_shim.json").write_text(json.dumps(stamp))
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(BootError, match="cannot restore the state of this agent: .* it is no regular file"):
+        await StateBackup(paths).recover(AGENT)
