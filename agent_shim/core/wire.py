@@ -77,6 +77,8 @@ MAX_DEPTH: Final = 10_000
 MAX_VALUES: Final = 100_000
 """Bound of the commas and opening brackets of a document, in its texts too. Decoding holds the interpreter: for 0.1
 seconds if a message of NATS (1 MiB) is all small values, for seconds at 16 MiB."""
+MAX_STORED_VALUES: Final = 500_000
+"""The same bound for documents of ``decode``: state files, and DNS records; ten thousand instances need half."""
 TOLERATED_BYTES: Final = 64 * 1024
 """Size up to which defects are tolerated as in Go: the repair of a megabyte takes seconds."""
 MAX_DIGITS: Final = 1000
@@ -102,7 +104,11 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep or is no UTF-8."""
+    """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep, is no UTF-8, or has
+    more than ``MAX_STORED_VALUES``.
+    """
+    if _values(bytes(data)) > MAX_STORED_VALUES:
+        raise msgspec.DecodeError(f"it has more than {MAX_STORED_VALUES} values")
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError as exc:
@@ -118,7 +124,7 @@ def decode_json(data: bytes) -> Any:
     deeper than ``KEPT_DEPTH`` become null. Documents beyond ``TOLERATED_BYTES`` must be valid.
     """
     opened = _opened(data)
-    if opened + data.count(b",") > MAX_VALUES:
+    if _values(data) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} values")
     if len(data) > TOLERATED_BYTES and b"0" * MAX_DIGITS in data.translate(_DIGITS):
         raise ValueError(f"it has a number of {MAX_DIGITS} digits")
@@ -141,6 +147,11 @@ def decode_json(data: bytes) -> Any:
 def _opened(data: bytes) -> int:
     """Opening brackets, in texts too: at least the depth of the document."""
     return data.count(b"[") + data.count(b"{")
+
+
+def _values(data: bytes) -> int:
+    """Commas and opening brackets, in texts too: at least the number of values."""
+    return _opened(data) + data.count(b",")
 
 
 def _is_deep(document: Any) -> bool:

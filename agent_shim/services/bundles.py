@@ -30,8 +30,8 @@ from agent_shim.host.worker_client import BlobRef
 
 Kind = Literal["job", "package"]
 
-MAX_SMALL_BYTES: Final = 64 * 1024 * 1024
-"""Limit of a blob read into memory; the DNS records of ten thousand instances take a tenth."""
+MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
+"""Limit of a blob read into memory; the DNS records of ten thousand instances take half."""
 DIRECTORY_MODE: Final[dict[Kind, int]] = {"job": 0o750, "package": 0o755}
 """Mode of a bundle, of the directory of its versions, and of the directory of links to bundles in use."""
 

@@ -70,7 +70,6 @@ def saying(words: bytes) -> Script:
         b"-ERR \r\n",
         b"NONSENSE and more\r\n",
         b"INFO {broken\r\n",
-        b"INFO []\r\n",
         b"MSG agent.agent x 2\r\n{}\r\n",
     ],
 )
@@ -91,6 +90,7 @@ async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
         + json.dumps({"connect_urls": [f"10.0.{n // 256}.{n % 256}:4222" for n in range(14_000)]}).encode()
         + b"\r\n",
         b'INFO {"ldm":true}\r\n',
+        b"INFO []\r\n",
         b"+OK\r\n",
         b"PONG\r\n" * 50,
         message(b""),
@@ -99,7 +99,19 @@ async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
         b"HMSG agent.agent 1 20 2\r\n{}\r\n",
         b"MSG \xff\xff 1 2\r\n{}\r\n",
     ],
-    ids=["denied", "long news", "lame duck", "ok", "pongs", "empty", "other sid", "headers", "no headers", "no text"],
+    ids=[
+        "denied",
+        "long news",
+        "lame duck",
+        "a list",
+        "ok",
+        "pongs",
+        "empty",
+        "other sid",
+        "headers",
+        "no headers",
+        "no text",
+    ],
 )
 async def test_strange_word_does_no_harm(words: bytes) -> None:
     """Every valid message of a server is tolerated, however odd."""
@@ -116,6 +128,58 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
         await wire.answer_pings()
 
     async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+
+        assert bus.stats.connects == 1
+
+
+@pytest.mark.parametrize("words", [b"MSG agent.agent 1 %d\r\n" % 10**11, b"INFO ", b"MSG ", b"+"])
+async def test_line_or_message_without_an_end_is_not_kept(words: bytes) -> None:
+    """The buffer grew until the pings failed, and each piece of a line was searched from its start."""
+    sent = 0
+
+    async def script(wire: Wire) -> None:
+        nonlocal sent
+        await wire.greet()
+        wire.send(words)
+        with contextlib.suppress(OSError):
+            while sent < 200_000_000:
+                await wire.push(b"x" * 100_000)
+                sent += 100_000
+
+    fake = FakeServer(script, asking, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+
+        assert bus.stats.attempts == 2
+    assert sent < 20_000_000
+
+
+@pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
+async def test_limit_that_was_told_in_the_clear_does_not_make_the_agent_mute(limit: str) -> None:
+    """One word before TLS, and each later reply and heartbeat was dropped."""
+    info = INFO.replace(b"1048576", limit.encode())
+    fake = FakeServer(asking, info=info, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+
+
+async def test_news_of_ever_more_servers_are_not_compared() -> None:
+    """A second list of 14 000 was compared with each server of the first, on the event loop."""
+
+    def news(net: int) -> bytes:
+        urls = [f"10.{net}.{n // 256}.{n % 256}:4222" for n in range(14_000)]
+        return b"INFO %b\r\n" % json.dumps({"connect_urls": urls}).encode()
+
+    async def script(wire: Wire) -> None:
+        await wire.greet()
+        for net in range(5):
+            await wire.push(news(net))
+        wire.send(message(REQUEST))
+        await wire.answer_pings()
+
+    fake = FakeServer(script, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, timing=nats.Timing()) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.connects == 1

@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
+from nats.protocol.parser import Parser
 
 from tests.structure.source import modules
 
@@ -19,10 +20,12 @@ READ = "2.16.0"
 REPLACED: Mapping[str, str] = {
     "_Link._connect_command": "1999c01f55c9",
     "_Link._process_err": "ceb70f44e38f",
+    "_Link._process_info": "ecca7bb93130",
     "_Link._process_msg": "6cff75947e97",
     "_Link._process_op_err": "d4257cb1203c",
     "_Link._process_pong": "ee4c4d01a16d",
     "_Link._select_next_server": "c278559f8a14",
+    "_Parser.parse": "7d6165f1766c",
     "_Transport.connect": "96c97f9bad05",
     "_Transport.connect_tls": "6688ffffefa2",
     "_Transport.readline": "1aa4937b2ac3",
@@ -34,10 +37,10 @@ CALLED: Mapping[str, str] = {
 """Private methods that it calls."""
 ATTRIBUTES = frozenset(
     {"_current_server", "_flusher_task", "_ping_interval_task", "_reading_task", "_server_pool", "_transport"}
-    | {"_bare_io_reader", "_bare_io_writer", "_io_reader", "_io_writer"}
+    | {"_ps", "_bare_io_reader", "_bare_io_writer", "_io_reader", "_io_writer"}
 )
 """Private attributes that it reads or sets."""
-BASES: Mapping[str, type] = {"_Link": Client, "_Transport": TcpTransport}
+BASES: Mapping[str, type] = {"_Link": Client, "_Parser": Parser, "_Transport": TcpTransport}
 
 
 def digest(name: str) -> str:

@@ -106,6 +106,11 @@ class Wire:
     def send(self, data: bytes) -> None:
         self._writer.write(data)
 
+    async def push(self, data: bytes) -> None:
+        """Send, and wait until the client takes it."""
+        self._writer.write(data)
+        await self._writer.drain()
+
     async def expect(self, start: str) -> str:
         """The next line, which must begin so."""
         line = (await self._reader.readuntil(b"\r\n")).decode().rstrip("\r\n")

@@ -28,7 +28,7 @@ from urllib.parse import ParseResult, SplitResult, urlsplit
 
 import msgspec
 
-from agent_shim.core import lean_imports
+from agent_shim.core import lean_imports, wire
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.edges.bus import Handle, Stats, tls
@@ -40,6 +40,7 @@ with lean_imports.without("aiohttp", "importlib.metadata", empty=["nats.js"]):
     from nats import errors as nats_errors
     from nats.aio.client import Client
     from nats.aio.transport import TcpTransport
+    from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 
 RECEIVED_BYTES: Final = 32 * 1024
 """Buffer of a connection: as much as nats-py takes at once."""
+MAX_LINE_BYTES: Final = 1024 * 1024
+"""Limit of a line of the server, which is searched again with each piece; lists of its cluster are the longest."""
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
 """Bytes queued for a slow server; beyond that, publishing fails, as in nats.go."""
 
@@ -250,6 +253,16 @@ class _Transport(TcpTransport):
         return True
 
 
+class _Parser(Parser):
+    """Ends a connection whose server sends a line or a message without end."""
+
+    async def parse(self, data: bytes = b"") -> None:
+        await super().parse(data)
+        is_line = self.state == AWAITING_CONTROL_LINE
+        if len(self.buf) > MAX_LINE_BYTES if is_line else self.needed > MAX_REQUEST_BYTES:
+            raise nats_errors.ProtocolError
+
+
 class _Link(Client):
     """One connection with its subscription, from handshake to close; never reused."""
 
@@ -260,6 +273,7 @@ class _Link(Client):
         self._on_message = on_message
         self._on_denied = on_denied
         self._wire = self._transport = _Transport()  # type: ignore[no-untyped-call]
+        self._ps = _Parser(self)
         self._parts: list[asyncio.Task[Any]] = []
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked = 0
@@ -331,8 +345,9 @@ class _Link(Client):
             raise BusError("a subject is one word")
         if len(name) > MAX_SUBJECT_BYTES:
             raise BusError(f"a subject of {len(name)} bytes would close the connection")
-        if len(data) > self.max_payload:
-            raise BusError(f"a message of {len(data)} bytes exceeds the server's limit of {self.max_payload}")
+        # A lower limit may be a stranger's, told before TLS: it would make the agent mute.
+        if len(data) > (limit := max(self.max_payload, wire.MAX_REPLY_BYTES)):
+            raise BusError(f"a message of {len(data)} bytes exceeds the server's limit of {limit}")
         if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:
             raise BusError("the server does not accept data")
         self._queue(b"PUB %b %d\r\n%b\r\n" % (name, len(data), data))
@@ -407,6 +422,9 @@ class _Link(Client):
         if not self._wire.is_secure:
             raise nats_errors.SecureConnWantedError
         return super()._connect_command()
+
+    async def _process_info(self, info: Any, initial_connection: bool = False) -> None:
+        """Ignore the servers of a cluster: the settings have the addresses, and nats-py compares each with all."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:  # noqa: ARG002
         self._on_message(self, data)
