@@ -212,7 +212,7 @@ class Dispatcher:
         else:
             cancelled = asyncio.Event() if found.is_cancellable else None
             work = partial(self._run_task, found, request, cancelled)
-            begun = self._tasks.submit(found.method, work, cancelled=cancelled)
+            begun = self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
         self._recent.pop(message, None)  # insertion order is age
         self._recent[message] = now, begun
         return begun

@@ -32,6 +32,12 @@ POLL_HOLD_S: Final = 3.0
 MAX_MEMORY_OUTCOME_BYTES: Final = 4096
 """Larger outcomes, in bytes of JSON, are kept on disk: up to a thousand are remembered."""
 
+MAX_WAITING: Final = 10_000
+MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
+"""Tasks in the queue, in number and in size of their arguments in memory; further requests are refused."""
+MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
+"""Requests of stored tasks: a larger journal could not be read back."""
+
 Work = Callable[[], Awaitable[Any]]
 
 _ENDED: Final = asyncio.Event()
@@ -50,6 +56,8 @@ class Task(msgspec.Struct):
     cancelled: asyncio.Event | None
     persistent: bool = False
     state: str = "running"
+    size: int = 0
+    """Bytes of its arguments in memory until its end."""
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
@@ -80,6 +88,7 @@ class Tasks:
         self._tasks: dict[str, Task] = {}
         self._queue: asyncio.Queue[tuple[Task, Work]] = asyncio.Queue()
         self._stored: dict[str, dict[str, str]] = {}
+        self._waiting_bytes = 0
         self._released = asyncio.Event()
         self.running: Task | None = None
 
@@ -100,19 +109,36 @@ class Tasks:
         cancelled: asyncio.Event | None = None,
         task_id: str = "",
         stored: bool = False,
+        size: int = 0,
     ) -> Task:
-        """Queue ``work`` and return its task; with ``cancelled`` the task can be cancelled."""
-        task = Task(task_id or str(uuid.uuid4()), method, cancelled, stored)
+        """Queue ``work`` and return its task; with ``cancelled`` the task can be cancelled.
+
+        ``size`` is that of a request (``wire.weight``); raises ``ActionError`` if the queue is full.
+        """
+        if size:
+            self._require_room(method, size)
+        task = Task(task_id or str(uuid.uuid4()), method, cancelled, stored, size=size)
+        self._waiting_bytes += size
         self._tasks[task.id] = task
         self._queue.put_nowait((task, work))
         return task
 
+    def _require_room(self, method: str, size: int) -> None:
+        if self.waiting >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise ActionError(f"cannot queue {method}: {self.waiting} tasks wait already, repeat it after their end")
+
     async def submit_persistent(self, method: str, work: Work, request: bytes) -> Task:
-        """Queue a task that survives a restart of the agent under the same id (tasks.json)."""
+        """Queue a task that survives a restart of the agent under the same id (tasks.json).
+
+        Raises ``ActionError`` if the queue is full.
+        """
+        self._require_room(method, size := wire.weight(request))
+        if sum(len(entry["Payload"]) for entry in self._stored.values()) + len(request) > MAX_JOURNAL_BYTES:
+            raise ActionError(f"cannot queue {method}: {len(self._stored)} stored tasks wait already")
         task_id = str(uuid.uuid4())
         self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
         await self._save()
-        return self.submit(method, work, task_id=task_id, stored=True)
+        return self.submit(method, work, task_id=task_id, stored=True, size=size)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
         """Queue the persistent tasks of an earlier agent under their old ids; drops unknown ones.
@@ -197,6 +223,7 @@ class Tasks:
 
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
         task, work = await self._queue.get()
+        self._waiting_bytes -= task.size
         if task.state != "running":  # cancelled in the queue
             return
         self.running = task

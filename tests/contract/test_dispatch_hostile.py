@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 from collections.abc import Iterator
@@ -181,3 +182,16 @@ async def test_a_hostile_value_gives_one_error_and_changes_nothing(world: World,
             assert await world.value("ping") == "pong"
     assert findings == []
     assert sorted(world.paths.base.parent.iterdir()) == outside
+
+
+async def test_requests_that_wait_behind_an_errand_do_not_fill_the_memory(world: World) -> None:
+    """180 KB of empty lists in each became three megabytes, and the queue had no end."""
+    blocked = asyncio.Event()
+    world.agent.tasks.submit("run_errand", blocked.wait)
+    replies = [await world.call("prepare", {}, [[]] * 45_000 + [number]) for number in range(20)]
+    errors = [reply["exception"]["message"] for reply in replies if "exception" in reply]
+
+    assert 0 < len(errors) < 20
+    assert all(error.startswith("Action Failed prepare: cannot queue prepare: ") for error in errors)
+    assert await world.value("ping") == "pong"
+    blocked.set()

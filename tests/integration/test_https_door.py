@@ -192,6 +192,25 @@ async def test_too_large_bodies_are_refused(hasty: HttpsBus, tmp_path: Path) -> 
     assert await cli.value("ping") == "ping"
 
 
+async def test_requests_beyond_their_memory_get_503_and_later_ones_are_answered(agent: Agent, tmp_path: Path) -> None:
+    """Each connection held a body of 16 MiB: two gigabytes of one caller with the password."""
+    async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
+        cli = Cli(bus.port)
+        for _ in range(2):
+            _, writer = await stack.enter_async_context(cli.connected())
+            writer.write(head("POST", "/agent", 2000, basic()) + bytes(1400))
+        async with asyncio.timeout(30):
+            while (await cli.send("POST", "/agent", bytes(1400))).status != 503:
+                await asyncio.sleep(0.01)
+        await stack.aclose()
+
+        async with asyncio.timeout(30):
+            while (await cli.send("POST", "/agent", bytes(2900))).status != 500:
+                await asyncio.sleep(0.01)
+        assert await cli.value("ping") == "ping"
+        assert bus.stats.flooded >= 1
+
+
 async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)

@@ -173,7 +173,7 @@ async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, s
         assert talk.monitor.of("heartbeat", "agent") == []
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 800)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 4000)])
 async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     """Requests beyond the bound are dropped and counted; later ones are served."""
     monkeypatch.setattr(nats, limit, value)

@@ -47,6 +47,8 @@ class Bounds(msgspec.Struct, frozen=True):
 
     request: int = 16 * 1024 * 1024
     """Maximum size of a request to ``/agent``."""
+    requests: int = 64 * 1024 * 1024
+    """Maximum size of all requests in progress; further ones get 503."""
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
@@ -105,6 +107,7 @@ class HttpsBus:
         self._known: set[web.RequestHandler] = set()
         """Authenticated connections."""
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
+        self._kept_bytes = 0
 
     @property
     def mbus(self) -> Mbus:
@@ -268,12 +271,26 @@ class HttpsBus:
         return True
 
     async def _ask(self, request: web.BaseRequest) -> web.Response:
+        chunks, size = list[bytes](), 0
         try:
-            body = b"".join([chunk async for chunk in self._body(request, self._bounds.request)])
+            async for chunk in self._body(request, self._bounds.request):
+                if self._kept_bytes + len(chunk) > self._bounds.requests:
+                    self.stats.flooded += 1
+                    return web.Response(status=503, headers={"Connection": "close"})
+                self._kept_bytes += len(chunk)
+                chunks.append(chunk)
+                size += len(chunk)
+            body = b"".join(chunks)
+            chunks.clear()
+            return await self._asked(body)
         except _TooLargeError:
             return web.Response(status=413)
         except (web.RequestPayloadError, TimeoutError):
             return web.Response(status=400)
+        finally:
+            self._kept_bytes -= size
+
+    async def _asked(self, body: bytes) -> web.Response:
         self.stats.received += 1
         self.stats.received_bytes += len(body)
         answer = await self._handled(body)

@@ -48,7 +48,7 @@ MAX_REQUESTS: Final = 10_000
 MAX_SUBJECT_BYTES: Final = 1024
 """nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Concurrent requests, in number and size; requests beyond that are dropped, as in nats.go."""
+"""Concurrent requests, in number and size in memory; requests beyond that are dropped, as in nats.go."""
 
 RECEIVED_BYTES: Final = 32 * 1024
 """Buffer of a connection: as much as nats-py takes at once."""
@@ -746,15 +746,16 @@ class NatsBus:
     def _received(self, link: _Link, data: bytes) -> None:
         self.stats.received += 1
         self.stats.received_bytes += len(data)
+        size = wire.weight(data)
         if self._is_duplicate(link, data):
             self.stats.duplicates += 1
-        elif len(self._answering) >= MAX_REQUESTS or self._answering_bytes + len(data) > MAX_REQUEST_BYTES:
+        elif len(self._answering) >= MAX_REQUESTS or self._answering_bytes + size > MAX_REQUEST_BYTES:
             self.stats.flooded += 1
         else:
             task = asyncio.create_task(self._answer(data), name="request")
-            task.add_done_callback(partial(self._answered, len(data)))
+            task.add_done_callback(partial(self._answered, size))
             self._answering.add(task)
-            self._answering_bytes += len(data)
+            self._answering_bytes += size
 
     def _is_duplicate(self, link: _Link, data: bytes) -> bool:
         """True if the other connection of a rotation delivered the same message; its ``reply_to`` makes it unique."""

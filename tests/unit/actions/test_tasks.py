@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.actions.tasks import MAX_MEMORY_OUTCOME_BYTES, Bounds, Tasks
+from agent_shim.actions.tasks import MAX_JOURNAL_BYTES, MAX_MEMORY_OUTCOME_BYTES, MAX_WAITING_BYTES, Bounds, Tasks
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, TaskNotFoundError
 
@@ -343,3 +343,33 @@ async def test_stored_task_whose_request_cannot_be_read_is_dropped(tmp_path: Pat
     await lane.resume({"update_settings": resumed})
 
     assert lane.waiting == 0
+
+
+async def test_a_queue_that_is_full_takes_no_request_until_one_has_begun(tasks: Tasks) -> None:
+    """Each held its arguments, thirty times as large as its bytes, while an errand ran."""
+    gate = asyncio.Event()
+    tasks.submit("run_errand", gate.wait, size=1)
+    while tasks.running is None:
+        await asyncio.sleep(0)
+    for _ in range(2):
+        last = tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES // 2)
+    with pytest.raises(ActionError, match="cannot queue prepare: 2 tasks wait already, repeat it after their end"):
+        tasks.submit("prepare", gate.wait, size=1)
+    with pytest.raises(ActionError, match="cannot queue update_settings: 2 tasks wait already"):
+        await tasks.submit_persistent("update_settings", gate.wait, b"{}")
+    tasks.submit("start the jobs again", gate.wait)
+
+    gate.set()
+    await ended(tasks, last.id)
+
+    tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES)
+
+
+async def test_stored_tasks_are_no_more_than_can_be_read_back(tasks: Tasks) -> None:
+    gate = asyncio.Event()
+    request = b" " * (MAX_JOURNAL_BYTES // 4)
+    for _ in range(3):
+        await tasks.submit_persistent("update_settings", gate.wait, request)
+
+    with pytest.raises(ActionError, match="cannot queue update_settings: 3 stored tasks wait already"):
+        await tasks.submit_persistent("update_settings", gate.wait, request)
