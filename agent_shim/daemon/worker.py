@@ -16,6 +16,7 @@ import shutil
 import signal
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -177,6 +178,9 @@ MOST_SYNCS = 4
 
 UNREACHED = Outcome("it was not reached")
 
+PATIENCE_S = 120.0
+"""Time in which transfers begin after the first failure: a store that stalls takes two minutes for each blob."""
+
 
 class Piece(msgspec.Struct):
     """One target, unpacked to ``temp``; renamed to ``target.path`` when all are on disk."""
@@ -187,7 +191,10 @@ class Piece(msgspec.Struct):
 
 
 async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
-    """Install all targets; those of one blob share its transfer. The failure of one does not affect the others."""
+    """Install all targets; those of one blob share its transfer.
+
+    The failure of one does not affect the others, unless they would begin ``PATIENCE_S`` later.
+    """
     from agent_shim.services.blobstore.blobs import Blobs
 
     paths = Paths(Path(request.base))
@@ -197,21 +204,26 @@ async def _install(request: Install, temps: list[Path]) -> list[Outcome]:
     for piece in pieces:
         source = piece.target.source
         of_blob.setdefault((source.blob_id, source.signed_url, source.digest), []).append(piece)
-    gate = asyncio.Semaphore(max(1, request.parallel))
+    gate, failed_at = asyncio.Semaphore(max(1, request.parallel)), list[float]()
     async with Blobs(request.store, paths) as blobs, asyncio.TaskGroup() as group:
         for those in of_blob.values():
-            group.create_task(_fetch_and_unpack(blobs, those, gate, paths.shared_owner))
+            group.create_task(_fetch_and_unpack(blobs, those, gate, failed_at, paths.shared_owner))
     await asyncio.to_thread(finish, [piece for piece in pieces if not piece.outcome.error])
     return [piece.outcome for piece in pieces]
 
 
-async def _fetch_and_unpack(blobs: Blobs, pieces: Sequence[Piece], gate: asyncio.Semaphore, owner: str | None) -> None:
+async def _fetch_and_unpack(
+    blobs: Blobs, pieces: Sequence[Piece], gate: asyncio.Semaphore, failed_at: list[float], owner: str | None
+) -> None:
     async with gate:
+        if failed_at and time.monotonic() > failed_at[0] + PATIENCE_S:
+            return
         try:
             async with blobs.fetched(pieces[0].target.source) as file:
                 for piece in pieces:
                     await asyncio.to_thread(unpack, file, piece, owner)
         except (ShimError, OSError) as exc:
+            failed_at.append(time.monotonic())
             for piece in pieces:
                 piece.outcome = Outcome(f"{FETCHING[piece.target.kind]}{exc}")
 

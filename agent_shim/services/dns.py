@@ -21,7 +21,7 @@ import msgspec
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, hostname, mounts
+from agent_shim.host import files, hostname, mounts, network
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Dns:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
+        self._forgetting = asyncio.Lock()
 
     async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
         """Bring the records to ``version`` or newer; ``fetch`` returns the verified blob if needed.
@@ -70,6 +71,11 @@ class Dns:
         """
         async with self._turn:
             return await asyncio.to_thread(self._restore, agent_id)
+
+    async def forget_neighbours(self, addresses: list[str]) -> None:
+        """Forget the hardware addresses of these addresses as far as the container may; one program at a time."""
+        async with self._forgetting:
+            await network.forget_neighbours(addresses)
 
     async def name_self(self, agent_id: str) -> str | None:
         """Set the host name of the container, and add it and ``localhost`` to the hosts file.

@@ -513,6 +513,21 @@ async def test_tens_of_thousands_of_arp_entries_take_one_process(world: World, m
     assert [text.splitlines() for text in given] == [[f"neigh flush to {address}" for address in addresses]]
 
 
+async def test_a_flood_of_arp_requests_runs_one_program_at_a_time(world: World) -> None:
+    """Each had its own, all at once, with four descriptors."""
+
+    def opened() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = peak = opened()
+    flood = [asyncio.create_task(world.call("delete_arp_entries", {"ips": ["192.0.2.1"]})) for _ in range(40)]
+    while not all(task.done() for task in flood):
+        await asyncio.sleep(0)
+        peak = max(peak, opened())
+
+    assert peak - before < 20
+
+
 def _records(world: World, version: int, *, told: int | None = None) -> list[Any]:
     content = json.dumps({"version": version if told is None else told, "records": [["10.0.0.9", "a.b.bosh"]]}).encode()
     named = jobs.blob(store_of(world), content)

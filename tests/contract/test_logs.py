@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agent_shim.host import worker_client
+from agent_shim.services.logs import archives
 from tests.support.http import http_server
 from tests.support.world import World, is_running
 
@@ -208,6 +209,14 @@ async def test_a4_a_bundle_stays_until_it_is_removed(world: World) -> None:
     for _ in range(2):
         assert await world.call("remove_file", str(path)) == {"value": str(path)}
         assert scratch(world) == []
+
+
+async def test_the_oldest_bundle_makes_way_for_one_too_many(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of all logs for each request filled the disk for a day."""
+    monkeypatch.setattr(archives, "MAX_BUNDLES", 2)
+    paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(3)]
+
+    assert [path.exists() for path in paths] == [False, True, True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import os
 import shutil
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from agent_shim.services.blobstore import transfer as transfers
 from agent_shim.services.blobstore.transfer import Transfer
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
+from tests.support.serving import serving
 
 FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
 SURE = msgspec.structs.replace(FAST, stall=30)
@@ -354,3 +357,42 @@ async def test_nothing_is_left_open(server: Server, transfer: Transfer) -> None:
     await asyncio.sleep(0.1)
 
     assert open_files() <= before + 1
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "endless"),
+    [
+        (b"HTTP/1.1 200 ", b"x" * 10_000),
+        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000),
+        (b"HTTP/1.1 200 OK\r\na: ", b"x" * 10_000),
+        (b"", b"HTTP/1.1 102 Processing\r\na: b\r\n\r\n" * 100),
+        (CHUNKED + b"3;", b"x" * 10_000),
+        (CHUNKED, b"0" * 10_000),
+        (CHUNKED + b"3\r\nabc\r\n0\r\n", b"a: b\r\n" * 1000),
+        (CHUNKED + b"3\r\nabc\r\n0\r\na: ", b"x" * 10_000),
+        (b"HTTP/1.1 401 No\r\nContent-Length: 100000000000\r\n\r\n", b"x" * 10_000),
+    ],
+    ids=["reason", "headers", "header", "interim", "extension", "size", "trailers", "trailer", "error"],
+)
+async def test_nothing_of_an_answer_but_its_body_is_kept(transfer: Transfer, begin: bytes, endless: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await http.read_head(reader)
+        writer.write(begin)
+        with contextlib.suppress(OSError):
+            while True:
+                writer.write(endless)
+                await writer.drain()
+                await asyncio.sleep(0)
+
+    async with serving(talk) as port:
+        tracemalloc.start()
+        try:
+            await failure(transfer, f"http://127.0.0.1:{port}/b")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak < 10_000_000

@@ -25,6 +25,7 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
+from agent_shim.daemon import worker
 from agent_shim.host import files, process, worker_client
 from agent_shim.host.worker_client import (
     BlobRef,
@@ -205,6 +206,23 @@ async def test_what_fails_is_told_and_keeps_nothing_else_from_succeeding(paths: 
     ]
     assert list(tree(paths.data_packages)) == ["good/digest/a"]
     assert left_half_made(paths) == []
+
+
+async def test_a_store_that_stalls_does_not_hold_the_lane_for_each_blob(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minutes for each of hundreds of packages, and no task could begin meanwhile."""
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    good = kept(paths, tgz({"a": b"a"}))
+    targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
+    targets += [package(paths, f"p{number}", BlobRef(f"missing{number}", digest="00")) for number in range(20)]
+
+    done = await worker.serve(Install(str(paths.base), DUMMY, 1, targets), [])
+
+    assert done.outcomes[0].error == ""
+    assert "cannot get missing" in done.outcomes[1].error
+    assert done.outcomes[2:] == [worker.UNREACHED] * 20
+    assert (paths.data_packages / "first/digest/a").exists()
 
 
 async def test_a_bundle_that_somebody_else_installed_meanwhile_stays(paths: Paths) -> None:

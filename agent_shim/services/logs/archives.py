@@ -26,6 +26,8 @@ REMARKS: Final = "agent_shim.remarks.txt"
 """Entry of an archive that lists its deviations from the files on disk; absent without any."""
 MAX_AGE_S: Final = 24 * 3600.0
 """Age at which an archive on disk is removed."""
+MAX_BUNDLES: Final = 20
+"""Archives on disk; one more removes the oldest."""
 NICE: Final = 5
 """Niceness of packing relative to the agent: jobs have priority."""
 
@@ -111,7 +113,7 @@ class Logs:
             raise ActionError(f"cannot remove {path}: it is {what}")
 
     async def tidy(self) -> None:
-        """Remove incomplete and expired archives."""
+        """Remove incomplete, expired and too many archives."""
         with errors_as("Making logs tarball"):
             await asyncio.to_thread(_tidy, self._paths.bundled_logs)
 
@@ -153,6 +155,7 @@ def _tidy(directory: Path) -> None:
     files.make_dir(directory, 0o711)
     os.utime(directory)
     now = directory.stat().st_mtime
-    for path in directory.iterdir():
-        if files.is_leftover(path.name) or now - path.lstat().st_mtime > MAX_AGE_S:
+    by_age = sorted(directory.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
+    for number, path in enumerate(by_age, 1):
+        if number >= MAX_BUNDLES or files.is_leftover(path.name) or now - path.lstat().st_mtime > MAX_AGE_S:
             files.remove_tree(path)
