@@ -340,16 +340,18 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
             at += len(chunk)
 
 
-def open_log(path: Path, mode: int, root: Path | None = None) -> int:
-    """Open a log for appending, created with ``mode`` if missing; ``root`` as for :func:`held`.
+def open_log(path: Path, mode: int, root: Path | None = None, *, owner: tuple[int, int] = (-1, -1)) -> int:
+    """Open a log for appending, created with ``mode`` and for ``owner`` if missing; ``root`` as for :func:`held`.
 
-    A file with a second hard link is refused.
+    A file with a second hard link is refused. An existing file keeps its owner: a job may have moved one of root here.
     """
     with _named(path), held(path.parent, root) as directory:
         for _ in range(3):  # removed between two steps: once by a rotation, any number of times by an attacker
             with suppress(FileExistsError):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                return os.open(path.name, flags, mode, dir_fd=directory)
+                descriptor = os.open(path.name, flags, mode, dir_fd=directory)
+                os.fchown(descriptor, *owner)
+                return descriptor
             with suppress(FileNotFoundError):
                 return _append_to(path.name, directory)
         raise OSError(errno.EAGAIN, "it is removed and created repeatedly")

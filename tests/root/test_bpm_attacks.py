@@ -114,6 +114,36 @@ def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -
     assert (said, reason) == ("secret", "")
 
 
+MOVING = """
+(paths.jobs / "web/config/bpm.yml").write_text('''
+processes:
+- name: web
+  executable: /bin/sh
+  args: [-c, "cd /var/vcap/sys/log/web; cat NAME; mv -f post-start.stdout.log NAME; echo done"]
+''')
+from agent_shim.supervisor.plan import BpmCall
+call = BpmCall("start", "web", "web")
+secret = paths.sys / "log/web/post-start.stdout.log"
+await supervisor.bpm.run(call, [], {})
+secret.write_text("secret of root")
+secret.chmod(0o640)
+for _ in range(2):
+    await supervisor.bpm.run(call, [], {})
+return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
+"""
+
+
+@pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_log_of_root_in_the_place_of_its_own_is_not_given_away(inside: Inside, level: int, name: str) -> None:
+    """Scripts of root write in the same directory."""
+    said, owner = run(inside, level, MOVING.replace("NAME", name))
+
+    assert "secret" not in said
+    assert said.count("done") == 3
+    assert owner == 0
+
+
 REACHING = """
 import os, socket
 

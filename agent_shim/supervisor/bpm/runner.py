@@ -261,8 +261,8 @@ class Bpm:
         try:
             if (self._paths.jobs / call.job).is_dir():
                 _make_kept(root / call.job, 0o750, owner)
-            with closing(guarded.open_log(root / call.job / "bpm.log", 0o600)) as descriptor:
-                os.fchown(descriptor, *files.owner_ids(owner))
+            ids = files.owner_ids(owner)
+            with closing(guarded.open_log(root / call.job / "bpm.log", 0o600, owner=ids)) as descriptor:
                 os.write(descriptor, json.dumps(line).encode() + b"\n")
         except FileNotFoundError:
             return  # no job of this name
@@ -608,8 +608,6 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
 
 def _make_log(path: Path, owner: str | None) -> None:
     try:
-        with closing(guarded.open_log(path, 0o600)) as descriptor:
-            os.fchmod(descriptor, 0o600)
-            os.fchown(descriptor, *files.owner_ids(owner))
+        os.close(guarded.open_log(path, 0o600, owner=files.owner_ids(owner)))
     except OSError as exc:
         raise files.failed(f"make the log file {path}", exc) from exc
