@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +128,8 @@ async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, bl
     assert put.body.startswith(b"cannot store the blob: ")
     assert (got.status, got.body) == (500, b"")
     assert sorted(world.paths.data.rglob("*")) == before
+    held = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert [path for path in held if path.startswith(str(world.paths.blobs))] == []
 
 
 async def test_t9_link_is_no_blob(cli: Cli, world: World) -> None:

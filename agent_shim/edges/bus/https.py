@@ -151,7 +151,7 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to another certificate or address, keeping connections; raises ``ActionError`` if unusable."""
+        """Switch certificate or address, keeping connections; ``ActionError`` and no change if they are unusable."""
         async with self._changing:
             before, self._mbus = self._mbus, mbus
             try:
@@ -433,8 +433,8 @@ def _credentials(mbus: Mbus) -> bytes:
 
 def _open(path: Path) -> BinaryIO:
     """Open a blob; raises ``OSError`` for links and other non-regular files."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return file
+    return os.fdopen(descriptor, "rb")
