@@ -83,13 +83,11 @@ async def _compiled(
     parallel = settings.source.env.bosh.parallel
     compilation = Compilation(agent.bundles, agent.compiler, settings.blobstore, in_use, parallel)
 
-    def report(step: str) -> None:
-        agent.tasks.report(f"{package.name}: {step}")
-
     with errors_as(f"Compiling package {package.name}", ShimError):
         needed = [_bundle(each) for each in dependencies.values()]
         try:
-            return await _unless(cancelled, compilation.compile(package, needed, report))
+            work = compilation.compile(package, needed, lambda step: agent.tasks.report(f"{package.name}: {step}"))
+            return await _unless(cancelled, work)
         finally:
             await compilation.clean()
 

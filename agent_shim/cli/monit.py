@@ -110,9 +110,6 @@ def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, 
     return reply
 
 
-# --- actions --------------------------------------------------------------------------------------------------------
-
-
 def _change(command: Command, action: str) -> int:
     """Request an action without output; returns when the agent has accepted it, not at its end."""
     names = command.words[1:2]

@@ -148,8 +148,7 @@ def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
     """
     known = hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints))
     for cid, disk in known.items():
-        marker = markers.read(disk.place) if disk.place is not None else None
-        if disk.place is None or marker is None or not marker.role:
+        if disk.place is None or (marker := markers.read(disk.place)) is None or not marker.role:
             continue
         with suppress(OSError):
             if found := leases.twin(disk.place / markers.DIRECTORY):

@@ -128,7 +128,7 @@ def _unpack(source: BinaryIO, into: Path, wanted: _Parts, outside_links: bool, l
 def entries(source: BinaryIO, limits: Limits = GENEROUS) -> Iterator[tuple[Member, str, Iterator[bytes]]]:
     """Yield each member of ``source``, tar or gzipped tar, with its normalized path and its data.
 
-    The path has no leading ``./`` and no trailing ``/``. Data not read by then is skipped. Raises ``ArchiveError``.
+    The path has no leading ``./`` and no trailing ``/``. Data left unread is skipped. Raises ``ArchiveError``.
     """
     try:
         reader = _Reader(source, limits)

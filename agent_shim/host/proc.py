@@ -108,11 +108,8 @@ def stat(pid: int) -> Stat | None:
 
 def table() -> dict[int, Stat]:
     """Read all processes of this pid namespace by pid, zombies included, in one pass."""
-    found = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - strings are enough, for hundreds
-        if entry.isdigit() and (one := stat(int(entry))) is not None:
-            found[one.pid] = one
-    return found
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208 - strings, for hundreds
+    return {pid: one for pid in pids if (one := stat(pid)) is not None}
 
 
 def table_of_few(limit: int) -> dict[int, Stat] | None:

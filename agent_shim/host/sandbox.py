@@ -93,7 +93,7 @@ async def prepared(
 ) -> AsyncIterator[process.Process]:
     """Yield the process that executes the program when the block ends; if the block fails, it exits instead.
 
-    With namespaces it is their first process, with its pid in this one. Its environment before the exec is ``env``.
+    With namespaces it is their first one, with its pid in ours. Until the exec ``env`` applies. Raises ``HostError``.
     """
     ours, theirs = socket.socketpair()
     with ours:

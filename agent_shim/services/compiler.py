@@ -111,7 +111,8 @@ class Compiler:
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
-            await asyncio.to_thread(_make_anew, log)
+            await asyncio.to_thread(files.remove_tree, log)
+            await asyncio.to_thread(files.make_dir, log, 0o750)
             argv, env = ["bash", "-x", "packaging"], self._environment(package, newest)
             script = process.spawn(argv, env=env, cwd=self._directory(package), stdout=stdout, stderr=stderr)
             try:
@@ -162,11 +163,6 @@ def _inherited(paths: Paths, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of scripts with the agent's programs first in PATH."""
     own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
     return {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
-
-
-def _make_anew(directory: Path) -> None:
-    files.remove_tree(directory)
-    files.make_dir(directory, 0o750)
 
 
 def _failure(status: int | None, stdout: Path, stderr: Path) -> str:

@@ -205,7 +205,7 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: _Hold, *, is_over: bool = False) -> None:
-        """Write in place, another inode has another lock, and in one call: a kill leaves the old lease or a new."""
+        """Write in place (another inode has another lock) and in one call: a kill leaves the old lease or the new."""
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:

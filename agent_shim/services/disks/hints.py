@@ -100,7 +100,7 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
     """Return all disks by cid: those of the settings, overridden by the stored hints.
 
-    A stored hint without a path does not override one in the settings: old CPIs use others. An empty cid names no disk.
+    A stored hint without a path does not override one in the settings, the way of old CPIs. An empty cid is no disk.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
     for cid, disk in stored.items():

@@ -1,6 +1,6 @@
 """Parser of rules and programs in a monit control file. Pure.
 
-``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``, in a fixed order: user, group, timeout, rate.
+``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``, in a fixed order: user and group, timeout, rate.
 """
 
 from __future__ import annotations
