@@ -209,7 +209,7 @@ def measure(copy: Path, stage: Stage) -> None:
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
     """By file and line, the node ids of the tests that reach it, the fastest first."""
-    durations = json.loads((STORE / stage.name / "durations.json").read_text())
+    durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     connection = sqlite3.connect(STORE / stage.name / "coverage")
     rows = connection.execute(
@@ -233,6 +233,10 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
         ]
 
     return {name: {line: fastest(tests) for line, tests in lines.items()} for name, lines in found.items()}
+
+
+def _durations(stage: Stage) -> dict[str, float]:
+    return dict(json.loads((STORE / stage.name / "durations.json").read_text()))
 
 
 def _lines(bits: bytes) -> Iterator[int]:
@@ -366,11 +370,13 @@ def try_in_forks(
 ) -> None:
     """Run a stage by ``chaos.mutate_forked`` in so many processes until the time ``until`` of the clock."""
     running, taken = [], []
+    seconds = _durations(stage)
     for number in range(workers):
         scratch = STORE / f"tmp-{stage.name}-{number}"
         scratch.mkdir(parents=True, exist_ok=True)
         given = scratch / "tasks.json"
-        given.write_text(json.dumps([(asdict(one), tests) for one, tests in tasks[number::workers]]))
+        shared = [(asdict(one), {test: seconds[test] for test in tests}) for one, tests in tasks[number::workers]]
+        given.write_text(json.dumps(shared))
         taken.append(scratch / "results.jsonl")
         taken[-1].write_text("")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "chaos.mutate_forked", "-p", "no:cacheprovider"]

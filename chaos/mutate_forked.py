@@ -13,8 +13,8 @@ import os
 import resource
 import select
 import signal
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Final, TypeAlias
@@ -26,10 +26,12 @@ from chaos import confined
 from chaos.mutate import ROOT, Mutant
 
 TASKS: Final = "SHIM_MUTATE_TASKS"
-"""Names a file with a list of ``[mutant, [node id of a test, …]]``."""
+"""Names a file with a list of ``[mutant, {node id of a test: its seconds under coverage, …}]``."""
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
 """Names the file that takes a line of JSON for each mutant: key, outcome, number of tests, the test that failed."""
-TIMEOUT_S: Final = 30.0
+TIMEOUT_S: Final = 60.0
+TEST_TIMEOUT_S: Final = 5.0
+"""One test may take so long, and four times its seconds under coverage: then a mutant lets it wait for ever."""
 PROCESSOR_S: Final = 5
 MAX_MEMORY: Final = 3 << 30
 """A mutant that computes without end is ended sooner than one that waits. The same tests must pass without it."""
@@ -38,6 +40,8 @@ TMP: Final = Path("/tmp/mutant")
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
+_SOUND_AFTER: Final = 2
+"""A test that failed with a mutant and passed without one so often is no longer asked without one."""
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
 
@@ -52,39 +56,62 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     gc.collect()
     gc.freeze()  # the forks share the pages
     with Path(os.environ[RESULTS]).open("a", buffering=1) as results:
-        for members, names in tasks:
+        for members, seconds in tasks:
             mutant = Mutant(**members)
-            tests = [items[name] for name in names if name in items]
-            outcome, by, tried = _try(mutant, tests, functions)
+            tests = _likely_first([items[name] for name in seconds if name in items], mutant)
+            outcome, by, tried = _try(mutant, tests, functions, seconds)
             results.write(json.dumps([mutant.key, outcome, tried, by]) + "\n")
     return True
 
 
 class _FirstFailure:
-    """The plugin of a fork: end it with the first test that fails, whose name goes into the pipe."""
+    """The plugin of a fork: end it with the first test that fails or waits for ever.
 
-    def __init__(self, to: int) -> None:
+    The name of each test goes into the pipe before it runs: the last one is that of the failure.
+    """
+
+    def __init__(self, to: int, seconds: Mapping[str, float]) -> None:
         self._to = to
+        self._seconds = seconds
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Begin a test, whose time starts."""
+        os.write(self._to, nodeid.encode()[:200] + b"\n")
+        signal.setitimer(signal.ITIMER_REAL, TEST_TIMEOUT_S + 4 * self._seconds[nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the report of one phase of a test."""
         if report.failed:
-            os.write(self._to, report.nodeid.encode()[:200])
             os._exit(_NOTICED)
 
 
 _broken: Final[set[str]] = set()
 """Tests that fail in a fork without a mutant; they say nothing and are left out."""
+_sound: Final[Counter[str]] = Counter()
+"""How often a test failed with a mutant and passed without one."""
+_noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
+"""By file, how often a test noticed one of its mutants."""
 
 
-def _try(mutant: Mutant, items: list[pytest.Item], functions: _Functions) -> tuple[str, str, int]:
+def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
+    """Begin with tests that noticed other mutants of the file, then those of the module's name; else keep the order."""
+    module = Path(mutant.path).stem
+    noticed = _noticing[mutant.path]
+    return sorted(items, key=lambda item: (-noticed[item.nodeid], module not in item.path.stem))
+
+
+def _try(
+    mutant: Mutant, items: list[pytest.Item], functions: _Functions, seconds: Mapping[str, float]
+) -> tuple[str, str, int]:
     """Return ``noticed``, ``survived`` or ``not tried``, the test that failed or the reason, the number of tests."""
     while items := [item for item in items if item.nodeid not in _broken]:
-        code, by = _forked(lambda: exchange(mutant, functions), items)
+        code, by = _forked(lambda: exchange(mutant, functions), items, seconds)
         if code in {0, _NOT_TRIED}:
             return ("not tried" if code else "survived"), by, len(items)
         suspects = [item for item in items if item.nodeid == by]
-        if _forked(lambda: None, suspects or items)[0] == 0:
+        if _sound[by] >= _SOUND_AFTER or _forked(lambda: None, suspects or items, seconds)[0] == 0:
+            _sound[by] += 1
+            _noticing[mutant.path][by] += 1
             return "noticed", by, len(items)
         if not suspects:
             return "not tried", f"{by}, without the mutant too", len(items)
@@ -92,8 +119,8 @@ def _try(mutant: Mutant, items: list[pytest.Item], functions: _Functions) -> tup
     return "not tried", "its tests fail in a fork without it", 0
 
 
-def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, str]:
-    """Make a change in a fork and run tests there; return its exit code, and the test that failed or the reason.
+def _forked(change: Callable[[], None], items: list[pytest.Item], seconds: Mapping[str, float]) -> tuple[int, str]:
+    """Make a change in a fork and run tests there; return its exit code, and the last test or why none was tried.
 
     The fork has pid and mount namespaces of its own: what its tests start, kill or mount ends there.
     """
@@ -101,21 +128,22 @@ def _forked(change: Callable[[], None], items: list[pytest.Item]) -> tuple[int, 
     pid = confined.fork()
     if pid == 0:
         os.close(reading)
-        _in_fork(change, items, writing)
+        _in_fork(change, items, writing, seconds)
     os.close(writing)
     try:
         pidfd = os.pidfd_open(pid)
-        ended, _, _ = select.select([pidfd], [], [], TIMEOUT_S)
+        select.select([pidfd], [], [], TIMEOUT_S)
         os.close(pidfd)
     finally:
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    by = os.read(reading, 4096).decode(errors="replace")
+    written = os.read(reading, 1 << 16).decode(errors="replace").splitlines()
     os.close(reading)
-    return os.waitstatus_to_exitcode(status), by if ended else f"took longer than {TIMEOUT_S:g} s"
+    code = os.waitstatus_to_exitcode(status)
+    return code, written[-1] if written and code != 0 else ""
 
 
-def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int) -> None:
+def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int, seconds: Mapping[str, float]) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     mounts.mount_tmpfs(TMP, "mode=1777")
@@ -124,7 +152,7 @@ def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int) -> N
     except (LookupError, ValueError) as error:
         os.write(to, str(error).encode())
         os._exit(_NOT_TRIED)
-    items[0].config.pluginmanager.register(_FirstFailure(to))
+    items[0].config.pluginmanager.register(_FirstFailure(to, seconds))
     try:
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)

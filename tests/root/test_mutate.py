@@ -105,6 +105,8 @@ def test_a_mutant_in_a_fork_harms_nothing(store: Path, bystanders: Bystanders, m
     scratch.mkdir()
     (scratch / "test_harm.py").write_text(bystanders.harm())
     stage = mutate.Stage("harm", (str(scratch / "test_harm.py"),), 10.0)
+    (store / "harm").mkdir()
+    (store / "harm" / "durations.json").write_text('{"test_harm.py::test_harm": 0.1}')
     results: mutate.Results = {}
 
     tasks = [(one, ["test_harm.py::test_harm"]) for one in mutants]
