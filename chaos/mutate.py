@@ -4,10 +4,11 @@ A mutant is one change of ``agent_shim``: a statement removed, a condition negat
 The tests that reach its line run against it, fastest first, until one fails; if all pass, it survives the stage.
 
 Three stages, each for what the former did not notice: forks of one process that has the unit tests loaded, forks of one
-that has the integration tests loaded (``chaos.mutate_forked``; a fraction of a second to seconds for each mutant; an
-agent that a test starts is unchanged), and runs of pytest with all daily tests on a changed copy, whose agents are
-changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line; ``.mutate`` keeps
-that and the results. Mutants are tried in random order: an interrupted run is a fair sample, and the next one resumes.
+that has the contract and integration tests loaded (``chaos.mutate_forked``; a fraction of a second to seconds for each
+mutant; an agent that a test starts is unchanged), and runs of pytest with all daily tests on a changed copy, whose
+agents are changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line;
+``.mutate`` keeps that and the results. Mutants are tried in random order: an interrupted run is a fair sample, and the
+next one resumes.
 Each process that runs a mutant is confined (``chaos.confined``): a mutant can remove the wrong directory as root.
 """
 
@@ -58,7 +59,7 @@ class Stage:
 
 STAGES: Final = (
     Stage("unit", ("tests/unit",), 3.0),
-    Stage("integration", ("tests/integration",), 10.0),
+    Stage("integration", ("tests/contract", "tests/integration"), 10.0),
     Stage("processes", ("tests",), 20.0, is_forked=False),
 )
 DAILY: Final = "not root and not image and not slow and not kubernetes and not go_agent and not vm"
@@ -191,20 +192,28 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 # --- which tests reach which line -----------------------------------------------------------------------------------
 
 
-def measure(copy: Path, stage: Stage) -> None:
+def measure(copy: Path, stage: Stage, workers: int) -> None:
     """Run tests once under coverage; the lines that each reaches and its seconds go into the store."""
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     config = place / "coveragerc"
     config.write_text(_COVERAGE.format(data=place / "coverage") + ("" if stage.is_forked else _CHILDREN))
-    environment = {**_environment(copy), "SHIM_MUTATE_DURATIONS": str(place / "durations.json")}
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", DAILY]
-    command += ["-p", "no:cacheprovider", "-p", "chaos.mutate_contexts", *stage.tests]
-    subprocess.run(confined.command(place, command), cwd=copy, env=environment, check=False, stdout=sys.stderr)
-    subprocess.run(
-        [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", "-q"], cwd=copy, env=environment, check=True
-    )
+    files = sorted(str(path) for tests in stage.tests for path in (copy / tests).rglob("test_*.py"))
+    running, taken = [], []
+    for number in range(workers):
+        taken.append(place / f"durations-{number}.json")
+        environment = {**_environment(copy), "SHIM_MUTATE_DURATIONS": str(taken[-1])}
+        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", DAILY]
+        command += ["-p", "no:cacheprovider", "-p", "chaos.mutate_contexts", *files[number::workers]]
+        argv = confined.command(place, command)
+        running.append(subprocess.Popen(argv, cwd=copy, env=environment, stdout=sys.stderr))
+    for each in running:
+        each.wait()
+    durations = {test: seconds for path in taken for test, seconds in json.loads(path.read_text()).items()}
+    (place / "durations.json").write_text(json.dumps(durations))
+    combine = [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", "-q"]
+    subprocess.run(combine, cwd=copy, env=_environment(copy), check=True)
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
@@ -462,7 +471,7 @@ def run(
     for stage in stages:
         if not measured or not (STORE / stage.name / "coverage").exists():
             sys.stderr.write(f"mutate: running {' '.join(stage.tests)} once under coverage\n")
-            measure(copy, stage)
+            measure(copy, stage, workers)
         tasks = left(wanted, results, stage)
         _save(results)
         if tasks and stage.is_forked:
