@@ -169,13 +169,22 @@ def test_pieces_of_any_size_are_put_together(tmp_path: Path, size: int) -> None:
 
 
 def test_what_just_fits_is_unpacked(tmp_path: Path) -> None:
-    """Bytes, members and an extended header that reach their bounds are no more than allowed."""
+    """Bytes, members, records, an extended header and a path that reach their bounds are no more than allowed."""
     text = record("comment", "c" * (archive.MAX_EXTENSION_BYTES - 17))
     assert len(text) == archive.MAX_EXTENSION_BYTES
     data = pax(text) + member("a", b"x" * 1000) + END
-    unpack(data, tmp_path / "o", limits=archive.Limits(members=3, size=len(text) + 1000, names=1000))
+    unpack(data, tmp_path / "o", limits=archive.Limits(members=2, size=len(text) + 1000, names=1000, records=1))
+    deep = "/".join("d" * archive.MAX_PATH_PARTS)
+    unpack(pax(record("path", deep)) + member("a") + END, tmp_path / "deep")
 
     assert (tmp_path / "o" / "a").read_bytes() == b"x" * 1000
+    assert (tmp_path / "deep" / deep).is_file()
+
+
+def test_a_zero_byte_ends_the_records_of_an_extended_header(tmp_path: Path) -> None:
+    unpack(pax(record("path", "a") + bytes(100)) + member("b", b"new") + END, tmp_path / "o")
+
+    assert [path.name for path in (tmp_path / "o").iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent_shim.core.errors import HostError
@@ -134,6 +134,13 @@ def test_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) -> None:
     st.sampled_from([tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE]),
     st.sampled_from(["", "target"]),
 )
+@example("a", (0, 0, 0, 0, 0), "", tarfile.REGTYPE, "")
+@example("n" * 100, (0o7777, 8**7 - 1, 0, 8**11 - 1, 1), "u" * 32, tarfile.REGTYPE, "")
+@example("a", (0o17777, 0, 0, 0, 0), "", tarfile.REGTYPE, "")
+@example("a", (0o644, 0, 0, 8**11, 0), "", tarfile.REGTYPE, "")
+@example("a", (0o644, 8**7, 0, 0, 0), "", tarfile.REGTYPE, "")
+@example("a", (0o644, 0, 0, 0, -1), "", tarfile.REGTYPE, "")
+@example("a", (0o644, 0, 0, 0, 0), "u" * 33, tarfile.REGTYPE, "")
 def test_header_is_that_of_tarfile(
     name: str, numbers: tuple[int, int, int, int, int], owner: str, kind: bytes, target: str
 ) -> None:
@@ -549,6 +556,20 @@ def test_files_that_no_agent_would_unpack_are_refused_before_they_are_read(tmp_p
     assert archive.GENEROUS.size == packing.MAX_FIXED_BYTES
 
 
+def test_a_bound_on_the_output_of_a_compilation_is_none_on_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs of many gigabytes are fetched, and output that reaches its bound is packed."""
+    (tmp_path / "a.log").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(packing, "MAX_FIXED_BYTES", 1000)
+    assert len(content(packed(Tree(str(tmp_path))), "./a.log")) == 1000
+
+    monkeypatch.setattr(packing, "MAX_FIXED_BYTES", 999)
+    assert len(content(logs(tmp_path), "./a.log")) == 1000
+    with pytest.raises(HostError, match="the files exceed"):
+        packed(Tree(str(tmp_path)))
+
+
 # --- files that a job may plant among its logs -----------------------------------------------------------------------
 
 
@@ -635,6 +656,12 @@ def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
 
     assert list(entries(data)) == ["./b.log", "./remarks"]
     assert content(data, "./remarks") == b"./a.log: cannot read it: Resource temporarily unavailable\n"
+
+
+def test_a_pattern_may_be_as_long_as_its_bound(tmp_path: Path) -> None:
+    make(tmp_path, ["a" * 200])
+
+    assert list(entries(logs(tmp_path, "a*" + "*" * (packing.MAX_PATTERN_CHARS - 2)))) == [f"./{'a' * 200}"]
 
 
 @pytest.mark.parametrize(
