@@ -9,11 +9,13 @@ import pytest
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.plan import (
     MAX_FILES,
+    BpmCall,
     JobFile,
     ProcessSpec,
     Program,
     Reaction,
     RestartLimit,
+    bpm_call,
     plan,
 )
 
@@ -211,6 +213,42 @@ def test_circle_fails_one_job() -> None:
 def test_failing_process_takes_no_name_that_is_in_use() -> None:
     """A process of another job may have the name of the job that fails."""
     assert names(JobFile("one", "", check("two")), JobFile("two", "", "nonsense")) == ["two", "two-monit"]
+
+
+BPM = "/var/vcap/jobs/bpm/bin/bpm"
+
+
+@pytest.mark.parametrize(
+    ("argv", "call"),
+    [
+        ((BPM, "start", "web"), BpmCall("start", "web", "web")),
+        ((BPM, "stop", "web"), BpmCall("stop", "web", "web")),
+        ((BPM, "start", "web", "-p", "worker"), BpmCall("start", "web", "worker")),
+        ((BPM, "start", "-p", "worker", "web"), BpmCall("start", "web", "worker")),
+        (("/var/vcap/packages/bpm/bin/bpm", "stop", "web", "--process=worker"), BpmCall("stop", "web", "worker")),
+        ((BPM, "start"), None),
+        ((BPM, "run", "web"), None),
+        ((BPM, "start", "web", "worker"), None),
+        ((BPM, "start", "-p", "worker"), None),
+        (("/var/vcap/jobs/web/bin/ctl", "start", "web"), None),
+    ],
+)
+def test_a_command_of_bpm_is_known(argv: tuple[str, ...], call: BpmCall | None) -> None:
+    """Its start and stop; the process is the job's own without a name."""
+    assert bpm_call(argv) == call
+
+
+@pytest.mark.parametrize(
+    ("pidfile", "label"),
+    [
+        ("/var/vcap/sys/run/bpm/web/worker.pid", "bpm/web/worker"),
+        ("/var/vcap/sys/run/web/worker.pid", "monit-name"),
+        ("/run/bpm.pid", "monit-name"),
+        (None, "monit-name"),
+    ],
+)
+def test_the_label_of_a_bpm_process_is_that_of_its_pidfile(pidfile: str | None, label: str) -> None:
+    assert ProcessSpec("monit-name", "web", pidfile=Path(pidfile) if pidfile else None).label == label
 
 
 def test_nothing_is_nothing() -> None:

@@ -51,6 +51,9 @@ def test_dialect(pattern: str, matching: str, other: str | None) -> None:
         ("a{", r"Unmatched \{"),
         ("a{2,1}", r"Invalid content of \{\}"),
         ("a{99999}", "more than 5000 characters with repetitions expanded"),
+        ("a{5001}", "more than 5000 characters with repetitions expanded"),
+        ("a{,5001}", "more than 5000 characters with repetitions expanded"),
+        ("(a{50}){100}b", "more than 5000 characters with repetitions expanded"),
         ("((a{1,255}){1,255}){1,255}", "more than 5000 characters with repetitions expanded"),
         ("x" * 5000, "more than 4096 bytes"),
         ("(a", r"Unmatched ( or \("),
@@ -67,6 +70,26 @@ def test_refusals(pattern: str, complaint: str) -> None:
     """In the words of the library, or for what the library would not survive."""
     with pytest.raises(ValueError, match=f"^{re.escape(complaint)}$"):
         posix_regex.compiled(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["x" * 4096, "(" * 50 + "a" + ")" * 50, "a{5000}", "a{,5000}", "(a{50}){100}", "(a{2500}){1}" * 2, "a{1}{5000}"],
+    ids=["long", "deep", "repeated", "at most", "twice", "once", "in turn"],
+)
+def test_what_reaches_a_bound_is_compiled(pattern: str) -> None:
+    assert not posix_regex.Pattern(pattern).search("b")
+
+
+def test_the_locale_of_the_thread_stays() -> None:
+    """It is C only while a pattern is compiled."""
+    libc = ctypes.CDLL(None)
+    libc.uselocale.restype = ctypes.c_void_p
+    before = libc.uselocale(None)
+
+    posix_regex.Pattern("a")
+
+    assert libc.uselocale(None) == before
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(x+x+)+y", ".*a.*b.*c.*d.*e", "(a|aa|aaa)*b", "a.{900}c"])

@@ -25,6 +25,7 @@ LETTERS = {
         (Rate(2, 4), Rate(), "x..xx.x", "...FfrF"),
         (Rate(2, 4), Rate(), "x...x", "....."),
         (Rate(), Rate(3, 3), "x..x...", "F..f..r"),
+        (Rate(), Rate(2, 3), "x..", "F.r"),
         (Rate(64, 64), Rate(), "x" * 65, "." * 63 + "Ff"),
     ],
 )
@@ -49,4 +50,5 @@ def test_limit_complains_about_its_side(operator: str, bad: list[bool]) -> None:
 def test_percents_come_in_tenths() -> None:
     """So that an equality can be met."""
     assert percent(1, 3) == 33.3
+    assert percent(1, 1) == 100
     assert percent(1, 0) == 0
