@@ -78,6 +78,19 @@ def test_memory_of_version_1(tmp_path: Path) -> None:
     found = cgroups.memory(version_1(tmp_path), HOST)
 
     assert found == host_stats.Memory(200 * MIB, 100 * MIB, 30 * MIB, 10 * MIB)
+    write(
+        tmp_path / "memory",
+        {
+            "memory.stat": f"total_inactive_file {170 * MIB}",
+            "memory.memsw.limit_in_bytes": 190 * MIB,
+            "memory.memsw.usage_in_bytes": 140 * MIB,
+        },
+    )
+    assert cgroups.memory(version_1(tmp_path), HOST) == host_stats.Memory(200 * MIB, 0, 0, 0)
+    (tmp_path / "memory" / "memory.memsw.usage_in_bytes").unlink()
+    assert cgroups.memory(version_1(tmp_path), HOST) == host_stats.Memory(200 * MIB, 0, 0, 0)
+    (tmp_path / "memory" / "memory.usage_in_bytes").unlink()
+    assert cgroups.memory(version_1(tmp_path), HOST) is None
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
@@ -105,6 +118,7 @@ def test_processor_of_version_2(tmp_path: Path) -> None:
     write(tmp_path / "pod", {"cpu.max": "50000 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 500000"})
 
     assert cgroups.cpu_times(version_2(tmp_path, "pod"), 20.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 10.0)
+    assert cgroups.cpu_times(version_2(tmp_path, "pod"), -1.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 0.0)
 
 
 def test_processor_of_version_1(tmp_path: Path) -> None:
@@ -128,7 +142,9 @@ def test_the_tightest_quota_counts(tmp_path: Path) -> None:
     assert cgroups.cpu_times(cgroups.Cgroup(None, cpu, cpuacct), 10.0) == host_stats.CpuTimes(5.0, 0.0, 0.0, 2.0)
 
 
-@pytest.mark.parametrize("quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5", "", "a b"])
+@pytest.mark.parametrize(
+    "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
+)
 def test_without_a_quota_below_the_machine_nothing_is_said(tmp_path: Path, quota: str) -> None:
     """The processors of the machine are what jobs have then."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})

@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import threading
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,48 @@ def test_a_new_file_beneath_gets_its_mode(tree: Path, way: str) -> None:
     beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     assert mode_of(tree / "a" / "new") == 0o600
+
+
+def test_a_file_or_link_beneath_is_held_without_opening_it(tree: Path, way: str) -> None:
+    directory = os.open(tree, os.O_PATH | os.O_DIRECTORY)
+    held = [
+        guarded.open_beneath(directory, "a/b/file", os.O_PATH),
+        guarded.open_beneath(directory, "file-link", os.O_PATH | os.O_NOFOLLOW),
+    ]
+    kinds = [stat.S_IFMT(os.fstat(each).st_mode) for each in held]
+    for each in (directory, *held):
+        os.close(each)
+
+    assert kinds == [stat.S_IFREG, stat.S_IFLNK]
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EPERM])
+def test_where_the_call_decides_nothing_the_walk_does(tree: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A rename anywhere interrupts it, and a sandbox may forbid it."""
+
+    def interrupted(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(guarded, "has_openat2", lambda: True)
+    monkeypatch.setattr(guarded, "_openat2", interrupted)
+
+    assert beneath(tree, "a/b/file") == b"inside"
+    with pytest.raises(HostError, match="symbolic link"):
+        beneath(tree, "file-link")
+
+
+def test_a_path_beside_its_root_is_refused(tree: Path) -> None:
+    """Its names decide, before anything is opened."""
+    for path, root in ((tree / "a", tree / "a" / "b"), (tree / "secret", tree / "a"), (Path("a"), Path("/a"))):
+        with pytest.raises(ValueError, match="is not below"), guarded.held(path, root):
+            pass
+
+
+def test_a_held_directory_is_a_start_of_its_own() -> None:
+    assert guarded.start("/proc/self/fd/7/a/b") == ("/proc/self/fd/7", deque(["a", "b"]))
+    assert guarded.start("/proc/self/fd/x/a") == ("/", deque(["proc", "self", "fd", "x", "a"]))
+    assert guarded.start("/a/./b/") == ("/", deque(["a", "b"]))
+    assert guarded.start("a") == (".", deque(["a"]))
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_PATH])
@@ -215,6 +258,27 @@ def test_whose_links_are_followed(
         guarded.refuse_link("x", link, directory)
 
 
+def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root of the machine is one of them."""
+    monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
+    guarded._overflow_user.cache_clear()
+    for is_inside, more in ((False, set()), (True, {65534})):
+        monkeypatch.setattr(user_namespace, "is_inside", lambda is_inside=is_inside: is_inside)
+        assert guarded.trusted_users() == {0, os.geteuid()} | more
+    guarded._overflow_user.cache_clear()
+
+
+def test_below_a_root_names_of_a_file_are_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one, the path is the agent's own."""
+    counted: list[int] = []
+    monkeypatch.setattr(guarded, "refuse_second_name", lambda found: counted.append(found.st_ino))
+    path = tree / "a" / "b" / "file"
+    for root in (None, tree):
+        os.close(guarded.open_file(path, root))
+
+    assert counted == [path.stat().st_ino]
+
+
 @pytest.mark.parametrize(
     ("mode", "owner", "links", "is_read"),
     [
@@ -286,6 +350,8 @@ def test_reads_are_bounded(tmp_path: Path) -> None:
     assert guarded.head(path, 4) == bytes(4)
     with pytest.raises(OSError, match="more than 1000 bytes"):
         guarded.read(path, 1000)
+    path.write_bytes(b"x" * 1000)
+    assert guarded.read(path, 1000) == guarded.tail(path, 2000) == b"x" * 1000
 
 
 def test_the_holes_of_a_file_are_passed_over(tmp_path: Path) -> None:
@@ -300,6 +366,10 @@ def test_the_holes_of_a_file_are_passed_over(tmp_path: Path) -> None:
         assert sum(end - begin for begin, end in found) < 1 << 20
         assert [begin >> 20 for begin, _ in found] == list(range(6))
         assert list(guarded.segments(file.fileno(), 0, (5 << 20) + 1, 3)) == found[:3]
+        assert list(guarded.segments(file.fileno(), 0, 0)) == []
+        assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []  # to where the next run begins
+        file.truncate(1 << 24)
+        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole to the end
 
 
 # --- appending ------------------------------------------------------------------------------------------------------
@@ -343,12 +413,22 @@ def test_walk_finds_regular_files_through_no_link(tree: Path, way: str) -> None:
         os.close(top)
 
 
+def test_no_more_names_are_listed_than_asked_for(tree: Path) -> None:
+    top = os.open(tree, os.O_RDONLY)
+    try:
+        assert [len(guarded.names(top, limit)) for limit in (0, 1, 3, 100)] == [0, 1, 3, 5]
+    finally:
+        os.close(top)
+
+
 def test_walk_ends_at_its_limit_and_says_where(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}").touch()
     top = os.open(tmp_path, os.O_PATH)
     skipped: list[str] = []
     try:
+        assert len(list(guarded.walk(top, depth=1, limit=20, skipped=lambda path, _: skipped.append(path)))) == 20
+        assert skipped == []
         assert len(list(guarded.walk(top, depth=1, limit=7, skipped=lambda path, _: skipped.append(path)))) == 7
     finally:
         os.close(top)

@@ -62,7 +62,35 @@ def test_a_path_lies_on_the_mount_the_kernel_would_meet(path: str, source: str, 
 
 def test_lines_that_are_no_mounts_are_left_out() -> None:
     """Half a line, no dash, words for numbers: nothing is made of them."""
-    assert mounts.parse(b"\n27 1 254:0 / /\nx y 0:1 / / rw - a b c\n27 1 254:0 / / rw - ext4 x\n\xff\n") == []
+    lines = (
+        b"",
+        b"27 1 254:0 / /",
+        b"x y 0:1 / / rw - a b c",
+        b"x 1 0:1 / / rw - a b c",
+        b"27 y 0:1 / / rw - a b c",
+        b"27 1 254:0 / / rw - ext4 x",
+        b"\xff",
+    )
+    assert mounts.parse(b"\n".join(lines)) == []
+
+
+def test_what_a_later_kernel_adds_to_a_line_is_left_out() -> None:
+    (mount,) = mounts.parse(b"27 1 254:0 / / rw - ext4 /dev/vda rw,discard more")
+
+    assert mount.features == {"rw", "discard"}
+
+
+def test_an_escape_is_one_byte() -> None:
+    (mount,) = mounts.parse(rb"27 1 254:0 / /a\777 rw - ext4 /dev/vda rw")
+
+    assert os.fsencode(mount.point) == b"/a\xff"
+
+
+def test_a_mount_that_is_its_own_parent_is_the_top() -> None:
+    """As the kernel shows the first one of a container."""
+    table = mounts.parse(b"27 27 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:5 / /a rw - tmpfs a rw")
+
+    assert [mounts.mount_of(Path(path), table) for path in ("/etc", "/a/b")] == table
 
 
 @given(st.binary())
