@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_shim.host import clock, job_cgroups, proc
+from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.ownership import Look, Ownership, Tie, Unproven, is_job_user, kinship
 from agent_shim.supervisor.process_record import (
@@ -27,13 +27,19 @@ from agent_shim.supervisor.process_record import (
 
 BASE = Path("/var/vcap")
 USER = 4711
-US = os.getpid()
+US = 4242
+"""The agent, whatever process runs the tests."""
 OLD = Pidfile(50, 1.0, 7)
 NEW = Pidfile(50, 2.0, 7)
 
 
 def stat(pid: int, parent: int = 1, session: int = 0, start: int = 1000, state: str = "S") -> proc.Stat:
     return proc.Stat(pid, state, parent, pid, session, 0, start, 0)
+
+
+@pytest.fixture(autouse=True)
+def _the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: US)
 
 
 @pytest.fixture
@@ -234,7 +240,7 @@ def test_members_are_all_that_belong() -> None:
         stat(18, session=18, start=107),
         stat(19, session=19, start=108),
         stat(20, session=20, start=109),
-        stat(os.getpid(), session=10, start=109),
+        stat(US, session=10, start=109),
     ]
     table = {process.pid: process for process in processes}
     marked = {mark("web", BASE): {13, 20}, mark("other", BASE): {15}}
@@ -363,16 +369,18 @@ def test_pattern_prefers_the_known_then_the_oldest(
     pattern = posix_regex.compiled("web")
     ownership = Ownership(BASE)
 
-    def matched() -> int | None:
+    def matched() -> tuple[int, Tie] | None:
         found = ownership.match(pattern, "web", traces)
-        return found[0].pid if found else None
+        return (found[0].pid, found[1]) if found else None
 
-    assert matched() == 41
+    assert matched() == (41, Tie.NAMED)
     traces.known = (42, 102)
-    assert matched() == 42
+    assert matched() == (42, Tie.OWNED)
     del kernel[41], kernel[42]
-    assert matched() == 40
+    assert matched() == (40, Tie.OWNED)
     del kernel[40]
+    assert matched() is None
+    kernel[1], kernel[US] = (stat(1), {}, "web init"), (stat(US), {}, "web agent")
     assert matched() is None
 
 
@@ -507,6 +515,45 @@ def test_members_without_a_guest_and_with_their_sessions() -> None:
     assert members(table, traces) == {10, 11, 12, 13, 14}
     assert sorted(traces.numbers()) == [10, 12, 99]
     assert members(table, guest) == set()
+
+
+def test_a_guest_that_carries_the_mark_is_no_member() -> None:
+    """A mark is what a process says of itself; a member would be killed by a stop."""
+    table = {10: stat(10), 11: stat(11, parent=10), 12: stat(12)}
+    guest = ProcessRecord(known=(10, 1000), is_guest=True)
+
+    assert members(table, guest, {mark("web", BASE): {10, 12}}) == {11, 12}
+
+
+def test_the_agent_is_a_member_of_nothing() -> None:
+    """Nor is the init process, whatever they carry or descend from."""
+    table = {1: stat(1, session=10), US: stat(US, parent=10, session=10), 10: stat(10, session=10, start=900)}
+    traces = ProcessRecord(known=(10, 900), sessions=[Session(10, 900)], kin=[(1, 1000), (US, 1000)])
+
+    assert members(table, traces, {mark("web", BASE): {1, US}}) == {10}
+
+
+def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are its descendants, even with a mark."""
+    monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (10, 1000))
+    table = {10: stat(10, parent=US), 11: stat(11, parent=10)}
+    assert kinship(table, (), {}).verdicts == {10: Unproven.AGENTS, 11: Unproven.AGENTS}
+    for each in table.values():
+        kernel[each.pid] = each, {MARK: mark("web", BASE)}, ""
+        found = Ownership(BASE).tie(each, "web", ProcessRecord(), NEW._replace(pid=each.pid))
+        assert found == (Tie.NONE, "it belongs to the agent")
+
+
+def test_the_known_process_proves_its_session(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+    """Its leader is gone: who else is in it belongs to the service while the known process is."""
+    traces = ProcessRecord(known=(11, 150), sessions=[Session(10, 100)])
+    kernel[12] = stat(12, session=10, start=900), {}, ""
+    assert not own(kernel[12][0], traces, NEW)
+    kernel[11] = stat(11, session=10, start=150), {}, ""
+
+    assert own(kernel[12][0], traces, NEW)
 
 
 def test_a_service_remembers_few_sessions() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from agent_shim.host import proc
 from agent_shim.supervisor.process_record import Pidfile, ProcessRecord, read
 
 PROCESS, PROGRAM = (7, 70), (8, 80)
@@ -38,6 +40,28 @@ def test_a_pidfile_is_fresh_once_it_differs_from_the_one_before_the_start() -> N
     assert not record.is_fresh(old)
     assert record.is_fresh(old._replace(modified=2.0))
     assert (record.program, record.begun, record.numbers()) == (PROGRAM, 80, {8})
+
+
+def test_the_session_of_a_process_is_led_by_its_leader_alone() -> None:
+    """The kernel's own processes have the session 0."""
+    record = ProcessRecord()
+    for pid, session in ((7, 7), (9, 8), (10, 0), (1, 1)):
+        record.widen(proc.Stat(pid, "S", 1, pid, session, 0, 100, 0))
+
+    assert [(each.pid, each.start, each.is_led) for each in record.sessions] == [
+        (7, 100, True),
+        (8, 100, False),
+        (1, 100, True),
+    ]
+
+
+def test_a_pidfile_has_the_time_and_owner_of_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    path.write_text("12")
+    os.utime(path, ns=(0, 1_500_000_000_000_000_000))
+    status = path.stat()
+
+    assert read(path) == Pidfile(12, 1_500_000_000.0, status.st_ino, status.st_uid)
 
 
 def test_a_pidfile_begins_with_a_number_above_zero(tmp_path: Path) -> None:
