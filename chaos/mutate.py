@@ -59,7 +59,7 @@ class Stage:
 
 STAGES: Final = (
     Stage("unit", ("tests/unit",), 3.0),
-    Stage("integration", ("tests/contract", "tests/integration"), 10.0),
+    Stage("integration", ("tests/contract", "tests/integration"), 6.0),
     Stage("processes", ("tests",), 20.0, is_forked=False),
 )
 DAILY: Final = "not root and not image and not slow and not kubernetes and not go_agent and not vm"
@@ -290,8 +290,8 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
     return False, (failed[0] if failed else printed[-200:])[:200]
 
 
-def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str]:
-    """Return the tests that reach a line; inside a statement, those of its first line.
+def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str] | None:
+    """Return the tests that reach a line, None if none does; inside a statement, those of its first line.
 
     A line that runs at the import of a module is reached by all tests of the module.
     """
@@ -300,7 +300,7 @@ def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str]:
             return lines[line]
     if mutant.is_import_time:
         return list(dict.fromkeys(test for tests in lines.values() for test in tests))[:MAX_TESTS]
-    return []
+    return None
 
 
 def _environment(copy: Path) -> dict[str, str]:
@@ -365,11 +365,12 @@ def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple
     for one in wanted:
         if stage.name in results.get(one.key, {}) or _is_noticed(results, one, STAGES):
             continue
-        tests = [] if stage.is_forked and one.is_import_time else _tests_of(one, reached.get(one.path, {}))
+        tests = None if stage.is_forked and one.is_import_time else _tests_of(one, reached.get(one.path, {}))
         if tests:
             tasks.append((one, tests))
         else:
-            results.setdefault(one.key, {})[stage.name] = {"outcome": "unreached", "tests": 0, "by": ""}
+            outcome, why = ("unreached", "") if tests is None else ("not tried", f"each test takes {stage.max_s:g} s")
+            results.setdefault(one.key, {})[stage.name] = {"outcome": outcome, "tests": 0, "by": why}
     random.Random(len(tasks)).shuffle(tasks)
     return tasks
 
