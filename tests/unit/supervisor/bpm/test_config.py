@@ -258,6 +258,7 @@ processes:
         ("a: \x07", "line 1: control characters are not allowed"),
         ("a:\n b: \udcff", "line 2: found bytes that are no text"),
         ("a: " + "[" * 101, "line 1: found more than 100 levels, expected a bpm.yml"),
+        ("a: [" + "[[]]," * 50 + "[" * 100, "line 1: found more than 100 levels, expected a bpm.yml"),
     ],
 )
 def test_refusals(text: str, expected: str) -> None:
@@ -355,6 +356,18 @@ def test_a_file_beyond_its_limit_is_refused() -> None:
     assert config.parse(longest, origin="bpm.yml") == config.parse(WHOLE, origin="bpm.yml")
     with pytest.raises(ConfigError, match="^cannot read bpm.yml: it has more than 256 KiB$"):
         config.parse(longest + "a", origin="bpm.yml")
+
+
+def test_a_hundred_levels_are_read() -> None:
+    assert parse("a: " + "[" * 99 + "]" * 99) == BpmFile()
+
+
+def test_merges_that_go_too_deep_are_refused() -> None:
+    """Each level takes a level of the interpreter's stack."""
+    levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: *l{number}}}\n" for number in range(300))
+
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        parse(f"l0: &l0 {{name: a, executable: b}}\n{levels}processes: [*l300]")
 
 
 def test_merges_of_merges_are_read_once() -> None:
