@@ -175,6 +175,51 @@ async def test_client_that_takes_nothing_is_dropped(hasty: HttpsBus, tmp_path: P
     assert await Cli(hasty.port).value("ping") == "ping"
 
 
+async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_path: Path) -> None:
+    """With their length, and in chunks without one."""
+    cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
+
+    assert (await cli.send("POST", "/agent", body)).status == 200
+    assert (await cli.put_blob("one", bytes(2_000_000))).status == 201
+    async with cli.connected() as (reader, writer):
+        head_of_chunks = head("POST", "/agent", 0, basic()).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        assert b"chunked" in head_of_chunks
+        writer.write(head_of_chunks + b"3e8\r\n" + body + b"\r\n0\r\n\r\n")
+        assert (await read_answer(reader)).status == 200
+
+
+async def test_what_passes_the_door_is_counted(bus: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests, answers and blobs, in each direction, for the metrics."""
+    counted = worker_client.Transfers()
+    monkeypatch.setattr(https, "transfers", counted)
+    cli, body = Cli(bus.port), b'{"method": "ping"}'
+    await cli.send("POST", "/agent", body)
+    await cli.put_blob("one", b"x" * 100_000)
+    answer = await cli.send("GET", dav_path("one"))
+
+    stats = bus.stats
+    assert (stats.attempts, stats.connects, stats.received, stats.sent, stats.rejected) == (1, 1, 1, 1, 0)
+    assert (stats.received_bytes, stats.sent_bytes) == (len(body), len(b'{"value": "ping"}'))
+    assert len(answer.body) == 100_000
+    await eventually(lambda: ("download", "done") in counted.counts)
+    assert counted.counts == {("upload", "done"): 1, ("download", "done"): 1}
+    assert counted.sizes == {"upload": 100_000, "download": 100_000}
+
+
+async def test_the_end_waits_for_no_action(agent: Agent, tmp_path: Path) -> None:
+    """Its caller has gone or goes now; the action ends with the agent."""
+    async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, Cli(bus.port).connected() as (_, writer):
+        writer.write(request("start"))
+        await agent.begun.wait()
+
+    assert agent.ended.get_nowait() == "cancelled"
+
+
+def test_without_a_port_it_is_that_of_https() -> None:
+    for url, port in (("https://u:p@h", 443), ("https://u:p@h:0", 0), ("https://u:p@h:6868", 6868)):
+        assert https._host_port(mbus(urls=(url,))) == ("h", port)
+
+
 async def test_too_large_bodies_are_refused(hasty: HttpsBus, tmp_path: Path) -> None:
     cli = Cli(hasty.port)
 
