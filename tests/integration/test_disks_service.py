@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_a_disk_takes_over_the_place_of_another(instance: Instance) -> None:
 
 async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
     volume = instance.attach("a")
+    assert not instance.disks.is_mounted()
     assert await instance.disks.list() == []
 
     await instance.disks.mount("a")
@@ -398,6 +400,38 @@ async def test_a_disk_that_was_taken_down_may_be_taken_by_another_agent(instance
     await instance.disks.unmount("a")
 
     assert released == [volume / markers.DIRECTORY]
+
+
+async def test_a_disk_that_was_replaced_may_be_taken_by_another_agent(instance: Instance) -> None:
+    """A swap that was interrupted is finished by the next agent; its lease of the former disk ends then."""
+    for cid in "ab":
+        instance.attach(cid)
+        markers.write(instance.volume(cid), Marker(cid, "store", "a" if cid == "b" else "", 1 + (cid == "b")))
+    released: list[Path] = []
+    instance.disks._places._release = released.append
+
+    await instance.disks.recover()
+
+    assert await instance.disks.list() == ["b"]
+    assert released == [instance.volume("a") / markers.DIRECTORY]
+
+
+async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
+    """Once nobody uses it; the disk on the store stays."""
+    for cid in "ab":
+        instance.attach(cid)
+        await instance.disks.mount(cid)
+    waited: list[Path] = []
+
+    async def wait_until_unused(place: Path, _: object) -> None:
+        waited.append(place)
+
+    instance.disks._wait_until_unused = wait_until_unused  # type: ignore[method-assign,assignment]
+    assert (await instance.disks.unmount("b")).startswith("Unmounted partition of {ID:b ")
+
+    assert waited == [instance.paths.store_migration_target]
+    assert not instance.paths.store_migration_target.exists()
+    assert await instance.disks.list() == ["a"]
 
 
 async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None:
@@ -890,6 +924,7 @@ async def test_associated_disks_are_linked_and_listed(instance: Instance) -> Non
     instance.update = UpdateSettings(disk_associations=wanted)
 
     assert (instance.paths.instance_disks / "data").readlink() == instance.volume("b")
+    assert stat.S_IMODE(instance.paths.instance_disks.stat().st_mode) == 0o755
     assert await instance.disks.list() == ["b", "a"]
     assert not instance.paths.store.is_symlink()
     assert not instance.disks.is_mounted()
