@@ -1,7 +1,8 @@
 """``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
 A mutant is one change of ``agent_shim``: a statement removed, a condition negated, another number, another constant.
-The tests that reach its line run against it, fastest first, until one fails; if all pass, it survives the stage.
+The tests that reach its line run against it until one fails, those of its module first; if all pass, it survives the
+stage.
 
 Three stages, each for what the former did not notice: forks of one process that has the unit tests loaded, forks of one
 that has the contract and integration tests loaded (``chaos.mutate_forked``; a fraction of a second to seconds for each
@@ -38,7 +39,7 @@ ROOT: Final = Path(__file__).parents[1]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
 DEFAULT_PATHS: Final = ("supervisor", "host", "services/disks", "edges/bus", "actions/dispatch.py")
 MAX_TESTS: Final = 150
-"""Tests that run against one mutant, the fastest of those that reach its line."""
+"""Tests that run against one mutant, of those that reach its line."""
 TIMEOUT_S: Final = 120.0
 """A longer run of pytest counts as noticed: a test waits for ever."""
 Result: TypeAlias = dict[str, object]
@@ -217,7 +218,7 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """By file and line, the node ids of the tests that reach it, the fastest first."""
+    """By file and line, the node ids of the tests that reach it and together take at most the seconds of the stage."""
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     connection = sqlite3.connect(STORE / stage.name / "coverage")
@@ -233,15 +234,18 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
         for line in _lines(bits):
             found[name][line].add(test)
 
-    def fastest(tests: Iterable[str]) -> list[str]:
-        chosen = sorted(tests, key=lambda one: durations[one])[:MAX_TESTS]
+    def nearest(name: str, tests: Iterable[str]) -> list[str]:
+        """Those in files of the module's name, then the others, each the fastest first."""
+        module = Path(name).stem
+        quick = (one for one in tests if durations[one] < stage.max_s)
+        chosen = sorted(quick, key=lambda one: (module not in one.partition("::")[0], durations[one]))[:MAX_TESTS]
         return [
             one
             for one, sum_s in zip(chosen, accumulate(durations[one] for one in chosen), strict=True)
             if sum_s < stage.max_s
         ]
 
-    return {name: {line: fastest(tests) for line, tests in lines.items()} for name, lines in found.items()}
+    return {name: {line: nearest(name, tests) for line, tests in lines.items()} for name, lines in found.items()}
 
 
 def _durations(stage: Stage) -> dict[str, float]:
