@@ -1,0 +1,68 @@
+"""Texts and answers of network checks; ``integration/test_network_checks.py`` asks real listeners."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from agent_shim.supervisor import network_checks
+from agent_shim.supervisor.monit.ast import Connection, Protocol
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [
+        ("ping", b"ping"),
+        (r"\0x41\0x00\0xfF", b"A\0\xff"),
+        (r"é\0x0a", b"\xe9\n"),
+        ("é", "é".encode()),
+        (r"\0x4", rb"\0x4"),
+    ],
+)
+def test_a_text_may_spell_any_byte(text: str, sent: bytes) -> None:
+    assert network_checks.wire_text(text) == sent
+
+
+@pytest.mark.parametrize(
+    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6), ("192.0.2.9", socket.AF_INET)]
+)
+async def test_an_address_is_looked_up_nowhere(
+    monkeypatch: pytest.MonkeyPatch, host: str, family: socket.AddressFamily
+) -> None:
+    """Its family is plain, and a silent name server delays it not at all."""
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+
+    assert await network_checks._addresses(host, 80) == [(family, (host, 80))]
+
+
+class Endless:
+    """A server whose head has no end."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.total = 0
+        self._next = b"HTTP/1.1 200 OK\r\n"
+
+    async def send(self, _: bytes) -> None:
+        """Take the request."""
+
+    async def more(self) -> bool:
+        self.received += self._next
+        self.total += len(self._next)
+        self._next = b"X: " + b"y" * 997 + b"\r\n"
+        return True
+
+    def taken(self) -> bytes:
+        data, self.received = self.received, b""
+        return data
+
+
+async def test_a_head_without_end_is_no_answer() -> None:
+    line: Any = Endless()
+
+    with pytest.raises(network_checks._WrongError, match="does not answer like an http server"):
+        await network_checks._http(line, Connection("h", 1, protocol=Protocol("http", "/")))
+
+    assert line.total < network_checks.MAX_HEAD_BYTES + 3000

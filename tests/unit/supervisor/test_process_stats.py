@@ -1,0 +1,144 @@
+"""Figures of processes, from tables as they are given; ``integration/test_process_stats.py`` reads real ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent_shim.host import clock, proc
+from agent_shim.supervisor import process_stats
+from agent_shim.supervisor.event_kinds import CONNECTION, RESOURCE, Complaint
+from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.process_stats import ProcessStats
+from agent_shim.supervisor.service import Record
+from agent_shim.supervisor.state import State
+
+TABLE = {
+    10: proc.Stat(10, "S", 5, 10, 10, 300, 1000, 2048, 3, 50),
+    11: proc.Stat(11, "S", 10, 10, 10, 100, 1001, 1024, 2, 0),
+    12: proc.Stat(12, "S", 1, 12, 12, 900, 1002, 9999, 1, 0),
+}
+
+
+def service(**changes: Any) -> Any:
+    process = SimpleNamespace(pid=10, identity=(10, 1000), start_ticks=1000, is_alive=True)
+    complaints = {0: Complaint(RESOURCE, "too much"), 1: Complaint(CONNECTION, "no answer")}
+    members = {
+        "name": "web",
+        "reported": "failing",
+        "process": process,
+        "state": State.RUNNING,
+        "complaints": complaints,
+        "spec": ProcessSpec("web", "job"),
+        "record": Record(reason="it ended"),
+    }
+    return SimpleNamespace(**members | changes)
+
+
+@pytest.fixture
+def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
+    """Of 8 MiB of memory and two processors, a hundred seconds after the start."""
+    monkeypatch.setattr(proc, "table_of_few", lambda _: dict(TABLE))
+    monkeypatch.setattr(clock, "uptime_of", lambda _: 100)
+    monkeypatch.setattr(clock, "wall_time_of", lambda ticks: 1e9 + ticks)
+    monkeypatch.setattr(clock, "TICKS", 100)
+    monkeypatch.setattr(process_stats, "PROCESSORS", 2)
+    made = ProcessStats()
+    made.memory_total = lambda: 8192 * 1024
+    return made
+
+
+def test_figures_are_of_the_tree_and_of_the_process_alone(stats: ProcessStats) -> None:
+    (found,) = stats.describe([service()])
+
+    assert (found.process.mem_kb, found.process.mem_percent, found.process.cpu_total) == (3072, 37.5, 2.0)
+    assert (found.own_mem_kb, found.own_mem_percent, found.own_cpu) == (2048, 25.0, 1.5)
+    assert (found.pid, found.parent, found.children, found.threads, found.cpu_seconds) == (10, 5, 1, 5, 4.5)
+    assert (found.process.uptime_secs, found.started_at) == (100, 1e9 + 1000)
+
+
+def test_faults_are_in_the_order_of_monit_while_the_service_is_up(stats: ProcessStats) -> None:
+    up, down = stats.describe([service(), service(state=State.DOWN)])
+
+    assert up.faults == ("Connection failed", "Resource limit matched")
+    assert up.reason == "it ended; too much; no answer"
+    assert (down.faults, down.reason) == ((), "it ended")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"process": None},
+        {"state": State.UNMONITORED},
+        {"process": SimpleNamespace(pid=99, identity=(99, 1), start_ticks=1, is_alive=True)},
+        {"process": SimpleNamespace(pid=10, identity=(10, 1000), start_ticks=1000, is_alive=False)},
+    ],
+    ids=["none", "unmonitored", "gone", "dead"],
+)
+def test_without_a_process_that_is_watched_there_are_no_figures(stats: ProcessStats, changes: dict[str, Any]) -> None:
+    (found,) = stats.describe([service(**changes)])
+
+    assert (found.process.mem_kb, found.own_cpu, found.threads, found.children) == (0, 0, 0, 0)
+
+
+def test_the_share_of_the_processors_is_since_the_last_question(
+    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays within a second, never falls below zero, and begins again with another process."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def share(ticks: int, identity: tuple[int, int] = (10, 1000)) -> float:
+        return stats._cpu_share("web", identity, ticks, 100)
+
+    assert share(400) == 2.0
+    now[0] += 0.5
+    assert share(800) == 2.0
+    now[0] += 9.5
+    assert share(1400) == 50.0
+    now[0] += 10
+    assert share(1300) == 0.0
+    now[0] += 1
+    assert share(99_999) == 100.0
+    assert share(400, (11, 1001)) == 2.0
+
+
+def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leaders are there at once, their descendants with the next answer; one thread reads, and not too often."""
+    reads: list[int] = []
+    go = threading.Event()
+
+    def table() -> dict[int, proc.Stat]:
+        reads.append(1)
+        go.wait()
+        return dict(TABLE)
+
+    monkeypatch.setattr(proc, "table_of_few", lambda _: None)
+    monkeypatch.setattr(proc, "table", table)
+    monkeypatch.setattr(proc, "stat", TABLE.get)
+    for _ in range(3):
+        (found,) = stats.describe([service()])
+        assert (found.own_mem_kb, found.children) == (2048, 0)
+    go.set()
+    reader = stats._processes._reader
+    assert reader is not None
+    reader.join()
+    for _ in range(3):
+        (found,) = stats.describe([service()])
+        assert (found.own_mem_kb, found.children) == (2048, 1)
+    assert reads == [1]
+
+    stats._processes._read_at -= process_stats.PASS_TTL_S
+    stats.describe([service()])
+    reader = stats._processes._reader
+    assert reader is not None
+    reader.join()
+    assert reads == [1, 1]
+
+    monkeypatch.setattr(proc, "table_of_few", lambda _: {10: TABLE[10]})
+    (found,) = stats.describe([service()])
+    assert found.children == 0
