@@ -261,11 +261,9 @@ def test_whose_links_are_followed(
 def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root of the machine is one of them."""
     monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
-    guarded._overflow_user.cache_clear()
     for is_inside, more in ((False, set()), (True, {65534})):
         monkeypatch.setattr(user_namespace, "is_inside", lambda is_inside=is_inside: is_inside)
         assert guarded.trusted_users() == {0, os.geteuid()} | more
-    guarded._overflow_user.cache_clear()
 
 
 def test_below_a_root_names_of_a_file_are_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
