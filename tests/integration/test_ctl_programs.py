@@ -56,7 +56,7 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
 
 
 def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path) -> None:
-    """Its process may allocate it; in a directory of root it would be found by nobody."""
+    """Its process may allocate it, in a directory of root that no operator looks into."""
     path = tmp_path / "web.log"
     path.write_text("first\nlast\n")
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
