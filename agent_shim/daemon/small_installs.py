@@ -21,7 +21,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import files, guarded, worker_client
 from agent_shim.host.worker_client import BlobRef, Done, Install, Outcome, Request
 
-MAX_TARGETS: Final = 8
+MAX_TARGETS: Final = 16
 MAX_PACKED_BYTES: Final = 8 * 1024 * 1024
 """Limit of the blobs of all targets together."""
 MAX_DOWNLOADED_BYTES: Final = 1024 * 1024
