@@ -18,11 +18,13 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import Final, NoReturn
 
 from agent_shim.core.errors import HostError
 from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.host import nftables
+from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +138,7 @@ def chains(targets: Targets, users: Collection[int]) -> str:
 
 async def _addresses(urls: Collection[str]) -> Targets:
     """Resolve all names; names without an address are skipped."""
-    loop, found = asyncio.get_running_loop(), set()
+    found = set()
     for url in urls:
         parts = bus_address(url)
         if not parts.hostname:  # it would stand for loopback, and close ports of jobs there
@@ -144,6 +146,9 @@ async def _addresses(urls: Collection[str]) -> Targets:
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or DEFAULT_PORT
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                entries = await loop.getaddrinfo(parts.hostname, port, **kind)
+                # Not in the threads for files: a name server that never answers would keep them all.
+                entries = await run_in_daemon_thread(
+                    partial(socket.getaddrinfo, parts.hostname, port, **kind), "look up the bus"
+                )
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
     return frozenset(found)

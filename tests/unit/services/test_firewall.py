@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,17 @@ async def test_an_address_that_cannot_be_read_has_no_rule(url: str) -> None:
     found = await firewalls._addresses([url, "nats://127.0.0.1:4222"])
 
     assert found == {("127.0.0.1", 4222)}
+
+
+async def test_a_name_server_that_never_answers_takes_no_thread_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six addresses of the bus kept all threads for files, as long as the resolver waited."""
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
+    monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    try:
+        assert await firewalls._addresses([f"nats://bus{number}:4222" for number in range(6)]) == frozenset()
+
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+    finally:
+        answered.set()
