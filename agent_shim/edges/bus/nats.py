@@ -345,9 +345,9 @@ class _Link(Client):
             raise BusError("a subject is one word")
         if len(name) > MAX_SUBJECT_BYTES:
             raise BusError(f"a subject of {len(name)} bytes would close the connection")
-        # A lower limit may be a stranger's, told before TLS: it would make the agent mute.
-        if len(data) > (limit := max(self.max_payload, wire.MAX_REPLY_BYTES)):
-            raise BusError(f"a message of {len(data)} bytes exceeds the server's limit of {limit}")
+        # Not the limit in the server's INFO: a stranger who tells a low one before TLS would make the agent mute.
+        if len(data) > wire.MAX_REPLY_BYTES:
+            raise BusError(f"a message of {len(data)} bytes exceeds the limit of a server, {wire.MAX_REPLY_BYTES}")
         if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:
             raise BusError("the server does not accept data")
         self._queue(b"PUB %b %d\r\n%b\r\n" % (name, len(data), data))
