@@ -423,7 +423,7 @@ async def test_a_blob_that_is_not_small_is_not_read_into_memory(paths: Paths, bu
         file.truncate(MAX_SMALL_BYTES + 1)
     digest = hashlib.sha1((paths.blobs / "id").read_bytes()).hexdigest()
 
-    with pytest.raises(ActionError, match="cannot use the blob: it has 67108865 bytes"):
+    with pytest.raises(ActionError, match="cannot use the blob: it has 16777217 bytes"):
         await bundles.fetch_small(BlobRef("id", digest=digest), DUMMY)
     assert list(paths.tmp.iterdir()) == []
 
