@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -174,6 +174,9 @@ class Done(msgspec.Struct, frozen=True):
     outcomes: list[Outcome] = []
 
 
+Work: TypeAlias = Callable[[Request], Awaitable[Done]]
+
+
 def checked_blob_id(blob_id: str) -> str:
     """Return ``blob_id``; raises ``BlobError`` if it could be a path or an option."""
     is_plain = re.fullmatch(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]*", blob_id) and ".." not in blob_id
@@ -199,9 +202,7 @@ async def work(request: Request, *, nice: int = 0) -> Done:
     return done
 
 
-async def pack_and_put(
-    work: Callable[[Request], Awaitable[Done]], pack: Pack, report: Callable[[str], None], timeout: float | None = None
-) -> Done:
+async def pack_and_put(work: Work, pack: Pack, report: Callable[[str], None], timeout: float | None = None) -> Done:
     """Run ``pack``, which has a ``put``, by ``work``; ``timeout`` is that of packing alone, a ``TimeoutError``.
 
     ``report`` is called with "packing", and with "uploading" for an upload that takes a while.

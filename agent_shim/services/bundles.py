@@ -14,7 +14,7 @@ import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -70,9 +70,7 @@ def checked_name(kind: str, name: str) -> str:
 class Bundles:
     """All bundles below one base directory. Methods raise ``ActionError``; callers serialize changes."""
 
-    def __init__(
-        self, paths: Paths, work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = worker_client.work
-    ) -> None:
+    def __init__(self, paths: Paths, work: worker_client.Work = worker_client.work) -> None:
         self._paths = paths
         self._work = work
         self._installed: dict[Kind, Path] = {"job": paths.data_jobs, "package": paths.data_packages}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -52,12 +52,7 @@ class Package:
 class Compiler:
     """Compiles one package at a time; packaging scripts inherit ``environ``."""
 
-    def __init__(
-        self,
-        paths: Paths,
-        environ: Mapping[str, str],
-        work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = worker_client.work,
-    ) -> None:
+    def __init__(self, paths: Paths, environ: Mapping[str, str], work: worker_client.Work = worker_client.work) -> None:
         self._paths = paths
         self._environ = _inherited(paths, environ)
         self._work = work

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -41,11 +41,7 @@ _BUNDLE: Final = re.compile(r"logs-[0-9a-f]{16}\.tgz")
 class Logs:
     """Packs and uploads logs. All methods raise ``ActionError``."""
 
-    def __init__(
-        self,
-        paths: Paths,
-        work: Callable[[worker_client.Request], Awaitable[worker_client.Done]] = _GENTLY,
-    ) -> None:
+    def __init__(self, paths: Paths, work: worker_client.Work = _GENTLY) -> None:
         self._paths = paths
         self._work = work
         self._turn = asyncio.Lock()
@@ -98,8 +94,9 @@ class Logs:
 
         A link is removed itself, its target stays.
         """
+        is_ours = Path(path).parent == self._paths.bundled_logs  # only root can write there
         try:
-            if self._is_bundle(Path(path)):
+            if is_ours and _BUNDLE.fullmatch(Path(path).name):
                 await asyncio.to_thread(files.remove_tree, Path(path))
                 return
             if Path(path).parent == self._paths.tmp:
@@ -116,10 +113,6 @@ class Logs:
         """Remove incomplete, expired and too many archives."""
         with errors_as("Making logs tarball"):
             await asyncio.to_thread(_tidy, self._paths.bundled_logs)
-
-    def _is_bundle(self, path: Path) -> bool:
-        """Return True for a name of ``bundle`` in its directory, which only root can write."""
-        return path.parent == self._paths.bundled_logs and _BUNDLE.fullmatch(path.name) is not None
 
     async def _pack(
         self,
