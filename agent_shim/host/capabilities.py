@@ -33,11 +33,8 @@ def privileges(proc: Path = PROC) -> Privileges:
 def parse_status(text: str) -> Privileges:
     """Parse ``/proc/PID/status``; fields that an old kernel lacks are empty or off."""
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-    return Privileges(
-        effective=names(fields.get("CapEff", "0")),
-        no_new_privs=fields.get("NoNewPrivs") == "1",
-        seccomp=fields.get("Seccomp", "0") != "0",
-    )
+    has_filter = fields.get("Seccomp", "0") != "0"
+    return Privileges(names(fields.get("CapEff", "0")), fields.get("NoNewPrivs") == "1", has_filter)
 
 
 def names(mask: str) -> frozenset[str]:

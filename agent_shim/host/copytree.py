@@ -34,8 +34,7 @@ PIECE_BYTES: Final = 4000
 COARSE_NS: Final = 2_000_000_000
 """Rounding of timestamps by file systems, in nanoseconds."""
 
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ_DIR: Final = _READ | os.O_DIRECTORY
+_READ_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
 """Extended attributes that are data; labels given by a mount (SELinux, NFS) are not."""
 
@@ -262,16 +261,12 @@ def _copy_entry(source: int, target: int, name: str, status: os.stat_result) -> 
             os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
         else:
             os.mknod(name, status.st_mode, status.st_rdev, dir_fd=target)
-        _give(target, name, status)
+        made = _status(target, name)
+        if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
+            os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
         if not stat.S_ISLNK(status.st_mode):
             os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=target)
         os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
-
-
-def _give(target: int, name: str, status: os.stat_result) -> None:
-    made = _status(target, name)
-    if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
-        os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
 
 
 def _copy_file(source: int, target: int, name: str, status: os.stat_result) -> None:

@@ -66,12 +66,7 @@ class OutputError(OSError):
 
 
 def pack(
-    out: BinaryIO,
-    trees: Sequence[Tree],
-    *,
-    compressed: bool = True,
-    newest: int | None = None,
-    remarks: str = "",
+    out: BinaryIO, trees: Sequence[Tree], *, compressed: bool = True, newest: int | None = None, remarks: str = ""
 ) -> MultipleDigest:
     """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
@@ -169,7 +164,8 @@ class _Archive:
         patterns = _compiled(root.tree.patterns)
         takes_all = _ALL in patterns
         for entry in self._below(root):
-            if entry.kind != stat.S_IFDIR and (takes_all or _is_chosen(entry.path.split("/"), patterns)):
+            parts = entry.path.split("/")
+            if entry.kind != stat.S_IFDIR and (takes_all or any(_matches(each, parts) for each in patterns)):
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Entry]:
@@ -253,7 +249,7 @@ class _Archive:
         self._remarks.pop(name, None)
         header = tarfile.TarInfo(name)
         header.mode = stat.S_IMODE(status.st_mode)
-        header.mtime = self._sink.dated(int(status.st_mtime))
+        header.mtime = min(int(status.st_mtime), self._sink.newest)
         inode = status.st_dev, status.st_ino
         if self._is_live:
             header.mode &= PERMISSIONS
@@ -378,8 +374,7 @@ def header_block(header: tarfile.TarInfo) -> bytes:
     numbers = header.size, int(header.mtime)
     parts = _owner_parts(header.mode, header.uid, header.gid, header.uname, header.gname)
     is_usual = (
-        parts is not None
-        and header.type == tarfile.REGTYPE
+        header.type == tarfile.REGTYPE
         and not header.linkname
         and len(name) <= tarfile.LENGTH_NAME
         and min(numbers) >= 0
@@ -416,7 +411,7 @@ class Sink:
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
         self._out = out
-        self._newest = newest
+        self.newest = sys.maxsize if newest is None else newest
         self._newest_seen = 0
         self._hashers = [hashlib.sha1(usedforsecurity=False), hashlib.sha512(usedforsecurity=False)]
         # 31: with a gzip header, which holds neither name nor time.
@@ -433,10 +428,6 @@ class Sink:
         self._compressing.shutdown(cancel_futures=True)
         self._putting.shutdown(cancel_futures=True)
 
-    def dated(self, mtime: int) -> int:
-        """Return the time written for an entry."""
-        return mtime if self._newest is None else min(mtime, self._newest)
-
     def write(self, data: bytes | memoryview) -> None:
         """Write ``data``."""
         while data:
@@ -449,10 +440,8 @@ class Sink:
         """Return the rest of the piece to fill, at least one byte."""
         if self._filled == PIECE_BYTES:
             self._pieces.append((self._piece, self._compressing.submit(self._compress, self._piece)))
-            if len(self._pieces) > MAX_PIECES:
-                self._piece = self._finished()
-            else:
-                self._piece = memoryview(bytearray(PIECE_BYTES))
+            is_full = len(self._pieces) > MAX_PIECES
+            self._piece = self._finished() if is_full else memoryview(bytearray(PIECE_BYTES))
             self._filled = 0
         return self._piece[self._filled :]
 
@@ -614,10 +603,6 @@ def _piece(match: re.Match[str]) -> str:
         inside = re.sub(r"([\[\]^&~|])", r"\\\1", match["set"])
         return f"[{'^' if match['no'] else ''}{inside}]"
     return re.escape(match["escaped"] or match["plain"])
-
-
-def _is_chosen(parts: Sequence[str], patterns: Sequence[_Pattern]) -> bool:
-    return any(_matches(pattern, parts) for pattern in patterns)
 
 
 def _matches(pattern: _Pattern, parts: Sequence[str]) -> bool:

@@ -80,17 +80,9 @@ def parse(line: bytes) -> Stat:
     fields = rest.rpartition(b") ")[2].decode().split(None, 22)
     state, parent, group, session, _, _, _, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
     _, _, threads, _, start, _, resident, *_ = fields
+    ticks, reaped, resident_kb = int(user) + int(system), int(of_dead) + int(of_dead_system), int(resident) * PAGE_KB
     return Stat(
-        int(number),
-        state,
-        int(parent),
-        int(group),
-        int(session),
-        int(user) + int(system),
-        int(start),
-        int(resident) * PAGE_KB,
-        int(threads),
-        int(of_dead) + int(of_dead_system),
+        int(number), state, int(parent), int(group), int(session), ticks, int(start), resident_kb, int(threads), reaped
     )
 
 
@@ -165,12 +157,8 @@ def command_line(pid: int) -> str:
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
     """Return the ``command_line`` of many processes, without empty ones. Blocks."""
-    found = _of_each(pids, lambda pid: _command_line(_read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES)))
-    return {pid: line for pid, line in found.items() if line}
-
-
-def _command_line(arguments: bytes) -> str:
-    return arguments.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    found = _of_each(pids, lambda pid: _read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
+    return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
 
 
 def variable(pid: int, name: str) -> str | None:
@@ -187,10 +175,8 @@ def variables(pids: Collection[int], name: str) -> dict[int, str]:
     begin = name.encode() + b"="
 
     def value(pid: int) -> str | None:
-        for entry in _read_memory(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0"):
-            if entry.startswith(begin):
-                return entry[len(begin) :].decode(errors="replace")
-        return None
+        entries = _read_memory(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0")
+        return next((one[len(begin) :].decode(errors="replace") for one in entries if one.startswith(begin)), None)
 
     return {pid: found for pid, found in _of_each(pids, value).items() if found is not None}
 
@@ -208,10 +194,7 @@ def open_files(pid: int) -> int:
 def proportional_kb(pid: int) -> int:
     """Return the memory in use, shared pages divided among their users; 0 if the kernel does not report it. Blocks."""
     found = _of_each([pid], lambda pid: _read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
-    for line in found.splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1])
-    return 0
+    return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
 
 
 class Use(NamedTuple):
@@ -261,10 +244,8 @@ def name(pid: int) -> str:
 
 def user(pid: int) -> int | None:
     """Return its real uid; None without such a process."""
-    for line in _read(pid, "status", MAX_KERNEL_BYTES).splitlines():
-        if line.startswith(b"Uid:"):
-            return int(line.split()[1])
-    return None
+    lines = _read(pid, "status", MAX_KERNEL_BYTES).splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(b"Uid:")), None)
 
 
 def has_our_root(pid: int) -> bool:

@@ -32,6 +32,7 @@ from typing import Final, NamedTuple
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, files, guarded, proc
 from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +293,10 @@ def spawn(
     """
     with contextlib.ExitStack() as opened:
         try:
-            out, err = (_opened(opened, each) if isinstance(each, Path) else each for each in (stdout, stderr))
+            out, err = (
+                opened.enter_context(closing(guarded.open_log(each, 0o640))) if isinstance(each, Path) else each
+                for each in (stdout, stderr)
+            )
             ids = _ids(user, group) if (user or group) and os.geteuid() == 0 else _Ids()
             setup = _ChildSetup(ids, user, limits, nice, cgroups, opened)
             if setup.is_needed:
@@ -513,12 +517,6 @@ def _exit_info(pidfd: int | None) -> int | None:
     return 128 + code if (code := words[15] & 0x7F) else words[15] >> 8 & 0xFF
 
 
-def _opened(opened: contextlib.ExitStack, path: Path) -> int:
-    descriptor = guarded.open_log(path, 0o640)
-    opened.callback(os.close, descriptor)
-    return descriptor
-
-
 class _Ids(NamedTuple):
     """User and group ids for ``Popen``; None keeps the current ones."""
 
@@ -570,13 +568,11 @@ class _ChildSetup:
         self._groups = []
         for each in cgroups:
             # Opened before the fork: the kernel checks the permissions of the opener.
-            descriptor = os.open(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-            opened.callback(os.close, descriptor)
+            descriptor = opened.enter_context(closing(os.open(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)))
             self._groups.append((each, descriptor))
         self.is_needed = bool(self._limits or nice or self._groups or ids != _Ids())
         if self.is_needed:
-            self._error_file = os.memfd_create("failure", os.MFD_CLOEXEC)
-            opened.callback(os.close, self._error_file)
+            self._error_file = opened.enter_context(closing(os.memfd_create("failure", os.MFD_CLOEXEC)))
 
     def __call__(self) -> None:
         step = ""

@@ -241,11 +241,13 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
         os.chdir(spec["cwd"])
         if os.getcwd() != spec["cwd"]:  # noqa: PTH109 - entered over a link, which the kernel does not remember
             spec["env"].setdefault("PWD", spec["cwd"])
+    may_mount = spec["keeps_privileges"] or _SYS_ADMIN in spec["capabilities"]
     with _step("confine it"):
         if spec["places"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
-        elif spec["namespaces"] and not (spec["keeps_privileges"] or _SYS_ADMIN in spec["capabilities"]):
-            _forbid_mounts()
+        elif spec["namespaces"] and not may_mount and landlock_version():
+            # Landlock always forbids mounts, also in a new user namespace; this rule allows all else.
+            _restrict([(_open("/"), _EVERYTHING)], may_signal=True)
 
 
 def _run(spec: ExecSpec) -> NoReturn:
@@ -626,12 +628,6 @@ def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
         os.close(held)
     _checked(_libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
-
-
-def _forbid_mounts() -> None:
-    """Forbid mounts, also in a new user namespace: Landlock always does, and this rule allows all else."""
-    if landlock_version():
-        _restrict([(_open("/"), _EVERYTHING)], may_signal=True)
 
 
 # --- the C library --------------------------------------------------------------------------------------------------
