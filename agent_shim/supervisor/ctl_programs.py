@@ -123,15 +123,8 @@ class Programs:
             await asyncio.sleep(0)
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
-                spawn = partial(
-                    process.spawn,
-                    program.argv,
-                    env=env,
-                    stdout=output,
-                    stderr=output,
-                    user=program.user,
-                    group=program.group,
-                )
+                as_user = partial(process.spawn, user=program.user, group=program.group)
+                spawn = partial(as_user, program.argv, env=env, stdout=output, stderr=output)
                 try:
                     return spawn(cgroups=groups)
                 except HostError as exc:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -134,7 +133,7 @@ class ProcessFinder:
         """
         with contextlib.suppress(OSError):
             what = f"look for {spec.name}"
-            self._is_there = spec.path is None or await run_in_daemon_thread(partial(_exists, spec.path), what)
+            self._is_there = spec.path is None or await run_in_daemon_thread(partial(os.path.exists, spec.path), what)
         return self._is_there
 
     async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
@@ -236,11 +235,3 @@ def describe(status: int | None) -> str:
     if status > 128 and status - 128 in set(signal.Signals):
         return signal.Signals(status - 128).name
     return f"exit {status}"
-
-
-def _exists(path: Path) -> bool:
-    """True if the path exists; False for one that is too long or on an unreachable server."""
-    try:
-        return path.exists()
-    except OSError:
-        return False

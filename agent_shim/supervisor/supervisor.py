@@ -92,16 +92,9 @@ class Supervisor:
         restarts = TokenBucket(RESTART_BURST, RESTARTS_PER_SECOND)
         may_start = asyncio.Event()
         may_start.set()
+        claim = self._kills.claim
         self._shared = ServiceContext(
-            paths.base,
-            self._programs,
-            self.bpm,
-            restarts,
-            timing,
-            on_event,
-            self._changed,
-            self._kills.claim,
-            may_start,
+            paths.base, self._programs, self.bpm, restarts, timing, on_event, self._changed, claim, may_start
         )
         self._obstacle = ""
         self._counting = contextlib.ExitStack()

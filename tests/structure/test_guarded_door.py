@@ -255,7 +255,7 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "supervisor.process_finder": Raw(PROBE, frozenset({"_exists"})),
+    "supervisor.process_finder": Raw(PROBE, frozenset({"ProcessFinder.look_at_path"})),
     "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "Programs.printed"})),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state"})),
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome"})),

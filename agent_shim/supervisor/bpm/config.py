@@ -177,13 +177,8 @@ def _unsafe(entry: _Map) -> Unsafe:
 
 
 def _volume(entry: _Map) -> Volume:
-    return Volume(
-        path=entry.text("path"),
-        writable=entry.flag("writable"),
-        allow_executions=entry.flag("allow_executions"),
-        mount_only=entry.flag("mount_only"),
-        shared=entry.flag("shared"),
-    )
+    flags = ("writable", "allow_executions", "mount_only", "shared")
+    return Volume(entry.text("path"), **{flag: entry.flag(flag) for flag in flags})
 
 
 def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:

@@ -553,10 +553,9 @@ class Bpm:
         if hog := self._killed_by_kernel(call.job, call.process):
             self._hogs.append(hog)
             self._victims.add(label)
-        if label not in self._victims:
-            return False
-        self._victims.remove(label)
-        return True
+        is_victim = label in self._victims
+        self._victims.discard(label)
+        return is_victim
 
     def _memory_limit(self, job: str, name: str) -> int:
         """Return the limit in bytes, 0 without one; reads the file again when it changed."""
@@ -573,12 +572,9 @@ class Bpm:
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
     """Signal the process in bpm's sequence; its init passes signals to it alone. Returns True if it was killed."""
+    steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
-        for sig, patience in (
-            (first, SIGNAL_TIMEOUT_S),
-            (signal.SIGQUIT, QUIT_TIMEOUT_S),
-            (signal.SIGKILL, process.KILL_TIMEOUT_S),
-        ):
+        for sig, patience in steps:
             running.send(sig)
             left = patience if sig is signal.SIGKILL else max(0.0, min(patience, by - time.monotonic()))
             with contextlib.suppress(TimeoutError):
