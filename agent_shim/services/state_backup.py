@@ -271,12 +271,11 @@ def _plain(agent_id: str) -> str:
 
 def _make_equal(copy: Path, path: Path) -> None:
     """Make ``copy`` equal to ``path``, or remove it if that is absent; an equal copy is not written."""
-    if path.is_symlink():  # a link to memory, where the content stays
-        copy.unlink(missing_ok=True)
-        return
-    try:
-        raw = files.read_own(path)
-    except FileNotFoundError:
+    raw = None
+    if not path.is_symlink():  # a link leads to memory, where the content stays
+        with suppress(FileNotFoundError):
+            raw = files.read_own(path)
+    if raw is None:
         copy.unlink(missing_ok=True)
         return
     with suppress(OSError):  # missing, or something else in its place
@@ -287,12 +286,9 @@ def _make_equal(copy: Path, path: Path) -> None:
 
 def _empty(directory: Path) -> None:
     """Remove the content of a directory; mount points stay."""
-    try:
-        inside = list(directory.iterdir())
-    except FileNotFoundError:
-        return
-    for path in inside:
-        try:
-            files.remove_tree(path)
-        except HostError as exc:
-            logger.warning("%s", exc)
+    with suppress(FileNotFoundError):
+        for path in list(directory.iterdir()):
+            try:
+                files.remove_tree(path)
+            except HostError as exc:
+                logger.warning("%s", exc)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 from urllib.parse import quote
@@ -191,11 +192,9 @@ class External:
     async def _write_config(self) -> None:
         """Write the Go agent's file, readable only by root."""
         content = msgspec.json.encode(self._options)
-        try:
+        with suppress(OSError):  # missing, or something else in its place
             if files.read_own(self._config) == content:
                 return
-        except OSError:  # missing, or something else in its place
-            pass
         await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
 
 

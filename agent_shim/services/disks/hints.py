@@ -77,12 +77,8 @@ def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
 
     Members that are not strings are converted (the Go agent crashes on them); null counts as absent.
     """
-    disk = DiskSettings(
-        cid=cid,
-        file_system=env.persistent_disk_fs,
-        mount_options=env.persistent_disk_mount_options or None,
-        partitioner=env.persistent_disk_partitioner,
-    )
+    options, partitioner = env.persistent_disk_mount_options or None, env.persistent_disk_partitioner
+    disk = DiskSettings(cid, file_system=env.persistent_disk_fs, mount_options=options, partitioner=partitioner)
     if isinstance(hint, str):
         return msgspec.structs.replace(disk, path=hint, volume_id=hint)
     if not isinstance(hint, Mapping):

@@ -136,10 +136,9 @@ class Rotation:
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
             most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants the content
             paths = [os.fsencode(log.path) for log in due]
+            request = worker_client.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
-                done = await worker_client.work(
-                    worker_client.Rotate(str(self._root), paths, self._limits.keep, most), nice=10
-                )
+                done = await worker_client.work(request, nice=10)
             for log, outcome in zip(due, done.outcomes, strict=True):
                 if outcome.error:
                     logger.error("%s", outcome.error)
@@ -256,13 +255,9 @@ def look_at(root: Path, job: str, limit: int) -> Look:
                     logs.append(Found(path, size, status.st_mtime))
             elif size and ARCHIVE.fullmatch(path):
                 archives.append(Found(path, size, status.st_mtime))
-    return (
-        heapq.nsmallest(MAX_DUE, logs, key=lambda log: log.size),
-        Archived(
-            sum(each.size for each in archives),
-            heapq.nsmallest(MAX_REMOVED, archives, key=lambda each: each.modified),
-        ),
-    )
+    oldest = heapq.nsmallest(MAX_REMOVED, archives, key=lambda each: each.modified)
+    archived = Archived(sum(each.size for each in archives), oldest)
+    return heapq.nsmallest(MAX_DUE, logs, key=lambda log: log.size), archived
 
 
 def surplus(found: Findings, total: int) -> list[str]:

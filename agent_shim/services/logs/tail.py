@@ -107,8 +107,7 @@ class Follower:
             yield from self._search(at_end=False)
         allowed = None if self._rate is None else int(self._rate * max(elapsed, POLL_S))
         for name in list(self._files):
-            for text in self._news(name, allowed):
-                yield self._line(name, text)
+            yield from (self._line(name, text) for text in self._news(name, allowed))
 
     def changed_at(self, line: Line) -> float:
         """Return the time of the last change of the line's file."""
@@ -137,9 +136,9 @@ class Follower:
             jobs = [self._job] if self._job else self._jobs(top)
             share = max(MIN_JOB_FILES, MAX_FILES // max(1, len(jobs)))
             for job in jobs:
-                found = self._found(top, job)
+                found = guarded.walk(top, job, depth=MAX_DEPTH, limit=MAX_JOB_ENTRIES, skipped=self._skip)
                 room = share - sum(name.startswith(f"{job}/") for name in self._files)
-                new = (each for each in found if each.path not in self._files)
+                new = (each for each in found if each.path.endswith(self._names) and each.path not in self._files)
                 wanted = heapq.nlargest(max(0, room) + 1, new, key=lambda each: each.status.st_mtime_ns)
                 for each in sorted(wanted[: max(0, room)]):
                     self._open(top, each.path, at_end=at_end)
@@ -150,12 +149,6 @@ class Follower:
     def _jobs(self, top: int) -> list[str]:
         with closing(guarded.open_directory(top, "")) as directory:
             return sorted(guarded.names(directory))
-
-    def _found(self, top: int, job: str) -> Iterator[guarded.Entry]:
-        """Yield log files of a job in any of its directories."""
-        for entry in guarded.walk(top, job, depth=MAX_DEPTH, limit=MAX_JOB_ENTRIES, skipped=self._skip):
-            if entry.path.endswith(self._names):
-                yield entry
 
     def _open(self, top: int, name: str, *, at_end: bool) -> None:
         with self._refusing(name):
