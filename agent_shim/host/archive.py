@@ -73,12 +73,7 @@ def is_gzip(source: BinaryIO) -> bool:
 
 GENEROUS: Final = Limits()
 
-_BROKEN: Final[tuple[type[Exception], ...]] = (
-    ArchiveError,
-    OSError,
-    EOFError,
-    isal_zlib.error,  # type: ignore[assignment]
-)
+_BROKEN: Final[tuple[type[Exception], ...]] = (ArchiveError, OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
 
 def unpack(

@@ -40,6 +40,5 @@ def parse_status(text: str) -> Privileges:
 def names(mask: str) -> frozenset[str]:
     """Return the capabilities of a hexadecimal mask; raises ``ValueError`` for any other text."""
     bits = int(mask, 16)
-    return frozenset(
-        NAMES[bit] if bit < len(NAMES) else str(bit) for bit in range(bits.bit_length()) if bits & (1 << bit)
-    )
+    held = [bit for bit in range(bits.bit_length()) if bits & (1 << bit)]
+    return frozenset(NAMES[bit] if bit < len(NAMES) else str(bit) for bit in held)

@@ -254,10 +254,8 @@ def _number(path: Path) -> int | None:
 
 def _member(path: Path, name: str) -> int | None:
     """Return a value of a file with ``name value`` lines."""
-    for line in _text(path).splitlines():
-        if line.startswith(f"{name} "):
-            return _natural(line.removeprefix(f"{name} ").strip())
-    return None
+    lines = _text(path).splitlines()
+    return _natural(next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), "").strip())
 
 
 def _natural(text: str) -> int | None:

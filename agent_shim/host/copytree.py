@@ -195,9 +195,7 @@ class _Mirror:
             os.link(last, name, src_dir_fd=there, dst_dir_fd=target, follow_symlinks=False)
 
     def _pairs(self, places: _Places, *, make: bool = True) -> Iterator[tuple[int, str, int, int, list[str]]]:
-        """Yield each directory of the source, parents first: its number in ``places``, its path with a trailing slash,
-        both descriptors, its names.
-        """
+        """Yield directories, parents first: number in ``places``, path with a trailing slash, descriptors, names."""
         ahead = [0]
         while ahead:
             number = ahead.pop()
@@ -237,7 +235,8 @@ class _Mirror:
 
     def _advance(self, status: os.stat_result) -> None:
         done = self._progress
-        self._progress = msgspec.structs.replace(done, files=done.files + 1, size=done.size + _weight(status))
+        size = min(status.st_size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else 0
+        self._progress = msgspec.structs.replace(done, files=done.files + 1, size=done.size + size)
         if time.monotonic() - self._reported_at >= REPORT_PERIOD_S:
             self._reported_at = time.monotonic()
             self._report(self._progress)
@@ -272,7 +271,7 @@ def _copy_entry(source: int, target: int, name: str, status: os.stat_result) -> 
 def _copy_file(source: int, target: int, name: str, status: os.stat_result) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with closing(_open_file(source, name)) as old, closing(os.open(name, flags, 0o600, dir_fd=target)) as new:
-        for begin, end in _data(old, status.st_size):
+        for begin, end in guarded.segments(old, 0, status.st_size, limit=status.st_size):
             _copy_range(old, new, begin, end)
         os.ftruncate(new, status.st_size)
         _copy_attributes(old, new, status)
@@ -341,7 +340,7 @@ def _same_data(old: int, new: int, size: int) -> bool:
     with suppress(OSError):  # compare with the disk, not with the page cache
         os.posix_fadvise(new, 0, 0, os.POSIX_FADV_DONTNEED)
     at = 0
-    for begin, end in heapq.merge(_data(old, size), _data(new, size)):
+    for begin, end in heapq.merge(*(guarded.segments(fd, 0, size, limit=size) for fd in (old, new))):
         at = max(at, begin)
         while at < end:
             one, other = (os.pread(fd, min(CHUNK_BYTES, end - at), at) for fd in (old, new))
@@ -349,24 +348,6 @@ def _same_data(old: int, new: int, size: int) -> bool:
                 return False
             at += len(one)
     return True
-
-
-def _data(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each part of a file that is not a hole."""
-    at = 0
-    while at < size:
-        try:
-            begin = os.lseek(fd, at, os.SEEK_DATA)
-            end = os.lseek(fd, begin, os.SEEK_HOLE)
-        except OSError as exc:
-            if exc.errno == errno.EINVAL:  # the file system does not support holes
-                yield at, size
-            elif exc.errno != errno.ENXIO:  # ENXIO: no more data
-                raise
-            return
-        if begin < size:
-            yield begin, min(end, size)
-        at = end
 
 
 # --- small things ---------------------------------------------------------------------------------------------------
@@ -393,10 +374,6 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 def _is_shared(status: os.stat_result) -> bool:
     return status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
-
-
-def _weight(status: os.stat_result) -> int:
-    return min(status.st_size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else 0
 
 
 def _remove(directory: int, name: str) -> None:

@@ -118,14 +118,12 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
     if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
         os.fchown(fd, uid, gid)
         now = os.fstat(fd)
-    if stat.S_IMODE(now.st_mode) != mode:
+    if (found := stat.S_IMODE(now.st_mode)) != mode:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
             # It came with a volume. New files are ours and have their mode from the start: no secret is exposed.
-            logger.warning(
-                "cannot change the mode %o of a file of another user: %s", stat.S_IMODE(now.st_mode), exc.strerror
-            )
+            logger.warning("cannot change the mode %o of a file of another user: %s", found, exc.strerror)
 
 
 @functools.cache

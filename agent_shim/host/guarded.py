@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
     StrPath = str | os.PathLike[str]
+    Skipped = Callable[[str, OSError | None], None]
 
 DEADLINE_S: Final = 2.0
 """Default timeout of :func:`aside`."""
@@ -397,12 +398,7 @@ def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
 
 
 def walk(
-    top: int,
-    below: str = "",
-    *,
-    depth: int,
-    limit: int,
-    skipped: Callable[[str, OSError | None], None] = lambda _path, _why: None,
+    top: int, below: str = "", *, depth: int, limit: int, skipped: Skipped = lambda _path, _why: None
 ) -> Iterator[Entry]:
     """Yield regular files below the directory with descriptor ``top``, breadth first, without following links.
 

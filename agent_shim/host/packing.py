@@ -169,9 +169,7 @@ class _Archive:
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Entry]:
-        """Yield every directory, file and link below ``root``; in live trees, directories that cannot be read are
-        skipped.
-        """
+        """Yield all directories, files and links below ``root``; in live trees, unreadable directories are skipped."""
         waiting = [""]
         left: dict[str, int] = {}
         while waiting:
@@ -581,9 +579,7 @@ def _compile(pattern: str) -> _Pattern:
 
 
 def _step(step: str) -> str:
-    """Return a regular expression for one step. All stars but the last are lazy and atomic: no exponential
-    backtracking.
-    """
+    """Return the expression of one step: all stars but the last are lazy and atomic: no exponential backtracking."""
     runs = [""]
     for match in _PIECE.finditer(step):
         if match["stars"]:

@@ -165,9 +165,7 @@ class Watchdog:
             logger.warning("cannot record in %s which service blocks the event loop: %s", directory, exc)
 
     def disown(self) -> None:
-        """Stop writing to the directory, which belongs to another agent now. A blocked interpreter dumps its stacks on
-        stderr.
-        """
+        """Stop writing to the directory, another agent's now. A blocked interpreter dumps its stacks on stderr."""
         global _page
         self._marks, _page = None, None
         if self._trace is not None:
