@@ -20,19 +20,8 @@ from typing import Final, TypeVar
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, guarded, job_cgroups, proc, process, reaper
 from agent_shim.host.process import Process
-from agent_shim.supervisor import process_record
-from agent_shim.supervisor.ownership import (
-    Left,
-    Look,
-    Ownership,
-    Records,
-    Unproven,
-    Verdict,
-    is_job_user,
-    kinship,
-    left,
-    look,
-)
+from agent_shim.supervisor import ownership, process_record
+from agent_shim.supervisor.ownership import Left, Look, Ownership, Records, Unproven, Verdict, kinship, left, look
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
@@ -149,7 +138,7 @@ class Programs:
     def _has_ended(self, orphan: proc.Stat) -> None:
         verdict = self.ownership.attribute(orphan, self._hunted)
         self._ended[verdict] += 1
-        if verdict in self._hunted and (verdict is not Unproven.ORPHAN or is_job_user(proc.user(orphan.pid))):
+        if verdict in self._hunted and (verdict is not Unproven.ORPHAN or ownership.is_job_user(proc.user(orphan.pid))):
             process.kill_group_of(orphan)
 
     async def see_kin(self) -> None:

@@ -14,19 +14,11 @@ from typing import Final, Literal, NamedTuple, cast
 import msgspec
 
 from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor.monit import rules
 from agent_shim.supervisor.monit.ast import Check, Ignored, Kind, Mode, MonitFile
 from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
 from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
-from agent_shim.supervisor.monit.rules import (
-    ALL,
-    FILE,
-    STATUS,
-    SYSTEM,
-    read_ignore,
-    read_program,
-    read_regex,
-    read_rule,
-)
+from agent_shim.supervisor.monit.rules import ALL, STATUS, SYSTEM, read_ignore, read_program, read_regex, read_rule
 
 MAX_BYTES: Final = 256 * 1024
 """Size of one file; a parse takes longer than linear time."""
@@ -215,7 +207,7 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
     "alert": _Option(_alert),
     "noalert": _Option(_alert),
     "if": _Option(_rule),
-    "ignore": _Option(_ignore, FILE),
+    "ignore": _Option(_ignore, rules.FILE),
 }
 
 

@@ -81,9 +81,8 @@ def read_ignore(reader: Reader) -> None:
 
 
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
-    test = None
-    if wanted := _wanted(reader, kind):
-        test = TESTS[wanted].read(reader)
+    wanted = _wanted(reader, kind)
+    test = TESTS[wanted].read(reader) if wanted else None
     # Resource tests may follow each other; monit keeps the last.
     while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind == "process":
         test = _resource(reader)
