@@ -147,8 +147,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 # Not in the threads for files: a name server that never answers would keep them all.
-                entries = await run_in_daemon_thread(
-                    partial(socket.getaddrinfo, parts.hostname, port, **kind), "look up the bus"
-                )
+                asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
+                entries = await run_in_daemon_thread(asked, "look up the bus")
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
     return frozenset(found)

@@ -78,9 +78,8 @@ def drain_arguments(kind: str, current: DrainSpec, new: DrainSpec | None) -> lis
 def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, str]:
     """Return variables with the size of the present persistent disk and, given a new spec, of the next one."""
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
-    return {
-        name: msgspec.json.encode({"persistent_disk": spec.persistent_disk}).decode() for name, spec in states.items()
-    }
+    sizes = {name: {"persistent_disk": spec.persistent_disk} for name, spec in states.items()}
+    return {name: msgspec.json.encode(size).decode() for name, size in sizes.items()}
 
 
 class Scripts:

@@ -210,14 +210,12 @@ class StateBackup:
             try:
                 _make_equal(self._paths.mirror / name, file.path)
             except OSError as exc:
-                self._log_once(f"a restart of the container would lose {file.path}: {exc}")
+                text = f"a restart of the container would lose {file.path}: {exc}"
+                if text != self._logged:
+                    self._logged = text
+                    logger.error("%s", text)
                 continue
             self._copied[name] = seen
-
-    def _log_once(self, text: str) -> None:
-        if text != self._logged:
-            self._logged = text
-            logger.error("%s", text)
 
     @property
     def _copy_stamp(self) -> Path:

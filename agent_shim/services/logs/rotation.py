@@ -94,10 +94,7 @@ Look: TypeAlias = tuple[Sequence[Found], Archived]
 
 
 class Findings(NamedTuple):
-    """Result of a search by job: logs to rotate, smallest first, and archives.
-
-    Memory use does not grow with their number.
-    """
+    """Logs to rotate, smallest first, and archives, by job. Memory use does not grow with their number."""
 
     due: dict[str, Sequence[Found]]
     archives: dict[str, Archived]

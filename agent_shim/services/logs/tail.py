@@ -114,11 +114,6 @@ class Follower:
         one = next((one for name, one in self._files.items() if self._line(name, b"")[:2] == line[:2]), None)
         return os.fstat(one.descriptor).st_mtime if one else self._clock()
 
-    def begin_at_end(self) -> None:
-        """Skip the present content."""
-        for _ in self._search(at_end=True):
-            pass
-
     def close(self) -> None:
         """Close all files."""
         for one in self._files.values():
@@ -198,7 +193,7 @@ def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
 
     def run() -> None:
         follower = Follower(directory, rate=RATE_BYTES_PER_S)
-        follower.begin_at_end()
+        list(follower.last(0))  # skips the present content
         pause = threading.Event()
         with suppress(OSError, ValueError):  # the reader is gone
             while not pause.wait(POLL_S):
