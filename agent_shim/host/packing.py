@@ -388,9 +388,7 @@ def header_block(header: tarfile.TarInfo) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _owner_parts(mode: int, uid: int, gid: int, uname: str, gname: str) -> tuple[bytes, bytes, int] | None:
-    """Return the parts of a header that many files share, before size and time and after the sum, and their part of the
-    sum; None for unusual ones.
-    """
+    """Return the parts of a header that many files share, before its size and after its sum, and their sum; or None."""
     user, group = (text.encode("utf-8", "surrogateescape") for text in (uname, gname))
     numbers = mode & 0o7777, uid, gid
     if max(len(user), len(group)) > 32 or min(numbers) < 0 or max(numbers) >= 8**7:
@@ -579,7 +577,7 @@ def _compile(pattern: str) -> _Pattern:
 
 
 def _step(step: str) -> str:
-    """Return the expression of one step: all stars but the last are lazy and atomic: no exponential backtracking."""
+    """Return the expression of one step; all stars but the last are lazy and atomic: no exponential backtracking."""
     runs = [""]
     for match in _PIECE.finditer(step):
         if match["stars"]:

@@ -16,7 +16,6 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.core.errors import HostError
 from agent_shim.host import files, mounts, proc
 
 FLAGS: Final = {
@@ -78,16 +77,13 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
             with suppress(FileNotFoundError):
                 place.rmdir()
     except OSError as exc:
-        raise _occupied(volume, place, exc) from exc
+        why = {
+            errno.ENOTEMPTY: "it holds files, and this container may not mount over them",
+            errno.EBUSY: "something else is mounted there, and this container may not mount over it",
+        }
+        what = f"link {place} to {volume}"
+        raise files.failed(what, OSError(exc.errno, why.get(exc.errno or 0, exc.strerror))) from exc
     files.swap_link(volume, place)
-
-
-def _occupied(volume: Path, place: Path, exc: OSError) -> HostError:
-    why = {
-        errno.ENOTEMPTY: "it holds files, and this container may not mount over them",
-        errno.EBUSY: "something else is mounted there, and this container may not mount over it",
-    }
-    return files.failed(f"link {place} to {volume}", OSError(exc.errno, why.get(exc.errno or 0, exc.strerror)))
 
 
 def take_away(place: Path) -> None:

@@ -50,11 +50,12 @@ class Package:
 
 
 class Compiler:
-    """Compiles one package at a time; packaging scripts inherit ``environ``."""
+    """Compiles one package at a time; packaging scripts inherit ``environ``, with the agent's programs in PATH."""
 
     def __init__(self, paths: Paths, environ: Mapping[str, str], work: worker_client.Work = worker_client.work) -> None:
         self._paths = paths
-        self._environ = _inherited(paths, environ)
+        own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
+        self._environ = {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
         self._work = work
 
     async def compile(
@@ -152,12 +153,6 @@ class Compiler:
         if self._paths.compile.is_dir():
             for path in self._paths.compile.iterdir():
                 files.remove_tree(path)
-
-
-def _inherited(paths: Paths, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of scripts with the agent's programs first in PATH."""
-    own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
-    return {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
 
 
 def _failure(status: int | None, stdout: Path, stderr: Path) -> str:

@@ -129,10 +129,15 @@ class StateBackup:
     def _recover(self, agent_id: str) -> None:
         here, copy = _read(self._paths.stamp) or Stamp(SCHEMA, "", ""), _read(self._copy_stamp)
         if self._former not in ("", agent_id):
-            self._set_aside_root(self._former)
+            aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
+            places = [*((file.path, name) for name, file in self._files.items()), (self._paths.stamp, STAMP)]
+            self._move(places, aside, self._former)
+            _empty(self._paths.monit_job)  # they are links into the bundles of the jobs
             here = Stamp(SCHEMA, "", "")
         if copy is not None and copy.agent_id != agent_id:
-            self._set_aside_copy(copy.agent_id)
+            names = [*self._files, self._paths.supervisor_state.name, STAMP]
+            aside = self._paths.mirror / SET_ASIDE / _plain(copy.agent_id)
+            self._move(((self._paths.mirror / name, name) for name in names), aside, copy.agent_id)
             copy = None
         ours = Stamp(SCHEMA, agent_id, here.lineage or secrets.token_hex(8), proc.incarnation(), here.is_prepared)
         if copy is not None and here.lineage != copy.lineage:
@@ -153,17 +158,6 @@ class StateBackup:
                     files.make_dir(file.path.parent, 0o755)
                 files.write_atomic(file.path, raw, mode=file.mode, owner=file.owner)
                 logger.info("%s is restored from the backup of the former root file system", file.path)
-
-    def _set_aside_root(self, whose: str) -> None:
-        aside = self._paths.bosh / SET_ASIDE / _plain(whose)
-        self._move(((file.path, name) for name, file in self._files.items()), aside, whose)
-        self._move([(self._paths.stamp, STAMP)], aside, whose)
-        _empty(self._paths.monit_job)  # they are links into the bundles of the jobs
-
-    def _set_aside_copy(self, whose: str) -> None:
-        names = [*self._files, self._paths.supervisor_state.name, STAMP]
-        aside = self._paths.mirror / SET_ASIDE / _plain(whose)
-        self._move(((self._paths.mirror / name, name) for name in names), aside, whose)
 
     def _move(self, found: Iterable[tuple[Path, str]], aside: Path, whose: str) -> None:
         for path, name in found:

@@ -72,8 +72,7 @@ class Logs:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
-        """Leave an archive on disk; return its path and its sha512 (hex). It belongs to ``owner``, a user or
-        ``user:group``.
+        """Leave an archive on disk for ``owner`` (a user or ``user:group``); return its path and its sha512 (hex).
 
         Calls run one after another.
         """

@@ -70,14 +70,12 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
     reader.mistakes.append(str(exc))
     if reader.at == first:
         reader.skip()
-    while reader.kind not in ("END", "BAD") and not (reader.begins_line() and _begins_statement(reader.kind)):
+    while (kind := reader.kind) not in ("END", "BAD"):
+        if reader.begins_line() and (kind == "set" or kind in _OPTIONS or kind.startswith("check ")):
+            break
         reader.skip()
     if reader.kind == "BAD":  # an open quote, after which nothing means what it says
         reader.end()
-
-
-def _begins_statement(kind: str) -> bool:
-    return kind == "set" or kind in _OPTIONS or kind.startswith("check ")
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

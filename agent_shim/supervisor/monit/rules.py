@@ -61,8 +61,9 @@ def read_rule(reader: Reader, kind: values.Kind) -> values.Rule | None:
     """
     line = reader.line(reader.skip())
     test = _test(reader, kind)
-    if test is None:
-        _skip_to_then(reader)
+    ends = ("then", "if", "set", "END", "BAD")
+    while test is None and reader.kind not in ends and not reader.kind.startswith("check "):
+        reader.skip()  # the words of the test and its rate
     is_count = isinstance(test, values.Restarts)
     rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")
@@ -87,12 +88,6 @@ def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind == "process":
         test = _resource(reader)
     return test
-
-
-def _skip_to_then(reader: Reader) -> None:
-    """Pass over the words of a test and its rate."""
-    while reader.kind not in ("then", "if", "set", "END", "BAD") and not reader.kind.startswith("check "):
-        reader.skip()
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:

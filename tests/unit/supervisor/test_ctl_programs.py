@@ -50,7 +50,7 @@ def test_the_group_of_an_orphan_is_killed_where_its_owner_is_hunted(
     monkeypatch.setattr(programs.ownership, "attribute", lambda *_: verdict)
     monkeypatch.setattr(process, "kill_group_of", killed.append)
     monkeypatch.setattr(proc, "user", lambda _: user)
-    monkeypatch.setattr(ctl_programs.ownership, "is_job_user", lambda number: number != 0)
+    monkeypatch.setattr("agent_shim.supervisor.ownership.is_job_user", lambda number: number != 0)
     programs._hunted = hunted
 
     programs._has_ended(ORPHAN)
