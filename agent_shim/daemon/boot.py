@@ -13,6 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,6 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.jobs import bundles_of
 from agent_shim.core.errors import ActionError, BootError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.core.settings import BoshEnv
 from agent_shim.daemon.job_recovery import JobRecovery
 from agent_shim.host import files, mounts
 from agent_shim.host.descriptors import closing
@@ -120,23 +120,14 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
     """The steps after the settings are known."""
     paths = agent.paths
 
-    async def temporary_files() -> str | None:
-        if not owns_system(paths):
-            return NOT_ROOT
+    async def temporary_files() -> None:
         for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
             files.make_dir(path, 0o1777, paths.shared_owner)
-        return None
 
-    async def leftovers() -> str | None:
+    async def leftovers() -> None:
         await agent.bundles.sweep()
         await agent.compiler.clean()
         await agent.logs.tidy()
-        return None
-
-    async def bpm_command() -> str | None:
-        """Install the command before the first ``apply``, for scripts and operators."""
-        await asyncio.to_thread(install_bpm_wrapper, paths)
-        return None
 
     async def monit_user() -> str | None:
         """Keep an existing password, because releases read it at their start."""
@@ -148,6 +139,10 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         await asyncio.to_thread(files.write_atomic, paths.monit_user, f"vcap:{password}\n".encode(), mode=0o600)
         return None
 
+    async def disks() -> str | None:
+        await agent.disks.recover()
+        return await agent.disks.problem() or None
+
     async def left() -> str:
         return "it belongs to the container runtime"
 
@@ -158,35 +153,39 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         *_wishes(agent),
         _memory_step(agent),
         *_server_steps(agent),
-        Step("temporary files", temporary_files),
+        Step("temporary files", _for_system(paths, temporary_files)),
         *_trust_steps(agent),
         Step("leftovers of interrupted work", leftovers),
-        Step("command bpm", bpm_command),
+        # Before the first ``apply``, for scripts and operators.
+        Step("command bpm", partial(asyncio.to_thread, install_bpm_wrapper, paths)),
         Step("monit user", monit_user),
         *_instance_steps(agent),
-        _disk_step(agent),
+        Step("persistent disk", disks),
         Step("jobs that ran before", recovery.begin, vital=True),
     ]
+
+
+def _for_system(paths: Paths, run: Callable[[], Awaitable[str | None]]) -> Callable[[], Awaitable[str | None]]:
+    """Skip a step unless the agent is root of a container with the real tree."""
+
+    async def checked() -> str | None:
+        return await run() if owns_system(paths) else NOT_ROOT
+
+    return checked
 
 
 def _wishes(agent: Agent) -> list[Step]:
     """Steps for keys of ``env.bosh`` that configure the machine."""
     paths, bosh = agent.paths, agent.settings.current.source.env.bosh
 
-    def step(name: str, run: Callable[[Paths, BoshEnv], Awaitable[str | None]]) -> Step:
-        async def wish() -> str | None:
-            return await run(paths, bosh) if owns_system(paths) else NOT_ROOT
-
-        return Step(name, wish)
-
     async def refused() -> str | None:
         return bosh_env.refused(bosh)
 
     return [
         Step("unsupported keys of env.bosh", refused),
-        step("settings in memory", bosh_env.settings_in_memory),
-        step("development tools", bosh_env.remove_dev_tools),
-        step("static libraries", bosh_env.remove_static_libraries),
+        Step("settings in memory", _for_system(paths, partial(bosh_env.settings_in_memory, paths, bosh))),
+        Step("development tools", _for_system(paths, partial(bosh_env.remove_dev_tools, paths, bosh))),
+        Step("static libraries", _for_system(paths, partial(bosh_env.remove_static_libraries, paths, bosh))),
     ]
 
 
@@ -224,16 +223,16 @@ def _put_in_memory(path: Path, size: str, shim_run: Path) -> None:
 def _server_steps(agent: Agent) -> list[Step]:
     paths, settings = agent.paths, agent.settings.current
 
-    async def name_servers() -> str | None:
-        return await resolver.write_servers(settings.name_servers) if owns_system(paths) else NOT_ROOT
-
     async def time_servers() -> str | None:
         if not settings.ntp:
             return "no servers in the settings"
         await asyncio.to_thread(files.write_atomic, paths.bosh_etc / "ntpserver", " ".join(settings.ntp).encode())
         return None
 
-    return [Step("name servers", name_servers), Step("time servers", time_servers)]
+    return [
+        Step("name servers", _for_system(paths, lambda: resolver.write_servers(settings.name_servers))),
+        Step("time servers", time_servers),
+    ]
 
 
 def _instance_steps(agent: Agent) -> list[Step]:
@@ -245,9 +244,8 @@ def _instance_steps(agent: Agent) -> list[Step]:
             return "the root file system is the old one"
         jobs, packages = bundles_of(spec)
         gone = agent.bundles.missing([*jobs, *packages])
-        await agent.bundles.link(
-            [job for job in jobs if job not in gone], [package for package in packages if package not in gone]
-        )
+        jobs, packages = ([each for each in bundles if each not in gone] for bundles in (jobs, packages))
+        await agent.bundles.link(jobs, packages)
         await asyncio.to_thread(agent.spec.write_instance_files)
         return None
 
@@ -264,43 +262,24 @@ def _instance_steps(agent: Agent) -> list[Step]:
     ]
 
 
-def _disk_step(agent: Agent) -> Step:
-    async def disks() -> str | None:
-        await agent.disks.recover()
-        return await agent.disks.problem() or None
-
-    return Step("persistent disk", disks)
-
-
 def _access_steps(agent: Agent) -> list[Step]:
-    settings = agent.settings.current
+    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
 
     async def ssh_keys() -> str | None:
-        keys = settings.source.env.bosh.authorized_keys
-        if not keys:
+        if not bosh.authorized_keys:
             return "no keys in the settings"
-        if not owns_system(agent.paths):
+        if not owns_system(paths):
             return NOT_ROOT
-        await agent.users.authorize_vcap(keys)
+        await agent.users.authorize_vcap(bosh.authorized_keys)
         return None
 
-    async def passwords() -> str | None:
-        bosh = settings.source.env.bosh
-        if not owns_system(agent.paths):
-            return NOT_ROOT
-        await agent.users.set_passwords(bosh.password or NO_PASSWORD, keep_root=bosh.keep_root_password)
-        return None
-
-    async def ssh_server() -> str | None:
-        if not owns_system(agent.paths):
-            return NOT_ROOT
-        await agent.sshd.settle()
-        return None
+    def passwords() -> Awaitable[None]:
+        return agent.users.set_passwords(bosh.password or NO_PASSWORD, keep_root=bosh.keep_root_password)
 
     return [
         Step("authorized keys", ssh_keys, late=True),
-        Step("passwords", passwords, late=True),
-        Step("ssh server", ssh_server, late=True),
+        Step("passwords", _for_system(paths, passwords), late=True),
+        Step("ssh server", _for_system(paths, agent.sshd.settle), late=True),
     ]
 
 
@@ -308,8 +287,7 @@ def _trust_steps(agent: Agent) -> list[Step]:
     """Restore files of ``update_settings`` and ``sync_dns`` outside the tree, which a new container lacks."""
     settings = agent.settings.current
 
-    async def certificates() -> str | None:
-        return await agent.certificates.install(settings.update.trusted_certs, tries=1)
+    certificates = partial(agent.certificates.install, settings.update.trusted_certs, tries=1)
 
     async def names() -> str | None:
         return None if await agent.dns.restore(settings.agent_id) else "no records yet"

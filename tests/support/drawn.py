@@ -87,14 +87,13 @@ def boot_steps() -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in functions:
                 yield from rows(functions[node.func.id])
-            elif node.func.id.lower() == "step":
+            elif node.func.id == "Step":
                 flags = {word.arg for word in node.keywords}
                 given = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
                 for name in boot.LEFT_TO_THE_CONTAINER if given is None else (given,):
                     yield f"| `{name!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |"
         for child in ast.iter_child_nodes(node):
-            if not (isinstance(child, ast.FunctionDef) and child.name == "step"):
-                yield from rows(child)
+            yield from rows(child)
 
     head = ["| step | a failure ends the boot | runs beside the connection |", "|---|---|---|"]
     return "\n".join([*head, *rows(functions["tree_step"]), *rows(functions["steps"]), ""])
