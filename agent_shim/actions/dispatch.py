@@ -41,6 +41,7 @@ Done = Callable[[str, str, float], None]
 """Called after each action with method, outcome (``done`` or ``failed``) and seconds."""
 
 
+FROM_PAYLOAD: Final = "Extracting method arguments from payload"
 DUPLICATE_WINDOW_S: Final = 60.0
 """Seconds during which an identical message is the same request."""
 MAX_RECENT: Final = 10_000
@@ -65,7 +66,10 @@ class Action(msgspec.Struct, frozen=True):
     injected: dict[str, Any]
     task_from_protocol: int
     persistent: bool
-    is_cancellable: bool = False
+
+    @property
+    def is_cancellable(self) -> bool:
+        return asyncio.Event in self.injected.values()
 
     def bind(self, arguments: Any) -> dict[str, Any]:
         """Convert positional JSON arguments to named ones of the declared types.
@@ -81,22 +85,16 @@ class Action(msgspec.Struct, frozen=True):
                 f"cannot use {type(arguments).__name__} as list"
             )
         if len(arguments) < self.required:
-            raise BadArgumentsError(
-                "Extracting method arguments from payload: "
-                f"Not enough arguments, expected {self.required}, got {len(arguments)}"
-            )
+            text = f"Not enough arguments, expected {self.required}, got {len(arguments)}"
+            raise BadArgumentsError(f"{FROM_PAYLOAD}: {text}")
         try:
             if len(self.parameters) > self.required:
                 for surplus in arguments[len(self.parameters) :]:
                     wire.convert(surplus, self.parameters[-1][1])
-            return {
-                name: wire.convert(value, wanted)
-                for value, (name, wanted) in zip(arguments, self.parameters, strict=False)
-            }
+            pairs = zip(arguments, self.parameters, strict=False)
+            return {name: wire.convert(value, wanted) for value, (name, wanted) in pairs}
         except msgspec.ValidationError as exc:
-            raise BadArgumentsError(
-                f"Extracting method arguments from payload: Unmarshalling action argument: {exc}"
-            ) from exc
+            raise BadArgumentsError(f"{FROM_PAYLOAD}: Unmarshalling action argument: {exc}") from exc
 
 
 ACTIONS: Final[dict[str, Action]] = {}
@@ -123,15 +121,7 @@ def action(
             parameters.append((name, _of_a_value(hints[name])))
             required += parameter.default is inspect.Parameter.empty
         ACTIONS[method] = Action(
-            method,
-            mode,
-            function,
-            tuple(parameters),
-            required,
-            injected,
-            task_from_protocol,
-            persistent,
-            is_cancellable=asyncio.Event in injected.values(),
+            method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
         )
         return function
 
@@ -172,8 +162,6 @@ class Dispatcher:
         try:
             value, task_id = await self._answer(request, data)
             reply = wire.encode_value(value, limit=limit)
-        except asyncio.CancelledError:
-            raise
         except Exception as exc:  # noqa: BLE001 - no request can end the process
             write_audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
             return wire.encode_exception(self._failed(request.method, exc), limit=limit)
@@ -273,23 +261,14 @@ def _is_of_a_director(reply_to: str) -> bool:
 
 
 def write_audit(
-    method: str,
-    result: str,
-    begun_at: float,
-    *,
-    caller: str = "",
-    task: str = "",
-    error: Exception | None = None,
+    method: str, result: str, begun_at: float, *, caller: str = "", task: str = "", error: Exception | None = None
 ) -> None:
     """Write an audit line; ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
 
     Texts are truncated: they are untrusted.
     """
-    members: dict[str, Any] = {
-        "method": method[:100],
-        "result": result,
-        "seconds": round(time.monotonic() - begun_at, 6),
-    }
+    seconds = round(time.monotonic() - begun_at, 6)
+    members: dict[str, Any] = {"method": method[:100], "result": result, "seconds": seconds}
     if caller:
         members["reply_to"] = caller[:200]
     if task:

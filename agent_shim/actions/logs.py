@@ -35,13 +35,9 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
 @action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
     """Upload a log archive to a URL; only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
+    store, url, headers = agent.settings.current.blobstore, request.signed_url, request.blobstore_headers
     done = await agent.logs.send(
-        request.log_type,
-        request.filters,
-        agent.settings.current.blobstore,
-        agent.tasks.report,
-        signed_url=request.signed_url,
-        headers=request.blobstore_headers,
+        request.log_type, request.filters, store, agent.tasks.report, signed_url=url, headers=headers
     )
     return {"sha1": f"{done.sha1};sha512:{done.sha512}"}
 

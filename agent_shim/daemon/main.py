@@ -11,8 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,15 +25,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
 from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, is_https, until_stopped
 from agent_shim.edges import control_server, metrics
-from agent_shim.host import (
-    daemon_thread,
-    files,
-    loop_guard,
-    process,
-    reaper,
-    sd_notify,
-    watchdog,
-)
+from agent_shim.host import daemon_thread, files, loop_guard, process, reaper, sd_notify, watchdog
 from agent_shim.services.logs import tail
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.state_backup import StateBackup
@@ -69,11 +60,7 @@ def main(options: Options) -> int:
     unknown: list[str] = []
     config = _read_config(options.config, unknown)
     form = options.log_format or config.shim.log_format
-    log.setup(
-        level=options.log_level or config.shim.log_level,
-        form=form,
-        file=options.paths.agent_log / "current",
-    )
+    log.setup(level=options.log_level or config.shim.log_level, form=form, file=options.paths.agent_log / "current")
     for key in unknown:
         logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:
@@ -131,10 +118,11 @@ class Daemon:
             process.on_signal(number, self._signalled)
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
             loop.add_signal_handler(number, log.turn, steps)
+        http = self._options.http or self._config.shim.http
         with exclusive_agent(self._paths, "start"):
             self._watchdog.start()
             _guard_loop(guard)  # what blocks before it delays no connection
-            async with self._http():
+            async with metrics.listening(http, metrics.Routes(self._metrics.render, self._ready)):
                 if await until_stopped(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()
         logger.info("the agent stops")
@@ -179,12 +167,6 @@ class Daemon:
         else:
             # The container is killed at the end of the grace: one second is reserved for the agent's own end.
             live.begin_orderly_stop(max(1.0, self._config.shim.grace - 1)).add_done_callback(lambda _: self._stop.set())
-
-    @asynccontextmanager
-    async def _http(self) -> AsyncIterator[None]:
-        address = self._options.http or self._config.shim.http
-        async with metrics.listening(address, metrics.Routes(self._metrics.render, self._ready)):
-            yield
 
     async def _until_stopped(self) -> None:
         store = await asyncio.to_thread(self._settings_store)
@@ -258,10 +240,9 @@ class Daemon:
                 return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})
             case {"command": "drain", "timeout": grace} if live is not None and live.dispatcher is not None:
                 await live.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
-                assert live.orderly_stop is not None
-                return msgspec.json.encode(
-                    {"clean": not live.orderly_stop.reasons, "summary": live.orderly_stop.summary}
-                )
+                stop = live.orderly_stop
+                assert stop is not None
+                return msgspec.json.encode({"clean": not stop.reasons, "summary": stop.summary})
             case {"command": "bpm"} if live is not None:
                 return msgspec.json.encode(await bpm_api.answer(live.agent.supervisor.bpm, request))
             case {"command": "services"} if live is not None:

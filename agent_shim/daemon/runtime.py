@@ -20,17 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from agent_shim.actions import (  # noqa: F401 - importing registers them
-    access,
-    blobs,
-    compile,  # noqa: A004
-    disks,
-    dns,
-    jobs,
-    logs,
-    scripts,
-    state,
-)
+from agent_shim.actions import access, blobs, compile, disks, dns, jobs, logs, scripts, state  # noqa: A004, F401 - importing registers them
 from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.actions.tasks import Tasks
@@ -127,31 +117,22 @@ class Runtime:
         self._ending: asyncio.Task[None] | None = None
         self._leaves_bus = asyncio.Event()
         self.bus = self._make_bus(paths, store)
+
+        def settling() -> float:
+            return store.current.source.env.bosh.agent.settings.settling_time
+
+        supervisor = Supervisor(paths, on_event=self._process_event, is_strict=shim.bpm.strict, settling=settling)
+        edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, self._begin_shutdown)
         self.agent = assemble(
-            paths,
-            store,
-            Supervisor(
-                paths,
-                on_event=self._process_event,
-                is_strict=shim.bpm.strict,
-                settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
-            ),
-            EdgeCallbacks(self._announce_shutdown, self._reconnect, self._begin_shutdown),
-            state_backup=state_backup,
-            leases=leases,
-            ssh_port=shim.ssh.port,
+            paths, store, supervisor, edges, state_backup=state_backup, leases=leases, ssh_port=shim.ssh.port
         )
         self.job_recovery = job_recovery.JobRecovery(self.agent, self._process_event)
         if shim.spec:
             from agent_shim.daemon import standalone
 
             self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
-        self.firewall = Firewall(
-            lambda: self.bus.mbus,
-            lambda: self.bus.is_connected,
-            self._is_bus_heard,
-            _firewall_obstacle(paths, is_wanted=shim.firewall),
-        )
+        obstacle = _firewall_obstacle(paths, is_wanted=shim.firewall)
+        self.firewall = Firewall(lambda: self.bus.mbus, lambda: self.bus.is_connected, self._is_bus_heard, obstacle)
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, partial(self._publish, "heartbeat"))
         self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
 
@@ -161,22 +142,12 @@ class Runtime:
             from agent_shim.daemon.standalone import NoBus
 
             return NoBus()
-        if is_https(store.current.mbus):
+        agent_id, mbus = store.current.agent_id, store.current.mbus
+        if is_https(mbus):
             from agent_shim.edges.bus.https import HttpsBus  # late: aiohttp is 9 MB that an agent on NATS does not need
 
-            return HttpsBus(
-                store.current.mbus,
-                partial(self._handle, limit=None),
-                paths.blobs,
-                on_connected=self._connected,
-            )
-        return NatsBus(
-            store.current.agent_id,
-            store.current.mbus,
-            self._handle,
-            on_connected=self._connected,
-            reread=store.other_mbus,
-        )
+            return HttpsBus(mbus, partial(self._handle, limit=None), paths.blobs, on_connected=self._connected)
+        return NatsBus(agent_id, mbus, self._handle, on_connected=self._connected, reread=store.other_mbus)
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -205,10 +176,7 @@ class Runtime:
         paths, monit = self.agent.paths, self._shim.monit
         http = monit.http or (MONIT_HTTP if paths.is_system else "off")
         mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
-        async with (
-            monit_http.listening(http, self.answer_monit, paths.monit_user),
-            monit_http.refusing_mail(mail),
-        ):
+        async with monit_http.listening(http, self.answer_monit, paths.monit_user), monit_http.refusing_mail(mail):
             yield
 
     async def _run(self, dispatcher: Dispatcher, late: list[boot.Step]) -> None:
@@ -287,10 +255,9 @@ class Runtime:
     async def _shut_down(self) -> None:
         agent = self.agent
         self.phase = SHUT_DOWN
+        agent_id = agent.settings.current.agent_id.encode()
         try:
-            await asyncio.to_thread(
-                files.write_atomic, agent.paths.shut_down, agent.settings.current.agent_id.encode(), mode=0o600
-            )
+            await asyncio.to_thread(files.write_atomic, agent.paths.shut_down, agent_id, mode=0o600)
             await agent.state_backup.update()
         except HostError as exc:
             logger.error("the agent would come back after a restart: %s", exc)

@@ -27,18 +27,7 @@ from agent_shim.core.errors import HostError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, worker_client
 from agent_shim.host.descriptors import closing
-from agent_shim.host.worker_client import (
-    CopyTree,
-    Done,
-    Get,
-    Install,
-    Outcome,
-    Pack,
-    Put,
-    Request,
-    Rotate,
-    Target,
-)
+from agent_shim.host.worker_client import CopyTree, Done, Get, Install, Outcome, Pack, Put, Request, Rotate, Target
 
 if TYPE_CHECKING:
     from agent_shim.host.archive import Limits
@@ -124,13 +113,9 @@ async def _pack(request: Pack) -> Done:
     from agent_shim.host import packing
 
     with files.replacing(Path(request.path), mode=request.mode) as out:
+        newest, remarks = request.newest, request.remarks
         digest = await asyncio.to_thread(
-            packing.pack,
-            out,
-            request.trees,
-            compressed=request.compressed,
-            newest=request.newest,
-            remarks=request.remarks,
+            packing.pack, out, request.trees, compressed=request.compressed, newest=newest, remarks=remarks
         )
     sha1, sha512 = (each.value for each in digest.digests)
     return Done(sha1=sha1, sha512=sha512)
@@ -239,13 +224,9 @@ def unpack(file: BinaryIO, piece: Piece, owner: str | None, limits: Limits | Non
             piece.temp.parent.mkdir(parents=True, exist_ok=True)
         else:
             files.make_dir(piece.temp.parent, bundles.DIRECTORY_MODE[target.kind], owner)
-        archive.unpack(
-            file,
-            piece.temp,
-            subtree=target.name if target.kind == "job" else "",
-            outside_links=target.kind != "job",
-            limits=limits or archive.GENEROUS,
-        )
+        is_job, limits = target.kind == "job", limits or archive.GENEROUS
+        subtree = target.name if is_job else ""
+        archive.unpack(file, piece.temp, subtree=subtree, outside_links=not is_job, limits=limits)
         bundles.set_owners_and_modes(target.kind, piece.temp, owner)
         newest = _newest(piece.temp) if target.kind == "source" else 0
         piece.outcome = Outcome(compressed=archive.is_gzip(file), newest=newest)
