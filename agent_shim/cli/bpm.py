@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
 """Timeout of the agent's answer; a start waits for its hook, a stop for its process."""
-POLL_S = 0.1
-"""Pause between two reads of the output of ``run``."""
 SOCKET = "data/sys/run/agent_shim/control.sock"
 """Path of the socket below the base; importing ``paths`` would load too many modules."""
 
@@ -369,7 +367,7 @@ def _run(call: Call) -> int:
         _signal.signal(number, end)
     is_waiting.acquire()
     _thread.start_new_thread(wait, ())
-    while not is_waiting.acquire(timeout=POLL_S):
+    while not is_waiting.acquire(timeout=bpm_logs.POLL_S):
         for log, stream in logs:
             bpm_logs.copy(log, stream)
     for log, stream in logs:

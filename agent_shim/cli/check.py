@@ -101,13 +101,8 @@ class _Report:
             print(f"{self.file}: good ({self.kind})")
 
     def as_json(self) -> dict[str, object]:
-        return {
-            "file": str(self.file),
-            "kind": self.kind,
-            "is_good": not self.mistakes,
-            "mistakes": self.mistakes,
-            "warnings": self.warnings,
-        }
+        about = {"file": str(self.file), "kind": self.kind, "is_good": not self.mistakes}
+        return about | {"mistakes": self.mistakes, "warnings": self.warnings}
 
 
 def _decoded(content: bytes, path: Path) -> str:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -218,30 +218,26 @@ def _add_daemon(command: Command) -> None:
     _daemon_options(run)
     run.add_argument("--http", metavar="ADDR:PORT|off", help="address of metrics and probes")
     run.add_argument("--log-format", choices=("json", "text"), default="", help="text on a terminal, else json")
-    run.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="", help="lowest level that is logged"
-    )
+    levels = ("debug", "info", "warning", "error")
+    run.add_argument("--log-level", choices=levels, default="", help="lowest level that is logged")
     run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
 
 
 def _add_for_operators(command: Command) -> None:
     status = command("status", _status, "show the bus, vitals and a table of processes, or single processes")
-    status.add_argument(
-        "names", nargs="*", metavar="NAME", help="show these processes in full; exit with 1 if one does not run"
-    )
+    text = "show these processes in full; exit with 1 if one does not run"
+    status.add_argument("names", nargs="*", metavar="NAME", help=text)
     status.add_argument("--json", action="store_true", help="for programs")
     status.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
-    status.add_argument(
-        "--every", type=_seconds, default=2.0, metavar="S", help="refresh interval in seconds (default: 2)"
-    )
+    text = "refresh interval in seconds (default: 2)"
+    status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help=text)
     _base_option(status)
 
     logs = command("logs", _logs, "print the log files of jobs")
     logs.add_argument("job", nargs="?", default="", metavar="JOB", help="only this job")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the files")
-    logs.add_argument(
-        "-n", "--lines", type=_count, metavar="N", help="last N lines of each file (default: 25, with --since all)"
-    )
+    text = "last N lines of each file (default: 25, with --since all)"
+    logs.add_argument("-n", "--lines", type=_count, metavar="N", help=text)
     logs.add_argument("--since", type=_moment, metavar="TIME", help="lines of the last 10m, 2h30m, or from 14:00 on")
     logs.add_argument("--agent", action="store_true", help="the agent's own log")
     _base_option(logs)
@@ -265,12 +261,10 @@ def _add_for_tools(command: Command) -> None:
 
     check = command("check", _check, "validate configuration files")
     check.add_argument("--as", dest="kind", choices=KINDS, help="kind of the files if their names are ambiguous")
-    check.add_argument(
-        "--json", action="store_true", dest="as_json", help="print mistakes and warnings of each file as JSON"
-    )
-    check.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="monit file, bpm.yml, agent.json or settings"
-    )
+    text = "print mistakes and warnings of each file as JSON"
+    check.add_argument("--json", action="store_true", dest="as_json", help=text)
+    text = "monit file, bpm.yml, agent.json or settings"
+    check.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
 
     probe = command("probe", _probe, "print the answer of /healthz or /readyz, for exec probes")
     probe.add_argument("kind", choices=("live", "ready"), help="live is /healthz, ready is /readyz")
@@ -305,9 +299,8 @@ def _moment(text: str) -> float:
 
 
 def _base_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="root directory instead of /var/vcap"
-    )
+    text = "root directory instead of /var/vcap"
+    parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help=text)
 
 
 def _daemon_options(parser: argparse.ArgumentParser) -> None:
@@ -419,7 +412,10 @@ def _status(args: argparse.Namespace) -> int:
 
     # A terminal redraws one page, a pipe gets one page after the other.
     is_screen = ansi.is_for_people(sys.stdout) and not args.json
-    with contextlib.suppress(KeyboardInterrupt), _alternate_screen() if is_screen else contextlib.nullcontext():
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:
+        if is_screen:
+            print(ansi.BEGIN_SCREEN, end="")
+            at_end.callback(print, ansi.END_SCREEN, end="", flush=True)
         while True:
             try:
                 page, _ = _status_page(args)
@@ -428,17 +424,6 @@ def _status(args: argparse.Namespace) -> int:
             print(ansi.screen(page) if is_screen else f"{page}\n", end="" if is_screen else "\n", flush=True)
             time.sleep(args.every)
     return 0
-
-
-@contextlib.contextmanager
-def _alternate_screen() -> Iterator[None]:
-    from agent_shim.cli import ansi
-
-    print(ansi.BEGIN_SCREEN, end="")
-    try:
-        yield
-    finally:
-        print(ansi.END_SCREEN, end="", flush=True)
 
 
 def _status_page(args: argparse.Namespace) -> tuple[str, int]:

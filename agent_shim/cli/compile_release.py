@@ -84,16 +84,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--output-directory",
-        type=Path,
-        default=DEFAULT_OUTPUT,
-        metavar="DIR",
-        help=f"directory for compiled releases, created with mode 0700 if missing (default: {DEFAULT_OUTPUT})",
-    )
-    parser.add_argument(
-        "-b", dest="base", type=Path, default=VCAP, metavar="DIR", help="root directory instead of /var/vcap"
-    )
+    text = f"directory for compiled releases, created with mode 0700 if missing (default: {DEFAULT_OUTPUT})"
+    parser.add_argument("--output-directory", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=text)
+    text = "root directory instead of /var/vcap"
+    parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help=text)
     parser.add_argument("tarballs", nargs="*", type=Path, metavar="TARBALL", help="release with sources, .tgz or .tar")
     return parser
 
@@ -175,14 +169,8 @@ class _Release:
         wanted = Package(package.name, package.version, source)
         done = await self.compilation.compile(wanted, needed, report=lambda _: None)
         self._results[package.name] = self.paths.blobs / done.blob_id
-        self._compiled[package.name] = CompiledPackage(
-            name=package.name,
-            version=package.version,
-            fingerprint=package.fingerprint,
-            sha1=done.sha1,
-            stemcell=self.stemcell,
-            dependencies=package.dependencies,
-        )
+        identity = package.name, package.version, package.fingerprint
+        self._compiled[package.name] = CompiledPackage(*identity, done.sha1, self.stemcell, package.dependencies)
         _log(f"Finished compiling release {package.name}/{package.version} BlobstoreID={done.blob_id}")
 
     def _bundle(self, name: str) -> Bundle:

@@ -41,16 +41,8 @@ def run(
     try:
         from agent_shim.daemon import main as daemon
 
-        return daemon.main(
-            daemon.Options(
-                config=None if config is None else Path(config),
-                paths=Paths(Path(base).absolute()),
-                http=http,
-                log_format=log_format,
-                log_level=log_level,
-                job_logs=job_logs,
-            )
-        )
+        file, paths = None if config is None else Path(config), Paths(Path(base).absolute())
+        return daemon.main(daemon.Options(file, paths, http, log_format, log_level, job_logs))
     except (ShimError, HostError) as exc:
         print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)  # noqa: T201 - a command
         return exc.exit_code if isinstance(exc, ShimError) else BootError.exit_code

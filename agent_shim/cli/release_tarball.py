@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -33,33 +32,30 @@ DIRECTORY_MODE: Final = 0o755
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
-class Job(msgspec.Struct, frozen=True):
-    """A job in release.MF."""
+class _Part(msgspec.Struct, frozen=True):
+    """The first members of each part in release.MF; ``sha1`` is a digest string of its tarball."""
 
     name: str = ""
     version: str = ""
     fingerprint: str = ""
     sha1: str = ""
+
+
+class Job(_Part, frozen=True):
+    """A job in release.MF."""
+
     packages: list[str] = []
 
 
-class SourcePackage(msgspec.Struct, frozen=True):
-    """A package in release.MF; ``sha1`` is a digest string of its tarball, ``dependencies`` are names."""
+class SourcePackage(_Part, frozen=True):
+    """A package in release.MF; ``dependencies`` are names."""
 
-    name: str = ""
-    version: str = ""
-    fingerprint: str = ""
-    sha1: str = ""
     dependencies: list[str] = []
 
 
-class CompiledPackage(msgspec.Struct, frozen=True):
+class CompiledPackage(_Part, frozen=True):
     """A compiled package in release.MF; ``stemcell`` is ``OS-CODENAME/VERSION``."""
 
-    name: str = ""
-    version: str = ""
-    fingerprint: str = ""
-    sha1: str = ""
     stemcell: str = ""
     dependencies: list[str] = []
 
@@ -210,14 +206,11 @@ def _copy_checked(data: Iterator[bytes], target: Path, digest: MultipleDigest) -
         digest.check(hasher)
 
 
-@contextmanager
-def _opened(tarball: Path) -> Iterator[BinaryIO]:
+def _opened(tarball: Path) -> BinaryIO:
     try:
-        file = tarball.open("rb")
+        return tarball.open("rb")
     except OSError as exc:
         raise files.failed(f"open {tarball}", exc) from exc
-    with file:
-        yield file
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

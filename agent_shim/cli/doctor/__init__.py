@@ -137,9 +137,12 @@ def _settings(paths: Paths) -> Effective | None:
 
 
 def _status(paths: Paths) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
-    with contextlib.suppress(NoAgentError):
-        found = control_client.ask(paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S)
+    try:
+        found: dict[str, Any] = control_client.ask(
+            paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S
+        )
+    except NoAgentError:
+        return {}
     return found
 
 
@@ -283,24 +286,24 @@ def _clock(view: ContainerView) -> Iterator[Finding]:
 
 def _ports(view: ContainerView) -> Iterator[Finding]:
     host, colon, port = view.config.shim.http.rpartition(":")
-    is_running = bool(view.status)
     if colon and port.isdigit():
-        yield verdicts.port(
-            "metrics and probes",
-            int(port),
-            error_of(privilege_probes.listen, host.strip("[]"), int(port)),
-            is_ours=is_running
-            and not _connection_error(host.strip("[]"), int(port))
-            and network.listeners(int(port)) <= {os.geteuid()},
-        )
+        place, number = host.strip("[]"), int(port)
+        error = error_of(privilege_probes.listen, place, number)
+        is_answered = bool(view.status) and not _failure(_connect, place, number)
+        is_ours = is_answered and network.listeners(number) <= {os.geteuid()}
+        yield verdicts.port("metrics and probes", number, error, is_ours=is_ours)
     yield verdicts.low_ports(error_of(privilege_probes.listen_low))
 
 
-def _connection_error(host: str, port: int) -> str:
-    """The error of a connection; "" if it succeeds."""
+def _connect(host: str, port: int) -> None:
     place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
+    socket.create_connection((place, port), ANSWER_TIMEOUT_S).close()
+
+
+def _failure(call: Callable[..., object], *arguments: Any) -> str:
+    """The text of the error of a call; "" if it succeeds."""
     try:
-        socket.create_connection((place, port), ANSWER_TIMEOUT_S).close()
+        call(*arguments)
     except OSError as exc:
         return exc.strerror or str(exc)
     return ""
@@ -339,7 +342,7 @@ def _network(view: ContainerView) -> Iterator[Finding]:
     places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     places = [place for place in places if place.scheme == "nats" and place.hostname]
     names = [place.hostname for place in places if place.hostname and not network.is_address(place.hostname)]
-    name_errors = {name: _name_error(name) for name in names}
+    name_errors = {name: _failure(socket.getaddrinfo, name, None) for name in names}
     write_error = error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0
     yield verdicts.name_servers(servers, write_error, name_errors)
     expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
@@ -353,7 +356,8 @@ def _network(view: ContainerView) -> Iterator[Finding]:
 
 
 def _names(_: ContainerView) -> Iterator[Finding]:
-    yield verdicts.own_names({name: _name_error(name) for name in ("localhost", socket.gethostname())})
+    names = ("localhost", socket.gethostname())
+    yield verdicts.own_names({name: _failure(socket.getaddrinfo, name, None) for name in names})
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
@@ -366,14 +370,6 @@ def _firewall_obstacle(view: ContainerView) -> str:
         asyncio.run(nftables.look())
     except HostError as exc:
         return str(exc)
-    return ""
-
-
-def _name_error(name: str) -> str:
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as exc:
-        return exc.strerror or str(exc)
     return ""
 
 
