@@ -70,12 +70,13 @@ class NatsServer:
 
     def mbus(self, agent_id: str, *, bootstrap: bool = False) -> Mbus:
         """Return the address and new credentials for an agent."""
-        pair = self.authority.agent(agent_id, bootstrap=bootstrap)
-        return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
+        return self._reached_by(self.authority.agent(agent_id, bootstrap=bootstrap))
 
     def peer(self, common_name: str = DIRECTOR) -> Mbus:
         """Return the address and new credentials for the Director or the Health Monitor."""
-        pair = self.authority.client(common_name)
+        return self._reached_by(self.authority.client(common_name))
+
+    def _reached_by(self, pair: Pair) -> Mbus:
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:

@@ -211,12 +211,8 @@ class Director:
     async def _send(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
         if self._peer is None:
             raise ShimError("cannot ask an agent: this Director is on no bus")
-        request = {
-            "protocol": PROTOCOL,
-            "method": method,
-            "arguments": arguments,
-            "reply_to": f"director.{self.uuid}.{agent_id}.{request_id}",
-        }
+        reply_to = f"director.{self.uuid}.{agent_id}.{request_id}"
+        request = {"protocol": PROTOCOL, "method": method, "arguments": arguments, "reply_to": reply_to}
         await self._peer.publish(f"agent.{agent_id}", json.dumps(request).encode())
 
     def _received(self, subject: str, data: bytes) -> None:

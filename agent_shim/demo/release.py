@@ -159,12 +159,8 @@ class Release:
             content = archive({"bin/server.py": source})
             blob_id = f"blob-{name}"
             self.blobs[blob_id] = content
-            found[name] = {
-                "name": name,
-                "version": "1.1",
-                "sha1": f"sha256:{hashlib.sha256(content).hexdigest()}",
-                "blobstore_id": blob_id,
-            }
+            digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+            found[name] = {"name": name, "version": "1.1", "sha1": digest, "blobstore_id": blob_id}
         return found
 
     def spec(self, agent_id: str, networks: dict[str, Any]) -> dict[str, Any]:

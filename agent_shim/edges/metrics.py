@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import ModuleType
 from typing import Final
 
@@ -64,10 +65,8 @@ def _bare(package: str, unwanted: Sequence[str]) -> Iterator[None]:
             del sys.modules[name]
 
 
-with _bare(
-    "prometheus_client",
-    ["gzip", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"],
-):
+_UNUSED: Final = ("gzip", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server")
+with _bare("prometheus_client", _UNUSED):
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
@@ -148,12 +147,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return upper bounds with cumulative counts, as the exposition formats require."""
-        below = 0
-        rows = []
-        for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
-            below += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), float(below)))
-        return rows
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)

@@ -109,16 +109,16 @@ def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
     words = monit_text.words(service)
     if pending and pending not in words:
         words = f"{words.partition(' - ')[0]} - {pending}"
-    rows = f"<tr><td>Name</td><td>{_escaped(name)}</td></tr><tr><td>Status</td><td>{_escaped(words)}</td></tr>"
-    return Response(200, f"<html><body><table>{rows}</table></body></html>\n".encode(), HTML)
+    return _table([("Name", name), ("Status", words)])
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Response:
+    text = "".join(f"<tr><td>{_escaped(name)}</td><td>{_escaped(value)}</td></tr>" for name, value in rows)
+    return Response(200, f"<html><body><table>{text}</table></body></html>\n".encode(), HTML)
 
 
 def _listed(shown: Mapping[str, Any]) -> Response:
-    rows = "".join(
-        f"<tr><td>{_escaped(each['name'])}</td><td>{_escaped(monit_text.words(each))}</td></tr>"
-        for each in shown.get("services", ())
-    )
-    return Response(200, f"<html><body><table>{rows}</table></body></html>\n".encode(), HTML)
+    return _table((each["name"], monit_text.words(each)) for each in shown.get("services", ()))
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
@@ -181,18 +181,9 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
 
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
     """List the members in monit's order; includes figures only where monit does."""
-    phase, now = service["phase"], clock.wall_time()
-    status = _bits(service)
+    phase, status = service["phase"], _bits(service)
     monitor = MONITOR.get(phase, 1)
-    members: dict[str, Any] = {
-        "collected_sec": int(now),
-        "collected_usec": int(now % 1 * 1e6),
-        "status": status,
-        "status_hint": 0,
-        "monitor": monitor,
-        "monitormode": MODES.get(service["mode"], 0),
-        "pendingaction": PENDING.get(phase, 0),
-    }
+    members = _state(status, monitor, MODES.get(service["mode"], 0), PENDING.get(phase, 0))
     if status:
         members["status_message"] = _Data(service["reason"] or "process is not running")
     if service["kind"] == "process" and monitor == 1 and not status & MISSING and service["pid"]:
@@ -225,18 +216,14 @@ def _bits(service: Mapping[str, Any]) -> int:
 
 
 def _system() -> dict[str, Any]:
-    now = clock.wall_time()
     load = [f"{average:.2f}" for average in os.getloadavg()]
-    return {
-        "collected_sec": int(now),
-        "collected_usec": int(now % 1 * 1e6),
-        "status": 0,
-        "status_hint": 0,
-        "monitor": 1,
-        "monitormode": 0,
-        "pendingaction": 0,
-        "system": {"load": dict(zip(("avg01", "avg05", "avg15"), load, strict=True))},
-    }
+    return _state(0, 1, 0, 0) | {"system": {"load": dict(zip(("avg01", "avg05", "avg15"), load, strict=True))}}
+
+
+def _state(status: int, monitor: int, mode: int, pending: int) -> dict[str, Any]:
+    now = clock.wall_time()
+    collected = {"collected_sec": int(now), "collected_usec": int(now % 1 * 1e6), "status": status, "status_hint": 0}
+    return collected | {"monitor": monitor, "monitormode": mode, "pendingaction": pending}
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:

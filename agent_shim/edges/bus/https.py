@@ -218,13 +218,9 @@ class HttpsBus:
 
     async def _greet(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: handler,
-                caller,
-                ssl=context,
-                ssl_handshake_timeout=self._bounds.handshake,
-                ssl_shutdown_timeout=self._bounds.goodbye,
-            )
+            accept = partial(asyncio.get_running_loop().connect_accepted_socket, lambda: handler, caller, ssl=context)
+            bounds = self._bounds
+            await accept(ssl_handshake_timeout=bounds.handshake, ssl_shutdown_timeout=bounds.goodbye)
         except OSError as exc:
             logger.debug("TLS handshake failed: %s", exc)
 
