@@ -47,12 +47,8 @@ async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: Apply
 
 def drain_spec(spec: ApplySpec) -> DrainSpec:
     """Extract the parts of a spec that drain scripts receive."""
-    return DrainSpec(
-        has_jobs=bool(spec.jobs),
-        configuration_hash=spec.configuration_hash,
-        packages={name: package.sha1 for name, package in spec.packages.items()},
-        persistent_disk=spec.persistent_disk,
-    )
+    digests = {name: package.sha1 for name, package in spec.packages.items()}
+    return DrainSpec(bool(spec.jobs), spec.configuration_hash, digests, spec.persistent_disk)
 
 
 @action("run_errand", Mode.TASK)

@@ -58,8 +58,7 @@ async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
     state["job_state"] = agent.supervisor.job_state()
     if detail == "full":
         state["vitals"] = await agent.vitals.sample()
-    processes = [_process_entry(process) for process in agent.supervisor.processes()]
-    if processes:
+    if processes := [_process_entry(process) for process in agent.supervisor.processes()]:
         state["processes"] = processes
     state["vm"] = {"name": settings.source.vm.name}
     return state

@@ -98,11 +98,8 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_,]*(?:\.[0-9_,]*)?(?:[eE][-+]?[0-9]+)?$"),
-    list("-+0123456789"),
-)
+_FLOAT: Final = re.compile(r"[-+]?[0-9][0-9_,]*(?:\.[0-9_,]*)?(?:[eE][-+]?[0-9]+)?$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -113,13 +113,9 @@ class _Json(logging.Formatter):
         second = int(record.created)
         if second != self._second[0]:
             self._second = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        line = {
-            "time": f"{self._second[1]}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": redacted(record.getMessage()),
-            **_members(record),
-        }
+        at, level = f"{self._second[1]}.{int(record.msecs):03d}Z", record.levelname.lower()
+        message = redacted(record.getMessage())
+        line = {"time": at, "level": level, "logger": record.name, "message": message, **_members(record)}
         if record.exc_info:
             line["traceback"] = redacted(_trace(record.exc_info[1]))
         return safetext.line(_encode(line))

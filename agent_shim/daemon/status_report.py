@@ -149,9 +149,7 @@ def readings(live: Runtime) -> metrics.Readings:
         firewall_enforced=not live.firewall.obstacle,
         addresses_missing=len(live.address_watch.missing),
         certificates=live.certificate_watch.ends,
-        disk=metrics.DiskReading(
-            agent.disks.is_mounted(), progress is not None, 0.0 if progress is None else progress.share
-        ),
+        disk=metrics.DiskReading(agent.disks.is_mounted(), progress is not None, progress.share if progress else 0.0),
         blobs=worker_client.transfers.counts,
         blob_bytes=worker_client.transfers.sizes,
     )

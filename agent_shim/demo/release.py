@@ -140,14 +140,8 @@ class Release:
         return archive(files)
 
     def _job(self, job: str, package: str, arguments: str, *, depends: str = "") -> dict[str, str]:
-        words = {
-            "base": self.base,
-            "job": job,
-            "package": package,
-            "arguments": arguments,
-            "python": sys.executable,
-            "depends": f"  depends on {depends}" if depends else "",
-        }
+        words = {"base": self.base, "job": job, "package": package, "arguments": arguments, "python": sys.executable}
+        words["depends"] = f"  depends on {depends}" if depends else ""
         files = {"monit": _MONIT, "bin/ctl": _CTL, "bin/pre-start": _PRE_START, "bin/drain": _DRAIN}
         return {f"{job}/{name}": text.format(**words) for name, text in files.items()}
 

@@ -202,13 +202,10 @@ def _vcap() -> pwd.struct_passwd | None:
 def _cgroups(_: ContainerView) -> Iterator[Finding]:
     found, host = cgroups.find(), host_stats.memory()
     hierarchy = found.memory or found.cpu
+    version, delegates = hierarchy.version if hierarchy else 0, "memory" in job_cgroups.offered()
     limits = cgroups.memory(found, host)
-    yield from verdicts.cgroups(
-        hierarchy.version if hierarchy else 0,
-        delegates="memory" in job_cgroups.offered(),
-        memory=limits.total if limits else None,
-        cpus=cgroups.processors(found),
-    )
+    memory = limits.total if limits else None
+    yield from verdicts.cgroups(version, delegates=delegates, memory=memory, cpus=cgroups.processors(found))
 
 
 def _job_limits(_: ContainerView) -> Iterator[Finding]:
@@ -225,13 +222,9 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
         if not path.is_dir():
             continue
         mount = mounts.mount_of(path, table)
-        yield verdicts.directory(
-            str(path),
-            error_of(privilege_probes.write, path),
-            mount.options if mount else (),
-            is_own_volume=mount is not None and mount.point != Path("/"),
-            needs=needs,
-        )
+        options, is_own = (mount.options, mount.point != Path("/")) if mount else ((), False)
+        error = error_of(privilege_probes.write, path)
+        yield verdicts.directory(str(path), error, options, is_own_volume=is_own, needs=needs)
     for path, follows in (
         (paths.bosh, "the agent does not start"),
         (paths.etc, "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh"),

@@ -55,11 +55,8 @@ _PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and w
 
 def _capabilities(names: Collection[str], more: str = "") -> Change:
     listed = f"[{', '.join(names)}]"
-    return Change(
-        f"{_SECURITY}.capabilities.add: {listed}{more}",
-        cpi=f"{_PRIVILEGED_BY_CPI}{more}",
-        engine=f"{' '.join(f'--cap-add={name}' for name in names)}{more}",
-    )
+    pod, options = f"{_SECURITY}.capabilities.add: {listed}{more}", " ".join(f"--cap-add={name}" for name in names)
+    return Change(pod, cpi=f"{_PRIVILEGED_BY_CPI}{more}", engine=f"{options}{more}")
 
 
 _DNS: Final = "dns of the network in the cloud-config"
@@ -75,13 +72,10 @@ def user(uid: int, *, is_mapped: bool, change_user_error: int, change_owner_erro
     name = "root" if uid == 0 else f"user {uid}"
     where = ", of a user namespace" if is_mapped else ""
     if uid != 0:
-        follows = (
-            "agent and jobs are one user: a job can read what the agent knows; pre-start scripts that need root fail; "
-            "no bosh ssh"
-        )
-        change = Change(
-            f"{_SECURITY}.runAsUser: 0, where that is allowed", cpi="an image without USER", engine="--user=0"
-        )
+        what = "a job can read what the agent knows; pre-start scripts that need root fail; no bosh ssh"
+        follows = f"agent and jobs are one user: {what}"
+        pod = f"{_SECURITY}.runAsUser: 0, where that is allowed"
+        change = Change(pod, cpi="an image without USER", engine="--user=0")
         return Finding("user", LIMITED, f"{name}{where}", follows, change)
     if error := change_user_error or change_owner_error:
         lacking = "become another user" if change_user_error else "give files to another user"
@@ -105,11 +99,9 @@ def capabilities(found: Privileges, *, is_root: bool) -> Finding:
     if absent:
         shown = f"those the agent needs; without {', '.join(absent)}"
         follows = "; ".join(STRONG[name] for name in absent)
-        change = Change(
-            f"{_SECURITY}.capabilities.add, for jobs that need one of them",
-            cpi=f"{_PRIVILEGED_BY_CPI}, for jobs that need one of them",
-            engine="--cap-add=NAME, for jobs that need one of them",
-        )
+        where = "for jobs that need one of them"
+        pod, cpi = f"{_SECURITY}.capabilities.add, {where}", f"{_PRIVILEGED_BY_CPI}, {where}"
+        change = Change(pod, cpi=cpi, engine=f"--cap-add=NAME, {where}")
         return Finding("capabilities", LIMITED, shown, follows, change)
     return Finding("capabilities", GOOD, f"{len(found.effective)} of them, all that jobs ask for")
 
@@ -162,11 +154,8 @@ def cgroups(version: int, *, delegates: bool, memory: int | None, cpus: float | 
     """Judge cgroups: ``memory`` (bytes) and ``cpus`` are the limits of the container, None without one."""
     if version == 0:
         follows = "memory and processor in heartbeats are the host's; kills by the memory limit go unreported"
-        change = Change(
-            "mount /sys/fs/cgroup (read-only is enough)",
-            cpi="the property mount_cgroupfs of the CPI",
-            engine="--volume=/sys/fs/cgroup:/sys/fs/cgroup:ro",
-        )
+        pod, cpi = "mount /sys/fs/cgroup (read-only is enough)", "the property mount_cgroupfs of the CPI"
+        change = Change(pod, cpi=cpi, engine="--volume=/sys/fs/cgroup:/sys/fs/cgroup:ro")
         return [Finding("cgroups", LIMITED, "not visible", follows, change)]
     how = "can be made below ours" if delegates else "read-only"
     follows = "limits.memory of bpm.yml is kept by a watchdog that looks once a second, limits.processes is not"
@@ -207,19 +196,16 @@ def directory(path: str, error: int, options: Collection[str], *, is_own_volume:
         return Finding(path, WRONG, f"cannot be written: {why}", follows, change)
     if "noexec" in options:
         follows = "no program of a job or package runs there"
-        change = Change(
+        pod, cpi = (
             f"a volume on {path} that is mounted without noexec",
-            cpi=f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
-            engine=f"--volume=NAME:{path} without noexec",
+            f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
         )
+        change = Change(pod, cpi=cpi, engine=f"--volume=NAME:{path} without noexec")
         return Finding(path, WRONG, "mounted noexec", follows, change)
     if not is_own_volume:
         follows = f"{needs} are gone with the container"
-        change = Change(
-            f"a volume mounted on {path}",
-            cpi="a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data",
-            engine=f"--volume=NAME:{path}",
-        )
+        cpi = "a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data"
+        change = Change(f"a volume mounted on {path}", cpi=cpi, engine=f"--volume=NAME:{path}")
         return Finding(path, LIMITED, "in the root file system of the container", follows, change)
     return Finding(path, GOOD, "a volume of its own, writable")
 
@@ -229,11 +215,9 @@ def plain_directory(path: str, error: int, follows: str) -> Finding:
     if not error:
         return Finding(path, GOOD, "writable")
     is_own = path.count("/") == 1 and path != "/etc"
-    change = Change(
-        f"an emptyDir on {path}" if is_own else "readOnlyRootFilesystem: false",
-        cpi=f"{_CPI}: ReadonlyRootfs: false",
-        engine=f"--tmpfs={path}" if is_own else "no --read-only",
-    )
+    pod = f"an emptyDir on {path}" if is_own else "readOnlyRootFilesystem: false"
+    engine = f"--tmpfs={path}" if is_own else "no --read-only"
+    change = Change(pod, cpi=f"{_CPI}: ReadonlyRootfs: false", engine=engine)
     return Finding(path, LIMITED, f"cannot be written: {os.strerror(error)}", follows, change)
 
 
@@ -253,11 +237,8 @@ def shared_memory(size: int) -> Finding:
     """Bytes of /dev/shm."""
     if size < 256 * MIB:
         follows = "databases that share memory between processes (postgres) may fail when they need more"
-        change = Change(
-            f"an emptyDir with medium: Memory on {SHARED_MEMORY}",
-            cpi=f"{_CPI}: ShmSize: BYTES",
-            engine="--shm-size=SIZE",
-        )
+        pod = f"an emptyDir with medium: Memory on {SHARED_MEMORY}"
+        change = Change(pod, cpi=f"{_CPI}: ShmSize: BYTES", engine="--shm-size=SIZE")
         return Finding(SHARED_MEMORY, LIMITED, f"{size / MIB:.0f} MiB", follows, change)
     return Finding(SHARED_MEMORY, GOOD, f"{size / MIB:.0f} MiB")
 
@@ -369,18 +350,12 @@ def addresses(own: str, missing: Mapping[str, str]) -> Finding:
     if missing:
         found = "; ".join(f"no interface has {ip} ({where})" for ip, where in missing.items())
         follows = "other instances look for this one at the wrong place"
-        change = Change(
-            "`bosh recreate` this instance, or give the pod its address again",
-            cpi="`bosh recreate` this instance",
-            engine="--ip=ADDRESS",
-        )
+        cpi = "`bosh recreate` this instance"
+        change = Change(f"{cpi}, or give the pod its address again", cpi=cpi, engine="--ip=ADDRESS")
         return Finding("addresses", WRONG, found, follows, change)
     if not own:
-        change = Change(
-            "hostNetwork or a CNI network",
-            cpi="name of the network in cloud_properties of the subnet",
-            engine="--network=NAME",
-        )
+        cpi = "name of the network in cloud_properties of the subnet"
+        change = Change("hostNetwork or a CNI network", cpi=cpi, engine="--network=NAME")
         return Finding("addresses", LIMITED, "no default route", "dynamic networks get no address", change)
     return Finding("addresses", GOOD, own)
 
@@ -433,9 +408,7 @@ def first_process(name: str, *, is_init: bool) -> Finding:
     if is_init:
         return Finding("process 1", GOOD, name)
     follows = "an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in order"
-    change = Change(
-        "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false",
-        cpi=f"{_CPI}: no Init, no PidMode",
-        engine="/sbin/init as the command; no --init, no --pid=host",
-    )
+    pod = "command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false"
+    engine = "/sbin/init as the command; no --init, no --pid=host"
+    change = Change(pod, cpi=f"{_CPI}: no Init, no PidMode", engine=engine)
     return Finding("process 1", LIMITED, f"{name}, no known init", follows, change)
