@@ -26,6 +26,8 @@ MAX_PACKED_BYTES: Final = 8 * 1024 * 1024
 """Limit of the blobs of all targets together."""
 MAX_DOWNLOADED_BYTES: Final = 1024 * 1024
 """Limit of those that are not on this machine: they are in memory."""
+MAX_DOWNLOADS: Final = 2
+"""Limit of their number: one is fetched after the other."""
 DOWNLOAD_TIMEOUT_S: Final = 2.0
 MAX_UNPACKED_BYTES: Final = 16 * 1024 * 1024
 """Limit of each target."""
@@ -62,13 +64,15 @@ def _download(paths: Paths, request: Install) -> Mapping[_Key, bytes]:
     until = time.monotonic() + DOWNLOAD_TIMEOUT_S
     ca, environment = providers.trusted_ca(request.store), providers.environment(request.store)
     room = MAX_DOWNLOADED_BYTES
+    refs = {_key(target.source): target.source for target in request.targets}
+    distant = {key: ref for key, ref in refs.items() if blobs.on_this_machine(ref, request.store, paths) is None}
+    if len(distant) > MAX_DOWNLOADS:
+        raise ValueError("a worker fetches several blobs at a time")
     found: dict[_Key, bytes] = {}
-    for ref in (target.source for target in request.targets):
-        if _key(ref) not in found and blobs.on_this_machine(ref, request.store, paths) is None:
-            url, headers = providers.address(ref, request.store)
-            content = small_download.download(url, headers, room=room, until=until, ca=ca, environment=environment)
-            found[_key(ref)] = content
-            room -= len(content)
+    for key, ref in distant.items():
+        url, headers = providers.address(ref, request.store)
+        found[key] = small_download.download(url, headers, room=room, until=until, ca=ca, environment=environment)
+        room -= len(found[key])
     return found
 
 
