@@ -12,11 +12,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from agent_shim.core.errors import HostError
 from agent_shim.supervisor.ctl_programs import TokenBucket
-from agent_shim.supervisor.plan import ProcessSpec, Program
+from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
+from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
 from agent_shim.supervisor.process_finder import Timing
 from agent_shim.supervisor.process_record import ProcessRecord
-from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
+from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
 from agent_shim.supervisor.state import Effect, State, Trigger
 from agent_shim.supervisor.supervisor import SCHEMA, read_saved
 
@@ -159,7 +161,157 @@ async def test_only_a_service_that_was_started_is_stopped_by_its_program(state: 
     assert calls == [*(["run Stopped"] if is_stopped else []), "dismiss"]
 
 
+async def test_the_deadline_of_a_stop_is_none_of_a_later_restart() -> None:
+    """Its processes would be killed at once."""
+    service = made("web")
+    service.record.state = State.RUNNING
+    service.stop(StopRequest(time.monotonic() - 1))
+    assert service._within(5.0) == 0.0
+    service.record.state = State.RUNNING
+
+    service.bounce()
+
+    assert service._within(5.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("trigger", "are_kept"), [(Trigger.DIED, False), (Trigger.UNMONITOR_ASKED, False), (Trigger.RESTART_ASKED, True)]
+)
+async def test_complaints_end_with_the_process_unless_it_is_restarted(trigger: Trigger, are_kept: bool) -> None:
+    """Over a restart they stand until their checks pass."""
+    service = made("web")
+    service.record.state = State.RUNNING
+    service.complaints[0] = Complaint(RESOURCE, "too much")
+
+    service.on(trigger)
+
+    assert bool(service.complaints) is are_kept
+
+
+async def test_a_service_with_an_unusable_file_resumes_as_broken() -> None:
+    """Whatever the record of an earlier agent says."""
+    service = made("web")
+    service.spec = msgspec.structs.replace(service.spec, error="cannot use web/monit")
+
+    service.resume(Record(state=State.RUNNING), same_world=True)
+
+    assert (service.state, service.record.reason) == (State.BROKEN, "cannot use web/monit")
+
+
+async def test_the_kernel_is_named_as_the_cause_of_an_exit() -> None:
+    service = made("web", was_oom=True)
+    service.record.state = State.RUNNING
+
+    await service._lost("SIGKILL")
+
+    assert service.record.reason.startswith("the kernel killed the process: out of memory (SIGKILL)")
+
+
+async def test_a_failed_start_counts_as_two_exits_in_a_row() -> None:
+    """A restart at once would fail again."""
+    events: list[Event] = []
+    service = made("web", notify=events.append)
+    for failures in (2, 3):
+        service.record.state = State.STARTING
+        await service._failed("no process")
+        assert service.record.failures == failures
+
+    assert service.record.reason == "cannot start: no process (disk full)"
+    assert [(event.event, event.action) for event in events] == [("Execution failed", "alert")] * 2
+
+
+async def test_a_restart_waits_for_the_cycles_of_the_file() -> None:
+    service = made("web")
+    service.take_spec(msgspec.structs.replace(service.spec, absence_cycles=3))
+    service.record.failures = 1
+
+    assert service._delay() == 2 * Timing().cycle
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "after"),
+    [
+        ({}, State.RUNNING, State.BOUNCING),
+        ({}, State.SETTLING, State.BOUNCING),
+        ({}, State.STARTING, State.STARTING),
+        ({"stop": None}, State.RUNNING, State.RUNNING),
+        ({"start": None}, State.RUNNING, State.RUNNING),
+        ({"mode": "passive"}, State.RUNNING, State.RUNNING),
+    ],
+)
+async def test_a_rule_restarts_what_is_up_and_has_both_programs(
+    changes: dict[str, Any], state: State, after: State
+) -> None:
+    """As monit does. The restart counts."""
+    service = made("web")
+    service.take_spec(msgspec.structs.replace(service.spec, **{"start": CTL, "stop": CTL} | changes))
+    service.record.state = state
+
+    await service.react(Reaction("restart"))
+
+    assert service.state is after
+    assert service.record.restarts == (after is State.BOUNCING)
+
+
+async def test_a_program_that_cannot_run_is_reported() -> None:
+    """That of a rule, and a stop program, after which the process is ended without it."""
+    events: list[Event] = []
+    service = made("web", notify=events.append, calls=NoCalls())
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
+    service.record.state = State.RUNNING
+
+    await service.react(Reaction("exec", CTL))
+    await service._run_stop()
+
+    assert [(event.event, event.action, event.description) for event in events] == [
+        ("Execution failed", "alert", "cannot run Action done"),
+        ("Execution failed", "alert", "cannot run Stopped"),
+    ]
+
+
+async def test_after_a_stop_program_the_process_is_waited_for() -> None:
+    """It may need its time; a TERM at once would interrupt its work."""
+    service, ended = made("web"), asyncio.Event()
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
+    service._finder.process = cast("Any", SimpleNamespace(wait=ended.wait, pid=7))
+
+    stopping = asyncio.create_task(service._run_stop())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    ended.set()
+    await stopping
+
+
+async def test_a_start_request_takes_nothing_along() -> None:
+    """A service that was stopped with a prerequisite, then started by itself, is no longer the other's matter."""
+    service = made("web")
+    service.record.was_taken_along = True
+
+    service.start()
+
+    assert (service.state, service.record.was_taken_along) == (State.STARTING, False)
+
+
+async def test_each_change_is_saved() -> None:
+    changes: list[State] = []
+    service = made("web", changed=lambda: changes.append(service.state))
+
+    service.on(Trigger.START_ASKED)
+    service.on(Trigger.SETTLED)  # means nothing to it
+
+    assert changes == [State.STARTING]
+
+
 CTL = Program(("ctl",))
+
+
+class NoCalls(list[str]):
+    """No program can run."""
+
+    def append(self, called: str, /) -> None:
+        if called.startswith("run "):
+            raise HostError(f"cannot {called}")
 
 
 class Programs:
@@ -196,6 +348,7 @@ def made(
     was_oom: bool = False,
     notify: Callable[[Event], None] = lambda _: None,
     calls: list[str] | None = None,
+    changed: Callable[[], None] = lambda: None,
 ) -> Service:
     shared = ServiceContext(
         base=Path("/"),
@@ -204,7 +357,7 @@ def made(
         restarts=TokenBucket(1, 1),
         timing=Timing(),
         notify=notify,
-        changed=lambda: None,
+        changed=changed,
         was_oom=lambda: was_oom,
         may_start=asyncio.Event(),
     )
