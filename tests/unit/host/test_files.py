@@ -328,6 +328,15 @@ def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
     assert not any(map(files.is_leftover, ["a", ".a", "a.tmp-1", ".profile", "0a1b"]))
 
 
+def test_a_file_may_be_as_large_as_its_bound(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+
+    assert files.read(path, 5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        files.read(path, 4)
+
+
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +100,49 @@ def test_census_finds_marks() -> None:
 
     assert os.getpid() in found.marked[proc.variable(os.getpid(), "PATH") or ""]
     assert os.getpid() in found.children[os.getppid()]
+
+
+def test_a_table_of_few_is_whole_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no number is no process."""
+    names = ["1", "22", "333", "self", "meminfo"]
+
+    @contextlib.contextmanager
+    def scandir(_: str) -> Iterator[list[SimpleNamespace]]:
+        yield [SimpleNamespace(name=name) for name in names]
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    whole = {41: proc.parse((LINE % "41 (a)").encode())}
+    monkeypatch.setattr(proc, "table", lambda: whole)
+
+    assert [proc.table_of_few(limit) for limit in (0, 2, 3, 4)] == [None, None, whole, whole]
+
+
+def test_files_are_mapped_and_other_memory_is_not() -> None:
+    maps = b"""00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/a b
+00e03000-00e24000 rw-p 00000000 00:00 0 [heap]
+35b1800000-35b1820000 r-xp 00000000 08:02 135522
+
+7f5-7f6 r--s 00000000 08:02 1 /lib/x.so (deleted)"""
+
+    assert list(proc._mapped(maps)) == ["/usr/bin/a b", "/lib/x.so (deleted)"]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_alive"),
+    [(LINE.replace(" S ", " Z ", 1), False), (LINE.replace(" S ", " Z ", 1).replace(" 20 0 1 ", " 20 0 2 "), True)],
+)
+def test_a_process_whose_first_thread_has_ended_lives_while_others_do(
+    monkeypatch: pytest.MonkeyPatch, line: str, is_alive: bool
+) -> None:
+    """Its memory is that which another thread shows."""
+    other = LINE.replace(" 250 ", " 700 ")
+    shown = {"stat": line, "task/43/stat": other}
+    monkeypatch.setattr(proc, "_read", lambda _, name, __=0: (shown[name] % "41 (a)").encode())
+    monkeypatch.setattr(proc, "_other_threads", lambda _: ["43"])
+
+    found = proc.stat(41)
+
+    assert found is not None
+    assert found.is_alive is is_alive
+    assert found.resident_kb == (700 if is_alive else 250) * proc.PAGE_KB
+    assert str(proc._shown(41)) == ("/proc/41/task/43" if is_alive else "/proc/41")

@@ -1,0 +1,99 @@
+"""Archives of one log; ``integration/test_rotation.py`` rotates logs that are written meanwhile."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import HostError
+from agent_shim.host import copytruncate
+
+
+def rotate(directory: Path, keep: int = 3, most: int = 1000) -> copytruncate.Moved:
+    root = os.open(directory, os.O_RDONLY)
+    try:
+        return copytruncate.rotate(root, "a.log", keep, most)
+    finally:
+        os.close(root)
+
+
+def archives(directory: Path) -> dict[str, bytes]:
+    return {path.name: gzip.decompress(path.read_bytes()) for path in directory.glob("*.gz")}
+
+
+def test_as_many_archives_are_kept_as_asked_for(tmp_path: Path) -> None:
+    """The newest is the first. A gap ends the row: what is behind it stays."""
+    (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
+    for number in range(5):
+        (tmp_path / "a.log").write_bytes(b"%d" % number)
+        assert rotate(tmp_path) == (1, 0)
+        assert (tmp_path / "a.log").stat().st_size == 0
+
+    assert archives(tmp_path) == {
+        "a.log.1.gz": b"4",
+        "a.log.2.gz": b"3",
+        "a.log.3.gz": b"2",
+        "a.log.9.gz": b"kept",
+    }
+    assert rotate(tmp_path) == (0, 0)
+
+
+def test_archives_that_are_too_many_now_go(tmp_path: Path) -> None:
+    """Fewer may be kept than before."""
+    for number in range(1, 6):
+        (tmp_path / f"a.log.{number}.gz").write_bytes(gzip.compress(b"old"))
+    (tmp_path / "a.log").write_bytes(b"new")
+
+    rotate(tmp_path, keep=2)
+
+    assert archives(tmp_path) == {"a.log.1.gz": b"new", "a.log.2.gz": b"old"}
+
+
+def test_the_end_of_a_large_log_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
+    """To the byte; a log that reaches the bound is kept whole."""
+    (tmp_path / "a.log").write_bytes(b"x" + b"y" * 1000)
+    assert rotate(tmp_path) == (1000, 1)
+    (tmp_path / "a.log").write_bytes(b"z" * 1000)
+    assert rotate(tmp_path) == (1000, 0)
+
+    assert archives(tmp_path) == {
+        "a.log.2.gz": b"(1 bytes before this were too many to keep)\n" + b"y" * 1000,
+        "a.log.1.gz": b"z" * 1000,
+    }
+
+
+def test_an_archive_has_the_owner_and_the_permissions_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And from the start no more than its owner may do."""
+    (tmp_path / "a.log").write_bytes(b"x")
+    (tmp_path / "a.log").chmod(0o4640)
+    given: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "fchown", lambda fd, uid, gid: given.append((stat.S_IMODE(os.fstat(fd).st_mode), uid, gid)))
+    before = os.umask(0)
+    try:
+        rotate(tmp_path)
+    finally:
+        os.umask(before)
+
+    status = (tmp_path / "a.log").stat()
+    assert given == [(0o600, status.st_uid, status.st_gid)]
+    assert stat.S_IMODE((tmp_path / "a.log.1.gz").stat().st_mode) == 0o640
+
+
+def test_a_rotation_that_fails_leaves_the_log_and_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.log").write_bytes(b"precious")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HostError, match="cannot rotate a.log: No space left on device"):
+        rotate(tmp_path)
+
+    assert (tmp_path / "a.log").read_bytes() == b"precious"
+    assert archives(tmp_path) == {}
