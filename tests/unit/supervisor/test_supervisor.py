@@ -95,10 +95,13 @@ async def test_a_sealed_state_is_not_written_again(supervisor: Supervisor, paths
 
 
 async def test_an_agent_that_was_replaced_writes_nothing(supervisor: Supervisor, paths: Paths) -> None:
+    supervisor._services["web"].record.state = State.STUCK
+    await supervisor._save()
     supervisor.disown()
+    supervisor._services["web"].record.state = State.UNMONITORED
     await supervisor.close()
 
-    assert not paths.supervisor_state.exists() or set(saved_states(paths).values()) == {State.STOPPED}
+    assert saved_states(paths)["web"] is State.STUCK
 
 
 @pytest.mark.parametrize(
