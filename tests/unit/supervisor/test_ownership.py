@@ -567,3 +567,38 @@ def test_a_service_remembers_few_sessions() -> None:
 
     assert len(traces.sessions) == MAX_SESSIONS
     assert 99 in traces.numbers()
+
+
+def test_strays_are_orphans_of_jobs_since_a_start(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of operators and of root, nor those that say whose they are."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(proc, "user", lambda pid: 0 if pid == 14 else USER)
+    processes = [
+        stat(10, parent=US, start=1000),
+        stat(11, parent=US, start=999),
+        stat(12, parent=US, start=1001),
+        stat(13, parent=US, start=1001, state="Z"),
+        stat(14, parent=US, start=1001),
+        stat(15, parent=1, start=1001),
+    ]
+    table = {each.pid: each for each in processes}
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", ProcessRecord())]
+    seen = Look(table, proc.children(table), {mark("web", BASE): {12}}, {})
+
+    assert ownership.strays(seen, 1000) == [(10, 1000)]
+
+
+def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+) -> None:
+    """A moment ago the session was the service's; else its own proof counts."""
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", ProcessRecord(known=(11, 1000), sessions=[Session(10, 100)]))]
+    ended, known, other = stat(12, parent=US, session=10), stat(11, parent=US, session=77), stat(13, parent=US)
+
+    assert [ownership.attribute(each, {"web"}) for each in (ended, known, other)] == ["web", "web", Unproven.ORPHAN]
+    assert ownership.attribute(ended, {"other"}) is Unproven.ORPHAN
+    assert ownership.attribute(stat(14, parent=1)) is Unproven.FOREIGN

@@ -13,14 +13,18 @@ import msgspec
 import pytest
 
 from agent_shim.core.errors import HostError
+from agent_shim.supervisor import service as services
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
+from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
 from agent_shim.supervisor.process_finder import Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
 from agent_shim.supervisor.state import Effect, State, Trigger
 from agent_shim.supervisor.supervisor import SCHEMA, read_saved
+
+CTL = Program(("ctl",))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +307,181 @@ async def test_each_change_is_saved() -> None:
     assert changes == [State.STARTING]
 
 
-CTL = Program(("ctl",))
+async def test_a_process_that_has_just_ended_makes_its_service_fail() -> None:
+    """Before any step has seen it."""
+    service = made("web")
+    service.record.state = State.RUNNING
+    for is_over, told in ((False, "running"), (True, "failing")):
+        service._finder.process = cast("Any", SimpleNamespace(is_over=is_over))
+        assert service.reported == told
+
+
+async def test_a_request_to_start_forgives_and_one_to_stop_is_no_restart() -> None:
+    service = made("web")
+    service.record.failures, service._is_counted = 5, True
+    service.on(Trigger.START_ASKED)
+    assert service.record.failures == 0
+    service.on(Trigger.STOP_ASKED)
+    assert not service._is_counted
+
+
+class Finder:
+    """Finds nothing unless ``found``; ``calls`` are those with an effect."""
+
+    def __init__(self, calls: list[str], *, found: bool = False) -> None:
+        self.process: Any = None
+        self.program: Any = None
+        self.pid, self.refused = 0, ""
+        self._calls, self._found = calls, found
+
+    async def look(self, *_: object) -> bool:
+        return self._found
+
+    async def look_at_path(self, _: ProcessSpec) -> bool:
+        self._calls.append("look at the path")
+        return False
+
+    async def arrival(self, *_: object) -> None:
+        self._calls.append("arrival")
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "begun", "calls"),
+    [
+        ({}, State.STARTING, 0, ["run Started", "arrival"]),
+        ({}, State.RESTARTING, 50, ["clear", "run Started", "arrival"]),
+        ({"kind": "file"}, State.STARTING, 50, ["look at the path", "run Started", "arrival"]),
+        ({"kind": "file"}, State.RESTARTING, 50, ["look at the path", "run Stopped", "run Started", "arrival"]),
+    ],
+)
+async def test_what_a_start_does_in_turn(changes: dict[str, Any], state: State, begun: int, calls: list[str]) -> None:
+    """What is left of the last run is ended first; monit runs the stop program of a check without a process."""
+    found: list[str] = []
+    service = made("web", calls=found)
+    service.take_spec(msgspec.structs.replace(service.spec, **{"start": CTL, "stop": CTL} | changes))
+    service.record.state, service.record.traces.begun = state, begun
+    service._finder = cast("Any", Finder(found))
+    service._shared.may_start.set()
+
+    await service._bring_up()
+
+    assert found == calls
+    assert (service.record.traces.program, service.record.traces.begun) == ((7, 70), 70)
+    assert not service.record.traces.is_caged
+
+
+async def test_a_start_waits_while_programs_are_held_and_for_a_stop_program() -> None:
+    found: list[str] = []
+    service, stopped = made("web", calls=found), asyncio.Event()
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    service._finder = cast("Any", Finder(found))
+    service._stopper = cast("Any", SimpleNamespace(wait=stopped.wait))
+
+    starting = asyncio.create_task(service._bring_up())
+    steps: list[Callable[[], None]] = [lambda: None, stopped.set, service._shared.may_start.set]
+    for ready in steps:
+        assert found == []
+        ready()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    await starting
+
+    assert found == ["run Started", "arrival"]
+    assert service._stopper is None
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_nothing_is_started_beside_what_is_there(is_there: bool) -> None:
+    """A process, or a start program that is still at work."""
+    found: list[str] = []
+    service = made("web", calls=found)
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    finder = Finder(found, found=is_there)
+    finder.program = None if is_there else SimpleNamespace(is_alive=True)
+    service._finder = cast("Any", finder)
+    service._shared.may_start.set()
+
+    await service._bring_up()
+
+    assert found == ([] if is_there else ["arrival"])
+
+
+async def test_a_stop_that_leaves_a_process_says_which() -> None:
+    """The service is stuck then, and nothing is dismissed."""
+    found: list[str] = []
+    events: list[Event] = []
+    service = made("web", calls=found, notify=events.append, left=[Left(9, 90, "web")])
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    service.record.state = State.STOPPING
+
+    await service._end()
+
+    assert (service.state, service.record.reason, found) == (State.STUCK, "cannot end 9 (web)", [])
+    assert [(event.event, event.description) for event in events] == [("Execution failed", "failed to stop")]
+
+
+@pytest.mark.parametrize(
+    ("traces", "state", "is_one_of_all", "left"),
+    [
+        (ProcessRecord(begun=50), State.STOPPING, False, ["8 (orphan)"]),
+        (ProcessRecord(begun=50), State.STOPPING, True, []),
+        (ProcessRecord(begun=50), State.BOUNCING, False, []),
+        (ProcessRecord(begun=50, is_caged=True), State.STOPPING, False, []),
+        (ProcessRecord(), State.STOPPING, False, []),
+        (ProcessRecord(is_guest=True), State.STOPPING, False, ["7 (guest)"]),
+    ],
+)
+async def test_what_may_remain_of_a_service_without_proof(
+    monkeypatch: pytest.MonkeyPatch, traces: ProcessRecord, state: State, is_one_of_all: bool, left: list[str]
+) -> None:
+    """A guest, and orphans of any job, which are ended once all jobs are stopped."""
+    service = made("web")
+    monkeypatch.setattr(services, "left", lambda identity: Left(identity[0], identity[1], "guest"))
+    service.record.traces, service.record.state = traces, state
+    service._stop = StopRequest(is_one_of_all=is_one_of_all)
+    service._finder.process = cast("Any", SimpleNamespace(identity=(7, 70), is_alive=True))
+
+    assert [str(each) for each in await service._unproven_left()] == left
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_guest", "sent"),
+    [({"start": CTL}, False, ["SIGTERM"]), ({"start": CTL}, True, []), ({}, False, [])],
+)
+async def test_without_a_stop_program_a_process_of_ours_gets_a_signal(
+    changes: dict[str, Any], is_guest: bool, sent: list[str]
+) -> None:
+    service, found = made("web"), list[str]()
+    service.take_spec(msgspec.structs.replace(service.spec, **changes))
+    service.record.traces.is_guest = is_guest
+    ended = asyncio.Event()
+    ended.set()
+    service._finder.process = cast(
+        "Any", SimpleNamespace(send=lambda sig: found.append(sig.name), wait=ended.wait, pid=7)
+    )
+
+    await service._run_stop()
+
+    assert found == sent
+
+
+@pytest.mark.parametrize("has_process", [True, False])
+async def test_a_start_program_at_work_is_ended_by_a_stop(has_process: bool) -> None:
+    """Where it has brought a process, that is stopped."""
+    service, found = made("web"), list[str]()
+
+    async def terminate(_: float) -> None:
+        found.append("terminate")
+
+    ended = asyncio.Event()
+    ended.set()
+    service._finder.program = cast("Any", SimpleNamespace(terminate=terminate))
+    if has_process:
+        service._finder.process = cast("Any", SimpleNamespace(wait=ended.wait, pid=7))
+
+    await service._run_stop()
+
+    assert found == ([] if has_process else ["terminate"])
 
 
 class NoCalls(list[str]):
@@ -317,10 +495,11 @@ class NoCalls(list[str]):
 class Programs:
     """Programs of services, none of which leaves a process; ``calls`` are those with an effect."""
 
-    ownership = None
+    ownership = SimpleNamespace(label_of=lambda _: None)
 
-    def __init__(self, calls: list[str]) -> None:
+    def __init__(self, calls: list[str], left: list[Left]) -> None:
         self._calls = calls
+        self._left = left
 
     async def printed(self, _: str) -> list[str]:
         return ["disk full"]
@@ -328,15 +507,21 @@ class Programs:
     async def members(self, *_: object) -> list[Any]:
         return []
 
-    async def sweep(self, *_: object) -> list[Any]:
-        return []
+    async def sweep(self, *_: object) -> list[Left]:
+        return self._left
+
+    async def strays(self, _: int) -> list[Left]:
+        return [Left(8, 80, "orphan")]
+
+    async def clear(self, *_: object) -> None:
+        self._calls.append("clear")
 
     async def dismiss(self, _: ProcessSpec) -> None:
         self._calls.append("dismiss")
 
     async def run(self, *called: object, **_: object) -> Any:
         self._calls.append(f"run {called[2]}")
-        return SimpleNamespace(wait=self._exited)
+        return SimpleNamespace(wait=self._exited, identity=(7, 70), pid=7, cgroups=[])
 
     async def _exited(self) -> int:
         return 0
@@ -349,10 +534,11 @@ def made(
     notify: Callable[[Event], None] = lambda _: None,
     calls: list[str] | None = None,
     changed: Callable[[], None] = lambda: None,
+    left: list[Left] | None = None,
 ) -> Service:
     shared = ServiceContext(
         base=Path("/"),
-        programs=cast("Any", Programs([] if calls is None else calls)),
+        programs=cast("Any", Programs([] if calls is None else calls, left or [])),
         bpm=cast("Any", None),
         restarts=TokenBucket(1, 1),
         timing=Timing(),

@@ -1,0 +1,136 @@
+"""Figures, cycles and complaints of rules; ``integration/test_rule_engine.py`` checks real processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent_shim.host import clock, proc
+from agent_shim.supervisor import rule_engine
+from agent_shim.supervisor.monit.ast import ALERT, Limit, Rate, Rule
+from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.rule_engine import Finding, RuleEngine
+from agent_shim.supervisor.state import State
+
+ENGINE = RuleEngine(tuple, lambda: 8192 * 1024, 10.0)
+RULE = Rule(Limit("memory", ">", 5), ALERT, Rate(), ALERT, Rate(2, 2))
+
+
+def service(**changes: Any) -> Any:
+    async def react(_: object) -> None:
+        """Alerts do nothing."""
+
+    members = {
+        "name": "web",
+        "spec": ProcessSpec("web", "web", rules=(RULE,)),
+        "process": SimpleNamespace(identity=(10, 1000)),
+        "state": State.RUNNING,
+        "up_at": 500.0,
+        "complaints": {},
+        "notify": lambda *_: None,
+        "react": react,
+    }
+    return SimpleNamespace(**members | changes)
+
+
+def stat(pid: int, ticks: int, kb: int = 0, start: int = 1000) -> proc.Stat:
+    return proc.Stat(pid, "S", 1, pid, pid, ticks, start, kb)
+
+
+def table(*tree: proc.Stat, at: float = 0.0) -> Any:
+    return SimpleNamespace(at=at, processes={each.pid: each for each in tree}, tree=lambda _: list(tree))
+
+
+def watch(**changes: Any) -> Any:
+    return rule_engine._Watch(service(**changes), 0.0)
+
+
+def test_figures_are_bytes_and_shares_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's need two looks; a process that came meanwhile counts with all of its time."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(clock, "TICKS", 100)
+    one = watch()
+
+    first = ENGINE._figures(one, table(stat(10, 300, 1024), at=100.0))
+    second = ENGINE._figures(one, table(stat(10, 500, 1024), stat(11, 100, 2048), at=110.0))
+
+    assert first == {
+        "memory": 1 << 20,
+        "totalmemory": 1 << 20,
+        "memory %": 12.5,
+        "totalmemory %": 12.5,
+        "children": 0,
+    }
+    assert second == {
+        "memory": 1 << 20,
+        "totalmemory": 3 << 20,
+        "memory %": 12.5,
+        "totalmemory %": 37.5,
+        "children": 1,
+        "cpu %": 10.0,
+        "totalcpu %": 15.0,
+    }
+
+
+def test_a_process_that_is_gone_has_no_figures() -> None:
+    """Nor has another one with its number."""
+    assert ENGINE._figures(watch(), table()) == {}
+    assert ENGINE._figures(watch(), table(stat(10, 0, start=1001))) == {}
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(1, [True, False, True, True, True]), (2, [True, False, False, True, False])]
+)
+def test_checks_are_due_each_cycle_or_each_so_many(
+    monkeypatch: pytest.MonkeyPatch, every: int, due: list[bool]
+) -> None:
+    """A cycle that was missed is not made up for."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    one = rule_engine._Watch(service(spec=ProcessSpec("web", "web", every=every)), 1000.0)
+    found = []
+    for then in (1000.0, 1009.0, 1010.0, 1045.0, 1050.0):
+        now[0] = then
+        found.append(one.is_due(10.0))
+
+    assert found == due
+
+
+def test_a_watch_is_of_one_process_and_one_set_of_rules() -> None:
+    """A new process starts from scratch."""
+    ours = service()
+    one = rule_engine._Watch(ours, 0.0)
+
+    assert one.is_of(ours)
+    assert not one.is_of(service(spec=ours.spec, process=SimpleNamespace(identity=(10, 1001))))
+    assert not one.is_of(service(spec=ours.spec, process=None))
+    assert not one.is_of(service(spec=ProcessSpec("web", "web")))
+    assert rule_engine._Watch(service(process=None), 0.0).identity == (0, 0)
+
+
+def test_the_first_check_is_a_cycle_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the process; a check without one begins now."""
+    monkeypatch.setattr(time, "monotonic", lambda: 700.0)
+    other = ProcessSpec("web", "web", kind="file", rules=(RULE,))
+
+    assert ENGINE._watch(service())._next_at == 510.0
+    assert ENGINE._watch(service(spec=other))._next_at == 710.0
+
+
+async def test_a_complaint_stands_until_its_rule_has_recovered() -> None:
+    """And of a service that is no longer up nothing is concluded."""
+    ours = service()
+    one = rule_engine._Watch(ours, 0.0)
+    complaints = []
+    for fails in (False, True, False, False):
+        await ENGINE._conclude(ours, one, {0: Finding(fails, "too much")})
+        complaints.append(sorted(ours.complaints))
+    assert complaints == [[], [0], [0], []]
+
+    ours.state = State.DOWN
+    await ENGINE._conclude(ours, one, {0: Finding(True, "too much")})
+    assert ours.complaints == {}
