@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from agent_shim.core.errors import HostError
 from agent_shim.host import proc
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.ownership import Tie
@@ -74,3 +76,82 @@ async def test_only_a_process_with_the_services_session_widens_the_record(
     assert await finder.look(ProcessSpec(name="web", job="web", pattern=posix_regex.compiled("x")), traces)
 
     assert traces.numbers() == ({own.session} - {0} if leads else set())
+
+
+class Handle:
+    """A handle of a process; ``calls`` are those with an effect."""
+
+    def __init__(self, name: str, calls: list[str], *, is_alive: bool = True) -> None:
+        self.identity, self.pid, self.session, self.seen_ticks = (7, 70), 7, 7, 75
+        self.is_alive = is_alive
+        self._name, self._calls = name, calls
+
+    def release(self) -> None:
+        self._calls.append(self._name)
+
+
+async def test_handles_are_given_back_once() -> None:
+    """A start program that became the process has one."""
+    calls: list[str] = []
+    finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
+    finder.program, finder.process = cast("Any", Handle("program", calls)), cast("Any", Handle("process", calls))
+    finder.release()
+    finder.release()
+    assert (calls, finder.program, finder.process, finder.pid) == (["program", "process"], None, None, 0)
+
+    calls.clear()
+    finder.program = finder.process = cast("Any", Handle("both", calls))
+    finder.release_program()
+    assert (calls, finder.pid) == ([], 7)
+    finder.release()
+    assert calls == ["both"]
+
+
+async def test_a_process_that_has_ended_is_no_longer_the_services(tmp_path: Path) -> None:
+    """Nor does its pidfile name the next one of its number."""
+    (tmp_path / "pid").write_text("7")
+    spec = ProcessSpec(name="web", job="web", pidfile=tmp_path / "pid")
+    finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
+    finder.process, finder.refused = cast("Any", Handle("process", [], is_alive=False)), "of another service"
+    traces = ProcessRecord(known=(7, 70))
+
+    async def find(*_: object) -> None:
+        assert (finder.process, finder.refused) == (None, "")
+
+    finder._find = find  # type: ignore[method-assign,assignment]
+    assert not await finder.look(spec, traces)
+
+    assert traces.known is None
+    assert traces.heeded is not None
+    assert traces.heeded.pid == 7
+    (tmp_path / "pid").write_text("8")
+    traces.heeded, finder.process = None, cast("Any", Handle("process", [], is_alive=False))
+    assert not await finder.look(spec, traces)
+    assert traces.heeded is None
+
+
+@pytest.mark.parametrize(
+    ("named", "status", "is_late", "why"),
+    [
+        ("7", 1, False, "the process exited immediately: exit 1"),
+        ("7", None, False, "the process exited immediately: unknown"),
+        ("", 1, True, "the start program exited: exit 1"),
+        ("", 1, False, ""),
+        ("", 0, True, ""),
+        ("4000010", 0, True, "process 4000010 of the pidfile exited immediately"),
+        ("4000010", 0, False, ""),
+        ("1", 0, True, ""),
+    ],
+)
+def test_when_no_process_can_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, is_late: bool, why: str
+) -> None:
+    """A start program that has ended may be followed for a while, and by a living process of its pidfile."""
+    (tmp_path / "pid").write_text(named)
+    monkeypatch.setattr(proc, "stat", lambda pid: proc.Stat(1, "S", 0, 1, 1, 0, 1, 0) if pid == 1 else None)
+    program: Any = Handle("program", [])
+    spec = ProcessSpec(name="web", job="web", pidfile=tmp_path / "pid")
+    with pytest.raises(HostError, match=f"^{why}$") if why else contextlib.nullcontext():
+        ProcessFinder._require_possible_start(program, status, spec, ProcessRecord(begun=60), is_late=is_late)
+
+    ProcessFinder._require_possible_start(program, 0, spec, ProcessRecord(), is_late=True)  # the pidfile is not fresh
