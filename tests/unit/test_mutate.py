@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
+import sqlite3
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +100,41 @@ def test_a_stage_takes_what_no_stage_noticed_and_has_no_result(monkeypatch: pyte
 
     assert {one.key for one, _ in tasks} == {one.key for one in (unreached, *rest)}
     assert results[at_import.key][integration.name]["outcome"] == "unreached"
+
+
+def test_a_mutant_whose_tests_all_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no survivor, and no line that nothing reaches."""
+    unit = mutate.STAGES[0]
+    ones = [one for one in mutants("x.py", MODULE) if one.line in {13, 15}]
+    monkeypatch.setattr(mutate, "reaching", lambda _: {"x.py": {13: ["t"], 15: []}})
+    results: mutate.Results = {}
+
+    tasks = mutate.left(ones, results, unit)
+
+    assert {one.line for one, _ in tasks} == {13}
+    assert [row[unit.name]["outcome"] for row in results.values()] == ["not tried"]
+
+
+def test_tests_of_the_module_come_first_and_take_no_longer_than_their_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = mutate.Stage("some", (), 3.0)
+    durations = {"tests/test_b.py::fast": 0.1, "tests/test_a.py::slow": 2.0, "tests/test_a.py::quick": 0.5}
+    durations |= {"tests/test_a.py::endless": 9.0, "tests/test_b.py::slow": 1.0}
+    place = tmp_path / stage.name
+    place.mkdir()
+    (place / "durations.json").write_text(json.dumps(durations))
+    with contextlib.closing(sqlite3.connect(place / "coverage")) as database, database:
+        database.execute("create table file (id, path)")
+        database.execute("create table context (id, context)")
+        database.execute("create table line_bits (file_id, context_id, numbits)")
+        database.execute("insert into file values (1, '/copy/agent_shim/a.py')")
+        for number, test in enumerate([*durations, "tests/test_a.py::failed"]):
+            database.execute("insert into context values (?, ?)", (number, f"{test}|run"))
+            database.execute("insert into line_bits values (1, ?, ?)", (number, bytes([0b100, 0b1])))
+    monkeypatch.setattr(mutate, "STORE", tmp_path)
+
+    found = mutate.reaching(stage)
+
+    nearest = ["tests/test_a.py::quick", "tests/test_a.py::slow", "tests/test_b.py::fast"]
+    assert found == {"agent_shim/a.py": {2: nearest, 8: nearest}}
