@@ -76,6 +76,15 @@ def test_rules_are_those_of_go() -> None:
     assert [ca["serialNumber"] for ca in context.get_ca_certs()] != []
 
 
+def test_old_versions_and_renegotiation_are_refused() -> None:
+    """Whatever the defaults of the library are; a CA of the settings may be an intermediate one."""
+    client, server = tls.client_context(mbus()), tls.server_context(mbus())
+
+    assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert client.verify_flags & ssl.VERIFY_X509_PARTIAL_CHAIN
+    assert server.options & ssl.OP_NO_RENEGOTIATION
+
+
 def test_without_a_ca_the_system_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty CA stands for the roots of the system."""
     roots = tmp_path / "roots.pem"
