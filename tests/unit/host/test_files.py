@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import files
+from agent_shim.host import files, guarded
 from tests.support.users import as_ordinary_user
 
 
@@ -205,6 +205,29 @@ def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> N
         files.make_dir(tmp_path / "40" / "x", 0o700)
     with pytest.raises(HostError, match="Not a directory"):
         files.make_dir(tmp_path / "file" / "x", 0o700)
+
+
+def test_a_link_of_another_user_leads_to_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vcap can write, it could lead anywhere."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.setattr(guarded, "trusted_users", lambda: {os.geteuid() + 1})
+
+    with pytest.raises(HostError, match="the path contains a link, link, of user"):
+        files.make_dir(tmp_path / "link" / "a", 0o700)
+    assert names_in(tmp_path / "real") == []
+
+
+def test_a_file_written_in_place_is_on_disk_with_its_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount point cannot be replaced."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old and longer")
+    seen: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda _: seen.append(path.read_bytes()))
+
+    files._write_in_place(path, b"new")
+
+    assert seen == [b"new"]
 
 
 def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
