@@ -33,7 +33,7 @@ TIMEOUT_S: Final = 5.0
 """One test may take so long, and four times its seconds under coverage: then a mutant lets it wait for ever."""
 PROCESSOR_S: Final = 5
 MAX_MEMORY: Final = 3 << 30
-"""Limits of one test and of a fork. The same tests must pass without the mutant."""
+"""Bounds of one test and of a fork. The same tests must pass without the mutant."""
 TMP: Final = Path("/tmp/mutant")
 """A fresh tmpfs for each fork; the base of pytest's temporary directories is in it."""
 

@@ -417,7 +417,7 @@ async def test_a_disk_that_was_replaced_may_be_taken_by_another_agent(instance: 
 
 
 async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
-    """Once no process uses it; the disk on the store stays."""
+    """Once it is unused; the disk on the store stays."""
     for cid in "ab":
         instance.attach(cid)
         await instance.disks.mount(cid)

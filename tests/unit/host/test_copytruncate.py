@@ -26,7 +26,7 @@ def archives(directory: Path) -> dict[str, bytes]:
 
 
 def test_as_many_archives_are_kept_as_asked_for(tmp_path: Path) -> None:
-    """The newest is the first. A gap ends the row: what is behind it stays."""
+    """The newest is the first. A gap ends the row: archives behind it stay."""
     (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
     for number in range(5):
         (tmp_path / "a.log").write_bytes(b"%d" % number)

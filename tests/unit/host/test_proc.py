@@ -103,7 +103,7 @@ def test_census_finds_marks() -> None:
 
 
 def test_a_table_of_few_is_whole_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no number is no process."""
+    """Only a number names a process."""
     names = ["1", "22", "333", "self", "meminfo"]
 
     @contextlib.contextmanager

@@ -41,7 +41,7 @@ def service(**changes: Any) -> Any:
 
 @pytest.fixture
 def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
-    """Figures of 8 MiB of memory and two processors, a hundred seconds after the start."""
+    """A machine of 8 MiB of memory and two processors, a hundred seconds after the start."""
     monkeypatch.setattr(proc, "table_of_few", lambda _: dict(TABLE))
     monkeypatch.setattr(clock, "uptime_of", lambda _: 100)
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: 1e9 + ticks)

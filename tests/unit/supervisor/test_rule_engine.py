@@ -113,7 +113,7 @@ def test_a_watch_is_of_one_process_and_one_set_of_rules() -> None:
 
 
 def test_the_first_check_is_a_cycle_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the process; a check without one begins now."""
+    """The process counts; a check without one begins now."""
     monkeypatch.setattr(time, "monotonic", lambda: 700.0)
     other = ProcessSpec("web", "web", kind="file", rules=(RULE,))
 

@@ -193,7 +193,7 @@ async def test_complaints_end_with_the_process_unless_it_is_restarted(trigger: T
 
 
 async def test_a_service_with_an_unusable_file_resumes_as_broken() -> None:
-    """Whatever the record of an earlier agent says."""
+    """The record of an earlier agent does not count."""
     service = made("web")
     service.spec = msgspec.structs.replace(service.spec, error="cannot use web/monit")
 
@@ -355,7 +355,7 @@ class Finder:
     ],
 )
 async def test_what_a_start_does_in_turn(changes: dict[str, Any], state: State, begun: int, calls: list[str]) -> None:
-    """What is left of the last run is ended first; monit runs the stop program of a check without a process."""
+    """Remaining processes of the last run are ended first; monit runs the stop program of a check without a process."""
     found: list[str] = []
     service = made("web", calls=found)
     service.take_spec(msgspec.structs.replace(service.spec, **{"start": CTL, "stop": CTL} | changes))

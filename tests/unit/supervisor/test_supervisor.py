@@ -48,7 +48,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 async def supervisor(paths: Paths) -> AsyncIterator[Supervisor]:
-    """Of jobs of which none runs."""
+    """A supervisor of jobs of which none runs."""
     one = Supervisor(paths, on_event=lambda _: None)
     await one.configure([WEB])
     yield one
@@ -111,7 +111,7 @@ async def test_an_agent_that_was_replaced_writes_nothing(supervisor: Supervisor,
 async def test_processes_outlive_the_agent_and_not_the_container(
     paths: Paths, incarnation: str | None, root_is_new: bool, after: State
 ) -> None:
-    """What could not be stopped has ended with it. Monit files are written again where they are gone."""
+    """A service that could not be stopped has ended with it. Monit files are written again where they are gone."""
     before = Supervisor(paths, on_event=lambda _: None)
     await before.configure([WEB])
     before._services["web"].record.state = State.STUCK
@@ -161,7 +161,7 @@ async def test_services_know_what_they_need_and_what_needs_them(supervisor: Supe
 
 
 async def test_what_is_stopped_with_a_service_is_started_with_it(supervisor: Supervisor) -> None:
-    """And its prerequisites are; what was stopped before stays so."""
+    """And its prerequisites are; services that were stopped before stay so."""
     supervisor.hold()
     for name in ("db", "cache"):
         supervisor._services[name].record.state = State.UNMONITORED
