@@ -53,12 +53,6 @@ def test_the_size_of_a_directory_is_no_difference() -> None:
     assert copytree._looks_same(one, other)
 
 
-def test_work_is_data_and_no_holes() -> None:
-    assert copytree._weight(status(st_size=10_000, st_blocks=8)) == 4096
-    assert copytree._weight(status(st_size=100, st_blocks=8)) == 100
-    assert copytree._weight(status(st_mode=stat.S_IFLNK | 0o777)) == 0
-
-
 def test_the_mask_of_this_process_takes_nothing_from_a_pipe(pair: tuple[Path, Path]) -> None:
     source, target = pair
     os.mkfifo(source / "pipe")
