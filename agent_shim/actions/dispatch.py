@@ -67,10 +67,6 @@ class Action(msgspec.Struct, frozen=True):
     task_from_protocol: int
     persistent: bool
 
-    @property
-    def is_cancellable(self) -> bool:
-        return asyncio.Event in self.injected.values()
-
     def bind(self, arguments: Any) -> dict[str, Any]:
         """Convert positional JSON arguments to named ones of the declared types.
 
@@ -198,7 +194,7 @@ class Dispatcher:
         if found.persistent:
             begun = asyncio.ensure_future(self._begin_persistent(found, request, data))
         else:
-            cancelled = asyncio.Event() if found.is_cancellable else None
+            cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
             work = partial(self._run_task, found, request, cancelled)
             begun = self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
         self._recent.pop(message, None)  # insertion order is age

@@ -124,8 +124,8 @@ class Tasks:
         return task
 
     def _require_room(self, method: str, size: int) -> None:
-        if self.waiting >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
-            raise ActionError(f"cannot queue {method}: {self.waiting} tasks wait already, repeat it after their end")
+        if (waiting := self._queue.qsize()) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise ActionError(f"cannot queue {method}: {waiting} tasks wait already, repeat it after their end")
 
     async def submit_persistent(self, method: str, work: Work, request: bytes) -> Task:
         """Queue a task that survives a restart of the agent under the same id (tasks.json).

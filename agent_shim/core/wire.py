@@ -160,7 +160,7 @@ VALUE_BYTES: Final = 100
 
 def weight(data: bytes) -> int:
     """Bytes that a request takes in memory, about: a megabyte of empty lists becomes thirty."""
-    return len(data) + VALUE_BYTES * _values(data)
+    return len(data) + VALUE_BYTES * sum(map(data.count, (b"[", b"{", b",")))
 
 
 def _is_deep(document: Any) -> bool:

@@ -44,21 +44,18 @@ async def work(paths: Paths, request: Request) -> Done:
     """Run ``request`` here if it is a small install, else in a worker; raises as ``worker_client.work``."""
     if isinstance(request, Install) and len(request.targets) <= MAX_TARGETS:
         try:
-            downloads = await _downloaded(paths, request)
+            downloads: Mapping[_Key, bytes] = {}
+            if request.store.provider == "dav" or any(target.source.signed_url for target in request.targets):
+                download = partial(_download, paths, request)
+                downloads = await guarded.aside("small blobs", download, timeout=DOWNLOAD_TIMEOUT_S)
             return Done(outcomes=await asyncio.to_thread(_install, paths, request, downloads))
         except (ShimError, OSError, ValueError):
             pass  # the worker's turn
     return await worker_client.work(request)
 
 
-async def _downloaded(paths: Paths, request: Install) -> Mapping[_Key, bytes]:
-    """Return the blobs that are not on this machine."""
-    if request.store.provider != "dav" and not any(target.source.signed_url for target in request.targets):
-        return {}
-    return await guarded.aside("small blobs", partial(_download, paths, request), timeout=DOWNLOAD_TIMEOUT_S)
-
-
 def _download(paths: Paths, request: Install) -> Mapping[_Key, bytes]:
+    """Return the blobs that are not on this machine."""
     from agent_shim.services.blobstore import blobs, providers, small_download
 
     until = time.monotonic() + DOWNLOAD_TIMEOUT_S
@@ -90,11 +87,16 @@ def _install(paths: Paths, request: Install, downloads: Mapping[_Key, bytes]) ->
         for piece in pieces:
             ref = piece.target.source
             path = blobs.on_this_machine(ref, request.store, paths)
-            with _opened(path, downloads.get(_key(ref), b"")) as file:
+            with path.open("rb") if path is not None else _in_memory(downloads.get(_key(ref), b"")) as file:
                 room -= os.fstat(file.fileno()).st_size
                 if room < 0:
                     raise ValueError("the blobs are too large")
-                _verify(file, ref.digest)
+                expected = MultipleDigest.parse(ref.digest)
+                hasher = expected.hasher()
+                while chunk := file.read(files.CHUNK_BYTES):
+                    hasher.update(chunk)
+                expected.check(hasher)
+                file.seek(0)
                 worker.unpack(file, piece, paths.shared_owner, limits)
             if piece.outcome.error:
                 raise ValueError(piece.outcome.error)
@@ -111,20 +113,8 @@ def _key(ref: BlobRef) -> _Key:
     return ref.blob_id, ref.signed_url
 
 
-def _opened(path: Path | None, content: bytes) -> BinaryIO:
-    """Open the file, or ``content`` in memory without one."""
-    if path is not None:
-        return path.open("rb")
+def _in_memory(content: bytes) -> BinaryIO:
     file = os.fdopen(os.memfd_create("blob"), "w+b")
     file.write(content)
     file.seek(0)
     return file
-
-
-def _verify(file: BinaryIO, digest: str) -> None:
-    expected = MultipleDigest.parse(digest)
-    hasher = expected.hasher()
-    while piece := file.read(files.CHUNK_BYTES):
-        hasher.update(piece)
-    expected.check(hasher)
-    file.seek(0)

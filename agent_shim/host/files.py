@@ -67,11 +67,12 @@ def _read(path: Path, flags: int, limit: int) -> bytes:
         if exc.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise OSError(errno.EINVAL, "it is no regular file", str(path)) from exc
         raise
-    with os.fdopen(fd, "rb") as file:
+    with closing(fd):
         if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if found.st_size > limit or len(content := file.read(limit + 1)) > limit:
-            raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            if found.st_size > limit or len(content := file.read(limit + 1)) > limit:
+                raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
     return content
 
 

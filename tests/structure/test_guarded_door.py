@@ -261,7 +261,7 @@ RAW: Mapping[str, Raw] = {
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
-    "daemon.small_installs": Raw(SCRATCH, frozenset({"_opened"})),
+    "daemon.small_installs": Raw(SCRATCH, frozenset({"_install"})),
     "daemon.worker": Raw(SCRATCH, frozenset({"finish", "_copy_tree.report", "_newest", "_rotate"})),
 }
 """Functions that open what no job can influence, or what the door has opened for them."""

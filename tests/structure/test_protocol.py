@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_an_action_is_told_as_it_is(section: Section) -> None:
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
     assert first.startswith("Task" if action.mode is Mode.TASK else "At once")
-    assert ("can be cancelled" in first) is action.is_cancellable
+    assert ("can be cancelled" in first) is (asyncio.Event in action.injected.values())
     assert ("at once below" in first) is (action.task_from_protocol > 0)
     for part in ("Errors: ", "Go agent: "):
         assert len(re.findall(f"^{part}", section.text, re.MULTILINE)) == 1

@@ -351,6 +351,16 @@ def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
     assert not any(map(files.is_leftover, ["a", ".a", "a.tmp-1", ".profile", "0a1b"]))
 
 
+def test_a_directory_in_the_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> None:
+    """A settings path may be one, and is read twice a second."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(OSError, match="it is no regular file"):
+            files.read(tmp_path)
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_file_may_be_as_large_as_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"12345")
