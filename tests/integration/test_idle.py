@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from agent_shim.daemon import small_installs
 from agent_shim.host import process
 from benchmarks.idle import free_port, scrape
 from benchmarks.world import ENVIRONMENT, world
@@ -89,7 +90,7 @@ async def test_a_daemon_at_rest_is_light(tmp_path: Path) -> None:
         async with world(shlex.join(words)) as w:
             w.http = await free_port()
             await w.start_agent()
-            await w.run("apply", w.spec(JOBS, 6, 64 * 1024))
+            await w.run("apply", w.spec(JOBS, small_installs.MAX_TARGETS, 64 * 1024))  # by a worker
             await w.run("start")
             await w.until_running()
             await asyncio.to_thread(scrape, w.http)

@@ -79,6 +79,10 @@ class Answer:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             raise ValueError(f"the answer is unusual: {exc.__context__ or exc}") from exc
 
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            raise ValueError("a second answer follows")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-encoding", b"transfer-encoding"):
             raise ValueError("its body is coded")

@@ -37,6 +37,7 @@ def test_a_plain_answer_is_read_in_any_pieces() -> None:
         "HTTP/1.1 200 OK\r\nContent-Length: ²\r\n\r\n".encode(),
         b"HTTP/1.1 200 OK\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: " + b"1" * 20_000,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx" * 2,
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Encoding: gzip\r\n\r\nx",
     ],
