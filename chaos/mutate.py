@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -221,11 +222,11 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
     """By file and line, the node ids of the tests that reach it and together take at most the seconds of the stage."""
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    connection = sqlite3.connect(STORE / stage.name / "coverage")
-    rows = connection.execute(
-        "select file.path, context.context, line_bits.numbits from line_bits "
-        "join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
-    )
+    with contextlib.closing(sqlite3.connect(STORE / stage.name / "coverage")) as connection:
+        rows = connection.execute(
+            "select file.path, context.context, line_bits.numbits from line_bits "
+            "join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
+        ).fetchall()
     for path, context, bits in rows:
         test = context.split(" (")[0].partition("|")[0]
         if test not in durations:
