@@ -375,7 +375,8 @@ SLOW = frozenset(
 ASKING = frozenset({"agent_shim.edges", "agent_shim.edges.control_client"})
 SHOWING = frozenset(
     "agent_shim.cli.bpm_logs agent_shim.host agent_shim.host.descriptors agent_shim.host.guarded "
-    "agent_shim.host.user_namespace agent_shim.services agent_shim.services.logs agent_shim.services.logs.log_file".split()
+    "agent_shim.host.user_namespace agent_shim.services agent_shim.services.logs "
+    "agent_shim.services.logs.log_file".split()
 )
 TERMINAL = frozenset({"agent_shim.host", "agent_shim.host.descriptors", "agent_shim.host.pseudo_terminal"})
 
