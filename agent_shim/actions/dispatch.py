@@ -154,28 +154,25 @@ class Dispatcher:
 
     async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> bytes:
         """Answer a decoded request; ``data`` are its bytes, stored with a persistent task."""
-        begun_at = time.monotonic()
+        begun_at, task_id = time.monotonic(), ""
         try:
-            value, task_id = await self._answer(request, data)
+            found = ACTIONS.get(request.method)
+            if found is None:
+                raise UnknownActionError(f"unknown message {request.method}")
+            if self.refusing and found.method not in HARMLESS:
+                raise ActionError(f"cannot run {found.method}: {self.refusing}")
+            if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
+                value = await self._run(found, request, None)
+            else:
+                begun = self._begin(found, request, data)
+                task_id = (begun if isinstance(begun, Task) else await asyncio.shield(begun)).id
+                value = {"agent_task_id": task_id, "state": "running"}
             reply = wire.encode_value(value, limit=limit)
         except Exception as exc:  # noqa: BLE001 - no request can end the process
             write_audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
             return wire.encode_exception(self._failed(request.method, exc), limit=limit)
         write_audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
-
-    async def _answer(self, request: wire.Request, data: bytes) -> tuple[Any, str]:
-        """Run the request; returns the value, and the task id of a task."""
-        found = ACTIONS.get(request.method)
-        if found is None:
-            raise UnknownActionError(f"unknown message {request.method}")
-        if self.refusing and found.method not in HARMLESS:
-            raise ActionError(f"cannot run {found.method}: {self.refusing}")
-        if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
-            return await self._run(found, request, None), ""
-        begun = self._begin(found, request, data)
-        task = begun if isinstance(begun, Task) else await asyncio.shield(begun)
-        return {"agent_task_id": task.id, "state": "running"}, task.id
 
     def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task | asyncio.Future[Task]:
         """Begin a task, or return that of an earlier message with the same bytes: each request on the bus has its own

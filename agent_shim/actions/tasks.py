@@ -292,7 +292,7 @@ def _remove(paths: Iterable[Path]) -> None:
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes]]:
     """Read the stored tasks; an unreadable file counts as empty (agent/task/concrete_manager.go)."""
     try:
-        document = wire.decode(files.read_own(journal), dict[str, dict[str, str]])
+        document = wire.decode(files.read(journal, is_own=True), dict[str, dict[str, str]])
         return [(entry["TaskID"], entry["Method"], base64.b64decode(entry["Payload"])) for entry in document.values()]
     except FileNotFoundError:
         return []

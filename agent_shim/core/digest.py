@@ -25,6 +25,9 @@ _WORD: Final = re.compile(r"[a-zA-Z\d]+")
 class Hasher(Protocol):
     """A hash of ``hashlib``, which lets other threads run meanwhile for many bytes."""
 
+    @property
+    def name(self) -> str: ...
+
     def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
 
     def hexdigest(self) -> str: ...
@@ -68,24 +71,19 @@ class MultipleDigest(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return ";".join(map(str, self.digests))
 
-    @property
-    def strongest(self) -> Digest:
-        """The digest that is compared; the first if no algorithm is known."""
-        by_name = {digest.algorithm: digest for digest in self.digests}
-        return next((by_name[name] for name in KNOWN if name in by_name), self.digests[0])
-
     def hasher(self) -> Hasher:
-        """Return a hash to feed before :meth:`check`."""
-        name = self.strongest.algorithm
-        if name not in KNOWN:
-            raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{name}'")
-        return hashlib.new(name, usedforsecurity=False)
+        """Return a hash of the strongest digest's algorithm, to feed before :meth:`check`."""
+        given = [digest.algorithm for digest in self.digests]
+        for name in KNOWN:
+            if name in given:
+                return hashlib.new(name, usedforsecurity=False)
+        raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{given[0]}'")
 
     def check(self, hasher: Hasher) -> None:
-        """Compare with the digest of ``hasher``, exactly; raises ``DigestError``."""
-        expected = self.strongest
-        actual = Digest(expected.algorithm, hasher.hexdigest())
-        if expected != actual:
+        """Compare the digest of ``hasher`` with the one of its algorithm, exactly; raises ``DigestError``."""
+        actual = Digest(hasher.name, hasher.hexdigest())
+        if actual not in self.digests:
+            (expected,) = (digest for digest in self.digests if digest.algorithm == hasher.name)
             raise DigestError(f"Expected stream to have digest '{expected}' but was '{actual}'")
 
     def verify(self, data: bytes) -> None:

@@ -321,6 +321,6 @@ def tree_step(paths: Paths) -> Step:
 def _text(path: Path) -> str:
     """The text of a small file; "" if it is missing or no UTF-8."""
     try:
-        return files.read_own(path).decode()
+        return files.read(path, is_own=True).decode()
     except (OSError, ValueError):
         return ""

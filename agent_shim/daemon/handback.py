@@ -77,7 +77,7 @@ def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
 
 def _disks(paths: Paths) -> Iterator[str]:
     try:
-        source = settings.parse(files.read_own(paths.settings_cache), origin=str(paths.settings_cache))
+        source = settings.parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
     except (OSError, SettingsError) as exc:
         yield f"cannot look for disks: {exc}"
         return

@@ -253,7 +253,7 @@ class Daemon:
 def _was_shut_down(paths: Paths, agent_id: str) -> bool:
     """True if the Director has sent ``shutdown`` to this agent_id."""
     try:
-        return files.read_own(paths.shut_down) == agent_id.encode()
+        return files.read(paths.shut_down, is_own=True) == agent_id.encode()
     except OSError:
         return False
 

@@ -8,6 +8,7 @@ everything else, and repeats what failed here: its texts are those of the Go age
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from agent_shim.core.errors import ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, guarded, worker_client
 from agent_shim.host.worker_client import BlobRef, Done, Install, Outcome, Request
+
+logger = logging.getLogger(__name__)
 
 MAX_TARGETS: Final = 16
 MAX_PACKED_BYTES: Final = 8 * 1024 * 1024
@@ -49,8 +52,8 @@ async def work(paths: Paths, request: Request) -> Done:
                 download = partial(_download, paths, request)
                 downloads = await guarded.aside("small blobs", download, timeout=DOWNLOAD_TIMEOUT_S)
             return Done(outcomes=await asyncio.to_thread(_install, paths, request, downloads))
-        except (ShimError, OSError, ValueError):
-            pass  # the worker's turn
+        except (ShimError, OSError, ValueError) as exc:
+            logger.debug("a worker does the install: %s", type(exc).__name__)  # a text could have parts of a signed URL
     return await worker_client.work(request)
 
 

@@ -68,7 +68,7 @@ class Api:
     def _is_known(self, given: str) -> bool:
         kind, _, coded = given.partition(" ")
         try:
-            known = files.read_own(self._user_file).strip()
+            known = files.read(self._user_file, is_own=True).strip()
             return kind.lower() == "basic" and hmac.compare_digest(base64.b64decode(coded), known) and b":" in known
         except (OSError, binascii.Error, ValueError):
             return False

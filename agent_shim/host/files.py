@@ -41,28 +41,19 @@ _ATTEMPTS: Final = 10
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
-def read(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> bytes:
     """Return the content of a file of the CPI, the image or an operator; links are followed, as in the kubelet's
     volumes.
 
-    Raises ``OSError`` for anything but a regular file, of which a FIFO waits and a device has no end, and beyond
-    ``limit`` bytes.
+    ``is_own`` marks a file that this agent or its predecessor wrote: no link is followed but to memory
+    (:func:`behind`). Raises ``OSError`` for anything but a regular file, of which a FIFO waits and a device has no end,
+    and beyond ``limit`` bytes.
     """
-    return _read(path, 0, limit)
-
-
-def read_own(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a file that this agent or its predecessor wrote; no link is followed but to memory
-    (:func:`behind`).
-
-    Raises ``OSError`` as :func:`read` does.
-    """
-    return _read(behind(path), os.O_NOFOLLOW, limit)
-
-
-def _read(path: Path, flags: int, limit: int) -> bytes:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    if is_own:
+        path, flags = behind(path), flags | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        fd = os.open(path, flags)
     except OSError as exc:
         if exc.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise OSError(errno.EINVAL, "it is no regular file", str(path)) from exc
@@ -280,11 +271,11 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
     raise HostError(f"cannot make the directory {path}: another user keeps putting something there")
 
 
-def move_away(path: Path, *, keeps_directories: bool = False) -> None:
-    """Rename what neither root nor this user has put at ``path``, whatever it is; directories only if told."""
+def move_away(path: Path) -> None:
+    """Rename what neither root nor this user has put at ``path``, whatever it is."""
     try:
         found = path.lstat()
-        if found.st_uid in guarded.trusted_users() or (keeps_directories and stat.S_ISDIR(found.st_mode)):
+        if found.st_uid in guarded.trusted_users():
             return
         aside = sibling(path)
         path.rename(aside)

@@ -88,7 +88,7 @@ def reading(service: str, what: str) -> Iterator[None]:
 def read_marks(path: Path) -> dict[str, str]:
     """Return the parts of services that blocked an earlier agent; empty without a readable file."""
     try:
-        return wire.decode(files.read_own(path), dict[str, str])
+        return wire.decode(files.read(path, is_own=True), dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:
@@ -174,10 +174,11 @@ class Watchdog:
     def _report_dump(self, directory: Path) -> None:
         """Report the dump of the kernel timer, and write the record that the previous agent could not."""
         dump, page = directory / DUMP, directory / PAGE
-        if not dump.exists() or not (text := files.read_own(dump).decode(errors="replace")):
+        if not dump.exists() or not (text := files.read(dump, is_own=True).decode(errors="replace")):
             return
         logger.error("the previous agent was killed: its interpreter was blocked", extra=_members(text))
-        service, what, *_ = files.read_own(page).decode(errors="replace").split("\0") if page.exists() else ("", "")
+        written = files.read(page, is_own=True) if page.exists() else b"\0"
+        service, what, *_ = written.decode(errors="replace").split("\0")
         if service:
             write_marks(directory / MARKS, read_marks(directory / MARKS) | {service.lower(): what})
 

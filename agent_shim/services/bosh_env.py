@@ -105,7 +105,7 @@ def _move_to_memory(paths: Paths) -> None:
     files.make_dir(place, 0o700)
     if not mounts.is_mount_point(place):
         with closing(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as below:
-            caught = {path.name: files.read_own(path) for path in place.iterdir() if path.is_file()}
+            caught = {path.name: files.read(path, is_own=True) for path in place.iterdir() if path.is_file()}
             mounts.mount_tmpfs(place, f"size={SETTINGS_SIZE},mode=0700")
             for name, raw in caught.items():
                 files.write_atomic(place / name, raw, mode=0o600)
@@ -113,5 +113,5 @@ def _move_to_memory(paths: Paths) -> None:
     for path in paths.with_credentials:
         if not path.is_symlink():
             if path.exists():
-                files.write_atomic(place / path.name, files.read_own(path), mode=0o600)
+                files.write_atomic(place / path.name, files.read(path, is_own=True), mode=0o600)
             files.swap_link(Path(place.name, path.name), path)

@@ -248,7 +248,8 @@ class Bundles:
 
     def _make_job_dirs(self, names: Iterable[str]) -> None:
         for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
-            files.move_away(path, keeps_directories=True)  # a script of root would follow a link in sys/run
+            if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+                files.move_away(path)  # a script of root would follow a link in sys/run
             if not os.path.lexists(path):
                 files.make_dir(path, 0o770, self._paths.shared_owner)
 

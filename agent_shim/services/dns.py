@@ -112,7 +112,7 @@ class Dns:
     def _stored(self) -> _Blob | None:
         """Return the records of the last ``sync_dns``; None without one."""
         try:
-            return wire.decode(files.read_own(self._paths.dns_records), _Blob)
+            return wire.decode(files.read(self._paths.dns_records, is_own=True), _Blob)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as exc:
@@ -143,7 +143,7 @@ class Dns:
 def stored_version(records: Path) -> int:
     """Return the version of a ``records.json``; -1, older than any, without a readable one."""
     try:
-        return wire.decode(files.read_own(records), _Blob).version
+        return wire.decode(files.read(records, is_own=True), _Blob).version
     except (OSError, msgspec.DecodeError):
         return -1
 

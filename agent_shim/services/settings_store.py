@@ -131,7 +131,7 @@ class SettingsStore:
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:
-                raw = files.read_own(path) if path == self._paths.settings_cache else files.read(path)
+                raw = files.read(path, is_own=True) if path == self._paths.settings_cache else files.read(path)
                 ignored: list[str] = []
                 found = settings.parse(raw, origin=str(path), ignored=ignored)
                 if ignored != self._ignored:
@@ -150,7 +150,7 @@ class SettingsStore:
     def _read_update(self) -> settings.UpdateSettings:
         path = self._paths.update_settings
         try:
-            return settings.parse_update(files.read_own(path), origin=str(path))
+            return settings.parse_update(files.read(path, is_own=True), origin=str(path))
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
@@ -176,13 +176,13 @@ class SettingsStore:
 def _read_mbus(path: Path) -> settings.Mbus | None:
     """Load the kept credentials; None if they are missing or unreadable."""
     try:
-        return wire.decode(files.read_own(path), settings.Mbus)
+        return wire.decode(files.read(path, is_own=True), settings.Mbus)
     except (OSError, ValueError):
         return None
 
 
 def _same(path: Path, raw: bytes) -> bool:
     try:
-        return files.read_own(path) == raw
+        return files.read(path, is_own=True) == raw
     except OSError:
         return False

@@ -26,7 +26,7 @@ class SpecStore:
     async def load(self) -> spec.ApplySpec:
         """Load the file; an unreadable one is renamed and counts as missing, so that the agent stays reachable."""
         try:
-            self.current = spec.decode(await asyncio.to_thread(files.read_own, self._paths.spec))
+            self.current = spec.decode(await asyncio.to_thread(files.read, self._paths.spec, is_own=True))
         except FileNotFoundError:
             self.current = spec.ApplySpec()
         except (OSError, ActionError) as exc:
@@ -49,6 +49,6 @@ class SpecStore:
         for name in ("id", "az", "name", "deployment"):
             path, text = self._paths.instance / name, getattr(self.current, name).encode()
             with suppress(OSError):
-                if files.read_own(path) == text:
+                if files.read(path, is_own=True) == text:
                     continue
             files.write_atomic(path, text, mode=0o644)

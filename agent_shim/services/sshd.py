@@ -103,7 +103,8 @@ class Sshd:
             async with asyncio.timeout(LISTEN_TIMEOUT_S):
                 while not await self._is_served():
                     if not server.is_alive:
-                        status, said = await server.wait(), files.read_own(self._log)[begin:].decode(errors="replace")
+                        status = await server.wait()
+                        said = files.read(self._log, is_own=True)[begin:].decode(errors="replace")
                         raise HostError(f"it ended with code {status}: {' '.join(said.split())[-500:]}")
                     await asyncio.sleep(POLL_S)
         except HostError:

@@ -153,7 +153,7 @@ class StateBackup:
     def _restore(self) -> None:
         for name, file in self._files.items():
             with suppress(FileNotFoundError):
-                raw = files.read_own(self._paths.mirror / name)
+                raw = files.read(self._paths.mirror / name, is_own=True)
                 if not file.path.parent.is_dir():
                     files.make_dir(file.path.parent, 0o755)
                 files.write_atomic(file.path, raw, mode=file.mode, owner=file.owner)
@@ -186,7 +186,8 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            if self._changed():  # not in a thread, which takes longer than these calls of stat
+            # Not in a thread, which takes longer than these calls of stat.
+            if any(files.version(file.path) != self._copied.get(name, ()) for name, file in self._files.items()):
                 await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
@@ -195,12 +196,10 @@ class StateBackup:
             await asyncio.sleep(clock.until_beat(POLL_S))
             await self.update()
 
-    def _changed(self) -> list[tuple[str, BackedUpFile, tuple[int, int, int] | None]]:
-        found = [(name, file, files.version(file.path)) for name, file in self._files.items()]
-        return [(name, file, seen) for name, file, seen in found if self._copied.get(name, ()) != seen]
-
     def _update(self) -> None:
-        for name, file, seen in self._changed():
+        for name, file in self._files.items():
+            if (seen := files.version(file.path)) == self._copied.get(name, ()):
+                continue
             try:
                 _make_equal(self._paths.mirror / name, file.path)
             except OSError as exc:
@@ -226,7 +225,7 @@ def forget(paths: Paths) -> None:
 def _read(path: Path) -> Stamp | None:
     """Read a stamp; an unreadable one belongs to no agent, and its files are not used."""
     try:
-        return wire.decode(files.read_own(path), Stamp)
+        return wire.decode(files.read(path, is_own=True), Stamp)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
@@ -251,7 +250,7 @@ def _agent_id(settings_cache: Path) -> str:
         agent_id: str = ""
 
     try:
-        return wire.convert(wire.decode_json(files.read_own(settings_cache)), Named).agent_id
+        return wire.convert(wire.decode_json(files.read(settings_cache, is_own=True)), Named).agent_id
     except (OSError, ValueError):
         return ""
 
@@ -266,12 +265,12 @@ def _make_equal(copy: Path, path: Path) -> None:
     raw = None
     if not path.is_symlink():  # a link leads to memory, where the content stays
         with suppress(FileNotFoundError):
-            raw = files.read_own(path)
+            raw = files.read(path, is_own=True)
     if raw is None:
         copy.unlink(missing_ok=True)
         return
     with suppress(OSError):  # missing, or something else in its place
-        if files.read_own(copy) == raw:
+        if files.read(copy, is_own=True) == raw:
             return
     files.write_atomic(copy, raw, mode=0o600)
 

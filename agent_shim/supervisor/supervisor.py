@@ -501,7 +501,7 @@ class Supervisor:
 def read_saved(path: Path) -> Saved | None:
     """Read the state of the last supervisor; None if it is unusable."""
     try:
-        saved = wire.decode(files.read_own(path), Saved)
+        saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import resource
 import stat
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,19 @@ async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch:
     program(paths, "sleep 1000")
     with pytest.raises(BlobError, match="it took longer than"):
         await content(made(paths, "x"))
+
+
+async def test_output_without_end_costs_no_memory(paths: Paths) -> None:
+    program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
+    tracemalloc.start()
+    try:
+        with pytest.raises(BlobError, match="xthe end$"):
+            await content(made(paths, "x"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 16_000_000
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "x y", "-x"])

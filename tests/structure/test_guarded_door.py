@@ -65,6 +65,7 @@ RAW: Mapping[str, Raw] = {
                 "Bundles._create",
                 "Bundles._keep_only",
                 "Bundles._link_all",
+                "Bundles._make_job_dirs",
                 "Bundles._remove_strays",
                 "Bundles._uninstall",
                 "Bundles._versions",
@@ -147,7 +148,7 @@ RAW: Mapping[str, Raw] = {
                 "_write_in_place",
                 "behind",
                 "move_away",
-                "_read",
+                "read",
                 "remove_leftovers",
                 "remove_tree",
                 "replacing",
@@ -325,11 +326,11 @@ def test_reasons_are_for_what_is_there() -> None:
 
 
 def test_own_files_are_read_by_one_function() -> None:
-    """``files.read_own`` has the bound: of bytes, and of what a file can be."""
+    """``files.read(…, is_own=True)`` has the bound: of bytes, and of what a file can be."""
     own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]
 
     assert [
-        f"{name}:{line} uses {how} in {function}: use files.read_own"
+        f"{name}:{line} uses {how} in {function}: use files.read(…, is_own=True)"
         for name, functions in own
         for function, line, how in openings(modules()[name])
         if function in functions and how in {".read_text", ".read_bytes"}

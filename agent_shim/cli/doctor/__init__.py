@@ -127,11 +127,13 @@ def _config(paths: Paths, config: Path | None) -> AgentConfig:
 def _settings(paths: Paths) -> Effective | None:
     """The settings that the agent read last; None if there are none or they are unreadable."""
     try:
-        source = parse(files.read_own(paths.settings_cache), origin=str(paths.settings_cache))
+        source = parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
     except (OSError, ConfigError):
         return None
     try:
-        return Effective(source, parse_update(files.read_own(paths.update_settings), origin=str(paths.update_settings)))
+        return Effective(
+            source, parse_update(files.read(paths.update_settings, is_own=True), origin=str(paths.update_settings))
+        )
     except (OSError, ConfigError):
         return Effective(source, UpdateSettings())
 
@@ -369,7 +371,7 @@ def _firewall_obstacle(view: ContainerView) -> str:
 def _applied(paths: Paths) -> Mapping[str, Any]:
     """The networks of the applied spec."""
     try:
-        networks = wire.decode(files.read_own(paths.spec), dict[str, Any]).get("networks")
+        networks = wire.decode(files.read(paths.spec, is_own=True), dict[str, Any]).get("networks")
     except (OSError, ValueError):
         return {}
     return networks if isinstance(networks, dict) else {}

@@ -49,6 +49,8 @@ MAX_SUBJECT_BYTES: Final = 1024
 """nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Concurrent requests, in number and size in memory; requests beyond that are dropped, as in nats.go."""
+MAX_SEEN: Final = 100_000
+"""Entries for the messages of a rotation, two or three for each; a copy of one beyond is another request."""
 
 RECEIVED_BYTES: Final = 32 * 1024
 """Buffer of a connection: as much as nats-py takes at once."""
@@ -762,6 +764,8 @@ class NatsBus:
         if self._seen is None:
             return False
         message = hash(data)
+        if len(self._seen) >= MAX_SEEN and message not in self._seen:
+            return False
         self._seen[link, message] += 1
         self._seen[message] += 1
         return self._seen[message] - self._seen[link, message] >= self._seen[link, message]

@@ -186,14 +186,15 @@ class External:
                     raise BlobError(f"{what}: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds") from exc
                 raise
             if status != 0:
-                text = os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
+                begin = max(0, os.fstat(said).st_size - MAX_OUTPUT_BYTES)
+                text = os.pread(said, MAX_OUTPUT_BYTES, begin).decode(errors="replace")
                 raise BlobError(f"{what}: it ended with code {status}: {harmless(text, self._options)}")
 
     async def _write_config(self) -> None:
         """Write the Go agent's file, readable only by root."""
         content = msgspec.json.encode(self._options)
         with suppress(OSError):  # missing, or something else in its place
-            if files.read_own(self._config) == content:
+            if files.read(self._config, is_own=True) == content:
                 return
         await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
 
@@ -266,6 +267,8 @@ NO_SECRET: Final = frozenset(
 """Options whose values may appear in errors; the value of any other may not."""
 
 MAX_ERROR_CHARS: Final = 1000
+MAX_OUTPUT_BYTES: Final = 1024 * 1024
+"""Bytes read of a failed program's output: so many more that no half of a secret is in the error."""
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:

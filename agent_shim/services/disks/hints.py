@@ -108,7 +108,7 @@ def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSett
 def load(path: Path) -> dict[str, DiskSettings]:
     """Load the stored hints. An unreadable file is renamed: hints arrive again with their disks."""
     try:
-        return wire.convert(wire.decode_json(files.read_own(path)), dict[str, DiskSettings])
+        return wire.convert(wire.decode_json(files.read(path, is_own=True)), dict[str, DiskSettings])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:

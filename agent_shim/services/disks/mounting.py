@@ -73,7 +73,7 @@ class DiskMounts:
     def look(self) -> View:
         disks = {cid: self._find(cid, known) for cid, known in self.known().items()}
         try:
-            managed = files.read_own(self._paths.managed_disk).decode().strip()
+            managed = files.read(self._paths.managed_disk, is_own=True).decode().strip()
         except (OSError, UnicodeDecodeError):
             managed = ""
         store = self._mounted_on(self._paths.store, disks, managed)
@@ -197,7 +197,7 @@ class DiskMounts:
     def _remember(self, cid: str) -> None:
         path = self._paths.managed_disk
         with suppress(OSError):
-            if files.read_own(path) == cid.encode():
+            if files.read(path, is_own=True) == cid.encode():
                 return
         files.write_atomic(path, cid.encode())
 

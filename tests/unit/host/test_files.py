@@ -135,10 +135,10 @@ def test_a_link_that_leads_out_is_neither_read_nor_written_through(tmp_path: Pat
     (own / "state").symlink_to(target)
 
     with pytest.raises(OSError, match="it is no regular file"):
-        files.read_own(own / "state")
+        files.read(own / "state", is_own=True)
     files.write_atomic(files.behind(own / "state"), b"mine")
 
-    assert files.read_own(own / "state") == b"mine"
+    assert files.read(own / "state", is_own=True) == b"mine"
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
@@ -146,12 +146,12 @@ def test_a_link_to_memory_is_followed_once(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
     (tmp_path / "state").symlink_to("memory/state")
-    assert files.read_own(tmp_path / "state") == b"kept"
+    assert files.read(tmp_path / "state", is_own=True) == b"kept"
 
     (tmp_path / "memory/state").unlink()
     (tmp_path / "memory/state").symlink_to("/dev/zero")
     with pytest.raises(OSError, match="it is no regular file"):
-        files.read_own(tmp_path / "state")
+        files.read(tmp_path / "state", is_own=True)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -228,3 +228,16 @@ async def test_a_message_of_both_links_is_counted_once() -> None:
     assert made.stats.received_bytes == 3 * len(b"request")
     await asyncio.gather(*made._answering, return_exceptions=True)
     assert made._answering_bytes == 0
+
+
+async def test_a_flood_during_a_rotation_is_not_remembered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats, "MAX_SEEN", 20)
+    made = bus(None)
+    made._seen = Counter()
+    first, second = nats._Link(lambda *_: None, lambda _: None), nats._Link(lambda *_: None, lambda _: None)
+    messages = [b"%d" % number for number in range(1000)]
+
+    assert not any(made._is_duplicate(first, message) for message in messages)
+    assert len(made._seen) < 25
+    assert made._is_duplicate(second, messages[0])
+    assert not made._is_duplicate(second, messages[-1])
