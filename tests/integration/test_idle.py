@@ -103,6 +103,8 @@ async def test_a_daemon_at_rest_is_light(tmp_path: Path) -> None:
                 if best <= WAKES:
                     break
             memory = _own(w.pid) / _own(bare.pid)
+            await w.run("apply", w.spec(JOBS, 1, 64 * 1024))  # by the agent itself
+            _, modules_after = await asyncio.to_thread(told)
     finally:
         bare.send(signal.SIGKILL)
         await bare.wait()
@@ -114,6 +116,8 @@ async def test_a_daemon_at_rest_is_light(tmp_path: Path) -> None:
     assert modules & ABSENT == set()
     assert 1 < memory <= MEMORY, memory
     assert 0 < best <= WAKES, best
+    assert {"agent_shim.host.archive", "gzip"} <= modules_after
+    assert not any(name.partition(".")[0] in ("isal", "aiohttp") for name in modules_after)
 
 
 def _own(pid: int) -> int:

@@ -382,9 +382,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize("most_for_gzip", [0, archive.SMALL_BYTES], ids=["isal", "gzip"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_a_hostile_archive_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most_for_gzip: int
+) -> None:
     """Nothing outside the directory is touched, the directory is gone, and the text says which member and why."""
+    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_gzip)
     packed, text = HOSTILE[name]
     (tmp_path / "below").mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
