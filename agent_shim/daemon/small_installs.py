@@ -2,7 +2,7 @@
 
 They are on this machine, as rendered templates that came over the bus, or come by one plain request. Every limit is
 known before the unpacking or enforced by it, so neither memory nor the interpreter is held for long. A worker does
-everything else, and repeats what failed here: its texts are those of the Go agent. The modules stay in memory, 0.8 MB.
+everything else, and repeats what failed here: its texts are those of the Go agent. The modules stay, a megabyte.
 """
 
 from __future__ import annotations

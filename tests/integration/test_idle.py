@@ -116,8 +116,8 @@ async def test_a_daemon_at_rest_is_light(tmp_path: Path) -> None:
     assert modules & ABSENT == set()
     assert 1 < memory <= MEMORY, memory
     assert 0 < best <= WAKES, best
-    assert {"agent_shim.host.archive", "gzip"} <= modules_after
-    assert not any(name.partition(".")[0] in ("isal", "aiohttp") for name in modules_after)
+    assert "agent_shim.host.archive" in modules_after
+    assert not any(name.partition(".")[0] in ("isal", "gzip", "aiohttp") for name in modules_after)
 
 
 def _own(pid: int) -> int:

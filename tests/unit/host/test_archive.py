@@ -162,7 +162,7 @@ def test_pieces_of_any_size_are_put_together(tmp_path: Path, size: int) -> None:
     """A blob may be compressed in pieces, as pigz does: a header lies in several of them."""
     data = member("a", b"x" * 700) + link("b", "a") + END
     packed = b"".join(zipped(data[begin : begin + size]) for begin in range(0, len(data), size))
-    unpack(packed, tmp_path / "o", limits=replace(archive.GENEROUS, size=1 << 20))
+    unpack(packed, tmp_path / "o", limits=replace(archive.GENEROUS, size=1 << 30))
 
     assert sorted(listing(tmp_path / "o")) == [".", "a", "b"]
     assert (tmp_path / "o" / "a").read_bytes() == b"x" * 700
@@ -382,13 +382,29 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("most_for_gzip", [0, archive.SMALL_BYTES], ids=["isal", "gzip"])
+@pytest.mark.parametrize("cut", [10, 1000, 70_000])
+def test_small_archives_of_one_gzip_member_are_read_without_isal(tmp_path: Path, cut: int) -> None:
+    """A reader of several members, which are rare, is a worker's."""
+    data = member("a", os.urandom(30_000) + bytes(100_000)) + END
+    limits = archive.Limits(size=200_000)
+    (tmp_path / "below").mkdir()
+
+    unpack(zipped(data), tmp_path / "below" / "whole", limits=limits)
+
+    assert (tmp_path / "below" / "whole" / "a").stat().st_size == 130_000
+    two = zipped(data[:cut]) + zipped(data[cut:])
+    unpack(two, tmp_path / "below" / "two")
+    with pytest.raises(ArchiveError, match="more follows the gzip data"):
+        unpack(two, tmp_path / "below" / "o", limits=limits)
+
+
+@pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_archive_is_refused_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most_for_gzip: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most_for_zlib: int
 ) -> None:
     """Nothing outside the directory is touched, the directory is gone, and the text says which member and why."""
-    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_gzip)
+    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_zlib)
     packed, text = HOSTILE[name]
     (tmp_path / "below").mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
