@@ -93,8 +93,8 @@ def _refuse_huge(pattern: bytes) -> bool:
             last = sizes.pop()
             sizes[-1] += last
         elif piece["low"] or piece["high"]:
-            # The library refuses more digits.
-            times = max(int(piece[each][:6] or 0) for each in ("low", "high"))
+            # The library passes over zeros, and refuses more digits.
+            times = max(int(piece[each].lstrip(b"0")[:6] or 0) for each in ("low", "high"))
             sizes[-1] += last * max(0, times - 1)
             last *= max(1, times)
         else:

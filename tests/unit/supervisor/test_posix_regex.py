@@ -55,6 +55,7 @@ def test_dialect(pattern: str, matching: str, other: str | None) -> None:
         ("a{,5001}", "more than 5000 characters with repetitions expanded"),
         ("(a{50}){100}b", "more than 5000 characters with repetitions expanded"),
         ("((a{1,255}){1,255}){1,255}", "more than 5000 characters with repetitions expanded"),
+        ("(a{0000000200}){0000000200}", "more than 5000 characters with repetitions expanded"),
         ("x" * 5000, "more than 4096 bytes"),
         ("(a", r"Unmatched ( or \("),
         ("[a", "Unmatched [, [^, [:, [., or [="),
