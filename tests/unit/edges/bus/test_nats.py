@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlparse, urlsplit
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import BusError, CredentialsError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import nats, tls
 from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim.host import clock
+from tests.support.programs import eventually
 
 
 class Link:
@@ -35,6 +40,9 @@ class Link:
     async def abandon(self) -> None:
         self.calls.append("abandoned")
 
+    def end(self, why: str) -> None:
+        self.calls.append(f"ended: {why}")
+
 
 MBUS = Mbus(("nats://h:1",), "", "", "")
 
@@ -52,6 +60,7 @@ async def test_a_reply_whose_link_has_ended_is_sent_on_the_next_one() -> None:
     """Most requests have no retry: the Director would wait 45 s for a result that exists."""
     next_one = Link()
     made = bus(Link(is_over=True))
+    made._linked.set()  # by the link that has ended
     answering = asyncio.create_task(made._answer(b"request"))
     for _ in range(5):
         await asyncio.sleep(0)
@@ -163,7 +172,8 @@ async def test_a_server_whose_name_leads_to_it_is_followed_nowhere(monkeypatch: 
     made, link = bus(None, timing=Timing(look=0.0, gone=2)), nats._Link(lambda *_: None, lambda _: None)
     made._link = link
     link._wire.peer = "192.0.2.1"
-    answers: list[list[str] | None] = [["192.0.2.1"], ["192.0.2.2"], ["192.0.2.1", "192.0.2.2"], None, ["192.0.2.2"]]
+    other, both = ["192.0.2.2"], ["192.0.2.1", "192.0.2.2"]
+    answers: list[list[str] | None] = [other, both, other, both, None, other]
     rotated: list[Mbus] = []
 
     async def look_up(_: object) -> list[str]:
@@ -183,7 +193,7 @@ async def test_a_server_whose_name_leads_to_it_is_followed_nowhere(monkeypatch: 
         await made._follow(link)
     assert rotated == []
 
-    answers, made._link = [["192.0.2.2"], ["192.0.2.3"]], link
+    answers, made._link = [other, ["192.0.2.3"], other], link
     async with asyncio.timeout(10):
         await made._follow(link)
     assert rotated == [MBUS]
@@ -241,3 +251,252 @@ async def test_a_flood_during_a_rotation_is_not_remembered_whole(monkeypatch: py
     assert len(made._seen) < 25
     assert made._is_duplicate(second, messages[0])
     assert not made._is_duplicate(second, messages[-1])
+
+
+async def test_only_a_request_that_breaks_counts_as_failed() -> None:
+    """Neither one that is answered nor one that ends with the agent."""
+
+    async def handle(data: bytes) -> tuple[str, bytes] | None:
+        if data == b"break":
+            raise ValueError
+        if data == b"wait":
+            await asyncio.Event().wait()
+        return "director.a.b.c", b"pong"
+
+    link = Link()
+    made: Any = NatsBus("a", MBUS, handle)
+    made._link = link
+    for data in (b"ping", b"break", b"wait"):
+        made._received(link, data)
+    tasks = list(made._answering)
+    await eventually(lambda: len(made._answering) == 1)
+    made._answering.copy().pop().cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert link.sent == [("director.a.b.c", b"pong")]
+    assert made.stats.failed == 1
+
+
+# --- is the bus heard -------------------------------------------------------------------------------------------------
+
+
+async def spin() -> None:
+    """Let each task take its next steps."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("link", [None, Link(is_over=True)])
+async def test_the_bus_is_heard_once_there_is_a_connection(link: Any) -> None:
+    """One that has ended answers nothing, and an earlier attempt says nothing of the present."""
+    told: list[str] = []
+    made: Any = bus(link)
+    made._on_connected = lambda: told.append("connected")
+    made._attempted.set()
+    hearing = asyncio.create_task(made.is_heard(60))
+    await spin()
+    assert not hearing.done()
+
+    made._activate(Link())
+    async with asyncio.timeout(10):
+        assert await hearing is True
+    assert told == ["connected"]
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_connection_without_an_answer_in_time_is_closed(
+    monkeypatch: pytest.MonkeyPatch, is_answered: bool
+) -> None:
+    """Another one replaces it; one that answers stays."""
+    link = Link()
+
+    async def flushed(_: float) -> bool:
+        return is_answered
+
+    monkeypatch.setattr(link, "flushed", flushed)
+
+    assert await bus(link).is_heard(7) is is_answered
+    assert link.calls == ([] if is_answered else ["ended: no answer to a ping within 7 s"])
+
+
+async def test_a_bus_without_a_connection_in_time_is_not_heard() -> None:
+    assert await bus(None).is_heard(0.01) is False
+
+
+async def test_a_problem_is_logged_once_for_each_loss(caplog: pytest.LogCaptureFixture) -> None:
+    """The next outage is another one, though its reason is the same."""
+    made: Any = bus(None)
+    for count in (1, 2):
+        for _ in range(3):
+            made._log_once("the server is away")
+        assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+            "the server is away"
+        ] * count
+        made._activate(Link())
+
+
+# --- one connection ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def link(monkeypatch: pytest.MonkeyPatch) -> nats._Link:
+    """A connection whose commands go nowhere."""
+    made = nats._Link(lambda *_: None, lambda _: None)
+    monkeypatch.setattr(made, "_queue", lambda _: None)
+    return made
+
+
+async def test_data_is_flushed_when_its_own_ping_is_answered(link: nats._Link) -> None:
+    """Not by the answer to an earlier one, and not on a connection that has ended."""
+    for _ in range(2):
+        flushing = asyncio.create_task(link.flushed(60))
+        await spin()
+        assert not flushing.done()
+        await link._process_pong()
+        async with asyncio.timeout(10):
+            assert await flushing is True
+
+    flushing = asyncio.create_task(link.flushed(60))
+    await spin()
+    await link._process_pong()
+    link.end("gone")
+    async with asyncio.timeout(10):
+        assert await flushing is False
+
+
+async def test_pings_without_an_answer_end_a_connection_if_they_follow_each_other(
+    link: nats._Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lost answer is none, also the first one."""
+    answers = [False, True, False, True, True, False, False]
+
+    def ask() -> None:
+        if answers.pop(0):
+            link._heard += 1
+
+    monkeypatch.setattr(link, "_ask", ask)
+    monkeypatch.setattr(clock, "until_beat", lambda _: 0.0)
+    await link._live(Timing(unanswered=2))
+
+    assert answers == []
+    assert await link.over() == "no answer to 2 pings"
+
+
+@pytest.mark.parametrize("is_last_alive", [True, False])
+async def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch, is_last_alive: bool) -> None:
+    """The error of the last one is that of the attempt."""
+    tried: list[str] = []
+
+    async def look_up(_: object) -> list[str]:
+        return ["192.0.2.1", "192.0.2.2"]
+
+    async def open_connection(address: str, *_: object, **__: object) -> tuple[object, object]:
+        tried.append(address)
+        if is_last_alive and address == "192.0.2.2":
+            return object(), object()
+        raise ConnectionRefusedError(address)
+
+    monkeypatch.setattr(nats, "look_up", look_up)
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    transport = nats._Transport()  # type: ignore[no-untyped-call]
+    with contextlib.nullcontext() if is_last_alive else pytest.raises(ConnectionRefusedError, match=r"192\.0\.2\.2"):
+        await transport.connect(urlparse("nats://h:1"), 100, 1)
+
+    assert tried == ["192.0.2.1", "192.0.2.2"]
+    assert transport.peer == ("192.0.2.2" if is_last_alive else "")
+
+
+# --- connections one after the other ----------------------------------------------------------------------------------
+
+
+async def test_only_connections_that_last_make_the_next_pause_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends at once is a failure like one that is refused."""
+    paused: list[int] = []
+
+    class Counted(Timing, frozen=True):
+        def pause(self, failures: int, slow: int = 0) -> float:  # noqa: ARG002
+            paused.append(failures)
+            return 0.0
+
+    outcomes: list[object] = [False, False, BusError("refused"), True, False, asyncio.CancelledError()]
+
+    async def relink() -> None:
+        if isinstance(outcomes[0], BaseException):
+            raise outcomes.pop(0)  # type: ignore[misc]
+
+    async def wait_for_loss() -> object:
+        return outcomes.pop(0)
+
+    made = bus(None, timing=Counted())
+    monkeypatch.setattr(made, "_relink", relink)
+    monkeypatch.setattr(made, "_wait_for_loss", wait_for_loss)
+    with pytest.raises(asyncio.CancelledError):
+        await made.run()
+
+    assert paused == [1, 2, 3, 0, 1]
+
+
+async def test_a_rotation_waits_until_the_last_one_has_closed_its_old_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three connections would bring a request twice unnoticed."""
+    old, new = Link(), Link()
+    made: Any = bus(old, timing=Timing(overlap=0.0))
+    other = msgspec.structs.replace(MBUS, urls=("nats://other:1",))
+    attempts: list[Mbus] = []
+
+    async def connect(mbus: Mbus) -> Any:
+        attempts.append(mbus)
+        return new
+
+    retired = asyncio.Event()
+    made._retiring = asyncio.create_task(retired.wait())
+    monkeypatch.setattr(made, "_connect", connect)
+    rotating = asyncio.create_task(made.rotate(other))
+    await spin()
+    assert attempts == []
+
+    retired.set()
+    async with asyncio.timeout(10):
+        await rotating
+        await made._retiring
+    assert (attempts, made.mbus, made._link) == ([other], other, new)
+    assert "ended: replaced" in old.calls
+    assert made._seen is None
+
+
+async def test_an_end_in_the_midst_of_a_rotation_closes_both_connections() -> None:
+    """What was sent on the present one leaves first."""
+    old, new = EndingLink(), Link()
+    made: Any = bus(old)
+    watching = asyncio.create_task(made._wait_for_loss())
+    await spin()
+    made._link = new
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert old.calls == ["abandoned"]
+
+    await made._shut_down()
+    assert new.calls == ["flushed within 1 s", "abandoned"]
+
+
+class EndingLink(Link):
+    """A link that lasts until its task is cancelled."""
+
+    url = urlsplit("nats://192.0.2.1:1")
+
+    async def over(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
+async def test_the_present_connection_is_flushed_before_it_is_closed() -> None:
+    """Its last messages are in no other place."""
+    link = EndingLink()
+    made: Any = bus(link)
+    running = asyncio.create_task(made.run())
+    await spin()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert link.calls == ["flushed within 1 s", "abandoned"]
