@@ -101,14 +101,16 @@ async def test_t9_blob_is_stored_under_the_last_part_of_its_path(cli: Cli, world
     assert stored.stat().st_mode & 0o777 == 0o640
     answer = await cli.send("GET", "/blobs/other/my-blob")
     assert (answer.status, answer.body) == (200, content)
+    assert answer.headers["content-type"] == "application/octet-stream"
 
 
 async def test_t9_blob_that_is_there_is_replaced(cli: Cli) -> None:
     await cli.put_blob("one", b"long and old")
 
-    assert (await cli.put_blob("one", b"new")).status == 201
+    for content in (b"new", b"n", b""):
+        assert (await cli.put_blob("one", content)).status == 201
 
-    assert (await cli.get_blob("one")).body == b"new"
+        assert (await cli.get_blob("one")).body == content
 
 
 async def test_t9_absent_blob_is_404(cli: Cli) -> None:

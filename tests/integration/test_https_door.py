@@ -133,6 +133,33 @@ async def test_last_answers_leave_before_the_bus_ends(agent: Agent, tmp_path: Pa
         assert (await read_answer(reader)).status == 200
 
 
+async def test_drain_waits_for_answers(bus: HttpsBus, agent: Agent) -> None:
+    """Of requests in progress; without any it returns at once."""
+    await bus.drain(60)
+    async with Cli(bus.port).connected() as (reader, writer):
+        writer.write(request("start"))
+        await agent.begun.wait()
+        draining = asyncio.create_task(bus.drain(60))
+        await asyncio.wait({draining}, timeout=0.05)
+        assert not draining.done()
+
+        agent.released.set()
+        async with asyncio.timeout(10):
+            await draining
+        assert agent.ended.get_nowait() == "done"
+        assert (await read_answer(reader)).status == 200
+
+
+async def test_the_end_closes_each_connection(agent: Agent, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus:
+            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            writer.write(request("ping"))
+            assert (await read_answer(reader)).status == 200
+
+        assert await until_closed(reader) == b""
+
+
 # --- clients that are slow or many ------------------------------------------------------------------------------------
 
 
@@ -175,6 +202,15 @@ async def test_client_that_takes_nothing_is_dropped(hasty: HttpsBus, tmp_path: P
     assert await Cli(hasty.port).value("ping") == "ping"
 
 
+async def test_connections_that_have_ended_are_forgotten(bus: HttpsBus) -> None:
+    """The CLI polls every second, each time on another one."""
+    for _ in range(10):
+        assert await Cli(bus.port).value("ping") == "ping"
+    async with asyncio.timeout(10):
+        while len(bus._known) > 3:
+            assert await Cli(bus.port).value("ping") == "ping"
+
+
 async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_path: Path) -> None:
     """With their length, and in chunks without one."""
     cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
@@ -200,6 +236,7 @@ async def test_what_passes_the_door_is_counted(bus: HttpsBus, tmp_path: Path, mo
     stats = bus.stats
     assert (stats.attempts, stats.connects, stats.received, stats.sent, stats.rejected) == (1, 1, 1, 1, 0)
     assert (stats.received_bytes, stats.sent_bytes) == (len(body), len(b'{"value": "ping"}'))
+    assert stats.last_error == ""
     assert len(answer.body) == 100_000
     await eventually(lambda: ("download", "done") in counted.counts)
     assert counted.counts == {("upload", "done"): 1, ("download", "done"): 1}
@@ -464,6 +501,17 @@ async def test_client_that_waits_for_100_continue_is_told_to_go_on(bus: HttpsBus
         assert (await read_answer(reader)).status == 201
 
 
+async def test_client_that_was_told_to_go_on_hears_of_an_error(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
+    """The word to go on is no answer yet."""
+    body = b'{"method":"break"}'
+    async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
+        writer.write(head("POST", "/agent", len(body), basic(), Expect="100-continue"))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        with caplog.at_level(logging.CRITICAL):
+            writer.write(body)
+            assert (await read_answer(reader)).status == 500
+
+
 async def test_stranger_is_not_told_to_go_on(bus: HttpsBus) -> None:
     async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
         writer.write(head("PUT", dav_path("one"), 3, "", Expect="100-continue"))
@@ -504,6 +552,7 @@ async def test_address_without_a_password_lets_nobody_in(agent: Agent, tmp_path:
     async with on_https(agent.handle, tmp_path, mbus(urls=("https://127.0.0.1:0",))) as bus:
         for auth in ("", basic("", ""), "Basic "):
             assert (await Cli(bus.port).send("POST", "/agent", b"{}", auth=auth)).status == 401
+        assert "has no password" in bus.stats.last_error
 
 
 async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: HttpsBus) -> None:
@@ -511,8 +560,10 @@ async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: Ht
     pair = other.server("agent")
     port = bus.port
     async with Cli(port).connected() as (reader, writer):
-        await bus.rotate(mbus(port, certificate=pair.certificate, private_key=pair.private_key))
+        wanted = mbus(port, certificate=pair.certificate, private_key=pair.private_key)
+        await bus.rotate(wanted)
 
+        assert bus.mbus == wanted
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
     assert await Cli(port, trusting(other.ca)).value("ping") == "ping"
@@ -526,7 +577,7 @@ async def test_certificate_that_cannot_be_used_changes_nothing(bus: HttpsBus) ->
     with pytest.raises(ActionError, match="cannot use the new bus credentials: the certificate is not a PEM"):
         await bus.rotate(mbus(bus.port, certificate="nonsense"))
 
-    assert bus.mbus == before
+    assert bus.mbus == before == mbus()
     assert await Cli(bus.port).value("ping") == "ping"
 
 
