@@ -175,6 +175,69 @@ async def test_what_a_script_has_started_is_taken_up(world: World, level: int, m
         assert not is_alive(first.pid)
 
 
+async def test_stop_asks_first_and_kills_what_is_left(world: World) -> None:
+    """The signal goes to the process alone; that a child must be killed says nothing against the process."""
+    job(world, "setsid sleep 601 & trap 'sleep 0.1; echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
+        bpm._level = 3
+        pid = (await bpm.start(START)).pid
+        await said(world, "ready")
+        below = proc.descent(proc.children(proc.table()), [pid])
+        child = await eventually(
+            lambda: next((each for each in below if proc.command_line(each) == "sleep 601"), 0), "a child"
+        )
+        await bpm.stop(START)
+
+        assert output(world) == "ready\nbye\n"
+        assert (is_alive(pid), is_alive(child), pidfile(world.paths).exists()) == (False, False, False)
+        assert bpm._programs.killed == set()
+
+
+async def test_process_that_heeds_no_signal_is_known_as_killed(world: World) -> None:
+    """Though the time for it is over before the first signal."""
+    job(world, "trap '' TERM QUIT; echo ready; while :; do sleep 0.05; done")
+    async with world.supervising() as supervisor:
+        pid = (await supervisor.bpm.start(START)).pid
+        await said(world, "ready")
+        await supervisor.bpm.stop(START, by=time.monotonic())
+
+        assert not is_alive(pid)
+        assert supervisor.bpm._programs.killed == {"bpm/web/web"}
+
+
+async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None:
+    """Nor is it begun while the process runs."""
+    job(world, "setsid sleep 602 & echo $!; exit 3")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
+        bpm._level = 3
+        assert await bpm.run(START, [], {}) == 3
+        assert not is_alive(int(output(world)))
+        assert not pidfile(world.paths).exists()
+
+        job(world, "echo started; exec sleep 600")
+        await bpm.start(START)
+        await said(world, "started")
+        before = output(world)
+        assert await bpm.run(START, [], {}) == 0
+        assert output(world) == before
+
+
+async def test_cgroups_of_a_process_go_before_the_next_one_and_after_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their counters would be taken for those of the next process."""
+    removed = []
+    monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
+    job(world, "exec sleep 600")
+    async with world.supervising() as supervisor:
+        await supervisor.bpm.start(START)
+        assert len(removed) == 1
+        await supervisor.bpm.stop(START)
+        assert len(removed) == 2
+
+
 async def test_next_agent_finds_it(world: World) -> None:
     """The process outlives the agent and is known to the next one without its memory."""
     job(world, "exec sleep 600")
@@ -427,8 +490,9 @@ async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
         "bpm.start.failed-to-start",
         "bpm.start.complete",
     ]
-    assert lines[5]["level"] == "error"
-    assert "found '1', expected a list" in lines[5]["data"]["error"]
+    assert [line["level"] for line in lines] == ["info"] * 5 + ["error", "info"]
+    assert "found '1', expected a list" in lines[5]["data"].pop("error")
+    assert {tuple(line["data"]) for line in lines} == {("job", "process")}
     assert {line["data"]["job"] for line in lines} == {"web"}
     assert path.stat().st_mode & 0o777 == 0o600
     assert not (world.paths.sys / "log/nothing").exists()

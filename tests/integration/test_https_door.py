@@ -134,7 +134,7 @@ async def test_last_answers_leave_before_the_bus_ends(agent: Agent, tmp_path: Pa
 
 
 async def test_drain_waits_for_answers(bus: HttpsBus, agent: Agent) -> None:
-    """Of requests in progress; without any it returns at once."""
+    """It returns at once without requests in progress."""
     await bus.drain(60)
     async with Cli(bus.port).connected() as (reader, writer):
         writer.write(request("start"))

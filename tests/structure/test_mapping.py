@@ -40,7 +40,6 @@ ELSEWHERE: Mapping[str, str] = {
     "daemon.status_report": "integration/test_daemon.py",
     "services.spec_store": "contract/test_state.py",
     "supervisor.bpm.config": "contract/test_corpus_bpm.py",
-    "supervisor.bpm.bpm_api": "contract/test_bpm_command.py",
     "supervisor.event_kinds": "integration/test_rule_engine.py",
     "supervisor.process_record": "unit/supervisor/test_ownership.py",
     "supervisor.monit.monit_api": "integration/test_monit_command.py",

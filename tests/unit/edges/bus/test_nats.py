@@ -466,7 +466,7 @@ async def test_a_rotation_waits_until_the_last_one_has_closed_its_old_connection
 
 
 async def test_an_end_in_the_midst_of_a_rotation_closes_both_connections() -> None:
-    """What was sent on the present one leaves first."""
+    """Data sent on the present one leaves first."""
     old, new = EndingLink(), Link()
     made: Any = bus(old)
     watching = asyncio.create_task(made._wait_for_loss())

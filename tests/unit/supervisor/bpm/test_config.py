@@ -189,6 +189,7 @@ def test_flags(written: str, expected: bool) -> None:
 )
 def test_numbers(written: str, expected: int | None) -> None:
     assert one(f"limits: {{open_files: {written}}}").limits.open_files == expected
+    assert one(f"limits: {{core_file_size: {written}}}").limits.core_file_size == expected
 
 
 @pytest.mark.parametrize(
@@ -273,6 +274,9 @@ def test_refusals(text: str, expected: str) -> None:
         ("args: [a, [b]]", "args[1]: found a list, expected a text"),
         ("args: ['a\0b']".replace("\0", "\\0").replace("'", '"'), "args[0]: found a NUL, expected a text"),
         ("args: [!!binary '*']", "args[0]: found something else, expected base64"),
+        ("workdir: !!binary '*'", "workdir: found something else, expected base64"),
+        ("limits: {memory: !!binary '*'}", "limits.memory: found something else, expected base64"),
+        ("additional_volumes: [{path: !!binary '*'}]", "path: found something else, expected base64"),
         ("env: [A]", "env: found a list, expected a mapping"),
         ("env: {A: {}}", "env.A: found a mapping, expected a text"),
         ("env: {A: 1, A: 1}", "env.A: found 'A', expected each key once"),

@@ -1,0 +1,130 @@
+"""Requests of the command ``bpm`` to the agent: a real process of bpm.yml, and answers as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.host import proc, sandbox
+from agent_shim.supervisor.bpm import bpm_api
+from agent_shim.supervisor.bpm.config import Volume
+from agent_shim.supervisor.bpm.runner import Bpm
+from tests.support.programs import eventually, is_alive
+from tests.support.programs.jobs import World
+
+
+@pytest.fixture
+async def bpm(tmp_path: Path) -> AsyncIterator[Bpm]:
+    """A runner with a job ``web`` of two processes; ``errand`` prints its variable and ends with 7."""
+    world = World(tmp_path / "w")
+    world.paths.log.mkdir(parents=True)
+    world.paths.sys.symlink_to(world.paths.data_sys)
+    script(world.paths.jobs / "web/bin/web", "sleep 600 & exec sleep 600")
+    script(world.paths.jobs / "web/bin/errand", "echo $NAME; [ -z $WAITS ] || exec sleep 600; exit 7")
+    config = world.paths.jobs / "web/config/bpm.yml"
+    config.parent.mkdir()
+    programs = world.paths.jobs / "web/bin"
+    listed = ", ".join(f"{{name: {name}, executable: {programs}/{name}}}" for name in ("web", "errand"))
+    config.write_text(f"processes: [{listed}]\n")
+    try:
+        async with world.supervising() as supervisor:
+            yield supervisor.bpm
+    finally:
+        world.end()
+
+
+def script(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+async def ask(bpm: Bpm, verb: str, process: str = "web", **members: Any) -> dict[str, Any]:
+    return await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": process, **members})
+
+
+async def test_a_process_from_its_start_to_its_end(bpm: Bpm) -> None:
+    """Numbers and rows are 0 and "stopped" before and after."""
+    stopped = [["web", 0, "stopped"], ["web.errand", 0, "stopped"]]
+    assert await bpm_api.answer(bpm, {"verb": "list"}) == {"value": stopped, "complaints": []}
+    assert [await ask(bpm, verb) for verb in ("pid", "tree")] == [{"value": 0}, {"value": []}]
+    refused = await ask(bpm, "shell")
+    assert refused == {"error": "process is not running or could not be found"}
+
+    pid = (await ask(bpm, "start"))["value"]
+    assert is_alive(pid)
+    assert [await ask(bpm, verb) for verb in ("start", "pid")] == [{"value": pid}] * 2
+    assert (await ask(bpm, "run")) == {"value": 0}
+    assert (await ask(bpm, "list"))["value"][0] == ["web", pid, "running"]
+    below = await eventually(lambda: sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid}), "a child")
+    tree = (await ask(bpm, "tree"))["value"]
+    assert tree[0] == pid
+    assert set(below) <= set(tree)
+    shell = (await ask(bpm, "shell"))["value"]
+    assert shell["launcher"] == sandbox.launcher()
+    assert shell["order"]["enter"] in (pid, None)
+
+    assert await ask(bpm, "stop") == {"value": None}
+    assert not is_alive(pid)
+    assert (await ask(bpm, "list"))["value"] == stopped
+
+
+async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(bpm: Bpm) -> None:
+    base = bpm._paths.base
+    options = [f"{base}/extra:writable,allow_executions", f"{base}/more"]
+
+    assert await ask(bpm, "run", "errand", env=["NAME=a=b"], volumes=options) == {"value": 7}
+    assert (bpm._paths.sys / "log/web/errand.stdout.log").read_text() == "a=b\n"
+    assert (base / "extra").is_dir()
+    assert bpm_api._volume("/x:writable,shared") == Volume("/x", writable=True, shared=True)
+
+
+async def test_an_errand_ends_when_its_caller_does(bpm: Bpm) -> None:
+    log = bpm._paths.sys / "log/web/errand.stdout.log"
+    running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
+    await eventually(lambda: log.exists() and log.read_text() == "up\n")
+
+    assert await ask(bpm, "end run", "errand") == {"value": None}
+    async with asyncio.timeout(20):
+        assert (await running)["value"] not in (0, None)
+
+
+@pytest.mark.parametrize(
+    ("verb", "members", "error"),
+    [
+        ("start", {"job": "../web"}, "failed to get job: '../web' 'web' cannot be the names of a job and a process"),
+        ("start", {"job": ".web"}, "failed to get job: '.web' 'web' cannot be"),
+        ("stop", {"process": ""}, "failed to get job: 'web' '' cannot be"),
+        ("start", {"job": "nothing"}, "failed to parse job configuration: cannot read "),
+        ("run", {"job": "nothing"}, "failed to parse job configuration: cannot read "),
+        ("start", {"process": "other"}, 'process "other" not present in job configuration ('),
+        ("run", {"process": "other"}, 'process "other" not present in job configuration ('),
+        ("run", {"env": ["NAME"]}, "invalid environment variable definition (format should be KEY=value): "),
+        ("run", {"env": [1]}, "cannot read the request: env must be a list of strings"),
+        ("run", {"volumes": "/x"}, "cannot read the request: volumes must be a list of strings"),
+        ("run", {"volumes": ["/x:odd"]}, "invalid volume option: odd"),
+        ("run", {"volumes": ["/x:"]}, "invalid volume option: "),
+        ("run", {"volumes": ["/x:shared:writable"]}, "invalid volume definition (format: <path>[:<options>]): "),
+        ("run", {"volumes": ["/etc"]}, "invalid volume path: /etc must be within "),
+        ("frobnicate", {}, "unknown command 'frobnicate'"),
+    ],
+)
+async def test_errors_are_those_of_bpm(bpm: Bpm, verb: str, members: dict[str, Any], error: str) -> None:
+    found = await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": "web", **members})
+
+    assert found.keys() == {"error"}
+    assert found["error"].startswith(error)
+    assert await ask(bpm, "pid") == {"value": 0}
+
+
+async def test_a_start_that_fails_says_so(bpm: Bpm) -> None:
+    config = bpm._paths.jobs / "web/config/bpm.yml"
+    config.write_text(config.read_text().replace("{name: web", "{hooks: {pre_start: /bin/false}, name: web"))
+
+    for verb in ("start", "run"):
+        why = f"failed to {verb} job-process: the pre_start hook /bin/false failed: exit 1"
+        assert await ask(bpm, verb) == {"error": why}
