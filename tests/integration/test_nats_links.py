@@ -453,6 +453,7 @@ def test_t2_pauses() -> None:
             assert least <= timing.pause(failures) <= most
         assert 0 <= timing.pause(0) <= 2
         assert 0.75 <= timing.early_pause() <= 1.25
+    assert min(timing.pause(0) for _ in range(100)) < 1
 
 
 def test_a_thousand_agents_come_in_no_waves() -> None:

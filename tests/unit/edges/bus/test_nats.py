@@ -266,14 +266,14 @@ async def test_only_a_request_that_breaks_counts_as_failed() -> None:
     link = Link()
     made: Any = NatsBus("a", MBUS, handle)
     made._link = link
-    for data in (b"ping", b"break", b"wait"):
+    for data in (b"ping", b"ping", b"break", b"wait"):
         made._received(link, data)
     tasks = list(made._answering)
     await eventually(lambda: len(made._answering) == 1)
     made._answering.copy().pop().cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert link.sent == [("director.a.b.c", b"pong")]
+    assert link.sent == [("director.a.b.c", b"pong")] * 2
     assert made.stats.failed == 1
 
 
@@ -409,15 +409,18 @@ async def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch, 
 # --- connections one after the other ----------------------------------------------------------------------------------
 
 
+class Counted(Timing, frozen=True):
+    """Times without a pause; each would have been that of so many failures."""
+
+    paused: list[int] = msgspec.field(default_factory=list)
+
+    def pause(self, failures: int, slow: int = 0) -> float:  # noqa: ARG002
+        self.paused.append(failures)
+        return 0.0
+
+
 async def test_only_connections_that_last_make_the_next_pause_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends at once is a failure like one that is refused."""
-    paused: list[int] = []
-
-    class Counted(Timing, frozen=True):
-        def pause(self, failures: int, slow: int = 0) -> float:  # noqa: ARG002
-            paused.append(failures)
-            return 0.0
-
     outcomes: list[object] = [False, False, BusError("refused"), True, False, asyncio.CancelledError()]
 
     async def relink() -> None:
@@ -427,13 +430,31 @@ async def test_only_connections_that_last_make_the_next_pause_short(monkeypatch:
     async def wait_for_loss() -> object:
         return outcomes.pop(0)
 
-    made = bus(None, timing=Counted())
+    timing = Counted()
+    made = bus(None, timing=timing)
     monkeypatch.setattr(made, "_relink", relink)
     monkeypatch.setattr(made, "_wait_for_loss", wait_for_loss)
     with pytest.raises(asyncio.CancelledError):
         await made.run()
 
-    assert paused == [1, 2, 3, 0, 1]
+    assert timing.paused == [1, 2, 3, 0, 1]
+
+
+async def test_new_credentials_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any connection is."""
+    outcomes: list[object] = [BusError("away")] * 3 + [Link()]
+
+    async def connect(_: Mbus) -> Any:
+        if isinstance(found := outcomes.pop(0), BusError):
+            raise found
+        return found
+
+    timing = Counted()
+    made = bus(None, timing=timing)
+    monkeypatch.setattr(made, "_connect", connect)
+    await made.rotate(MBUS)
+
+    assert timing.paused == [1, 2, 3]
 
 
 async def test_a_rotation_waits_until_the_last_one_has_closed_its_old_connection(
