@@ -224,8 +224,10 @@ async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_pat
         assert (await read_answer(reader)).status == 200
 
 
-async def test_what_passes_the_door_is_counted(bus: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests, answers and blobs, in each direction, for the metrics."""
+async def test_what_passes_the_door_is_counted(
+    bus: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests, answers and blobs, in each direction, for the metrics; none is an error."""
     counted = worker_client.Transfers()
     monkeypatch.setattr(https, "transfers", counted)
     cli, body = Cli(bus.port), b'{"method": "ping"}'
@@ -237,6 +239,7 @@ async def test_what_passes_the_door_is_counted(bus: HttpsBus, tmp_path: Path, mo
     assert (stats.attempts, stats.connects, stats.received, stats.sent, stats.rejected) == (1, 1, 1, 1, 0)
     assert (stats.received_bytes, stats.sent_bytes) == (len(body), len(b'{"value": "ping"}'))
     assert stats.last_error == ""
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(answer.body) == 100_000
     await eventually(lambda: ("download", "done") in counted.counts)
     assert counted.counts == {("upload", "done"): 1, ("download", "done"): 1}

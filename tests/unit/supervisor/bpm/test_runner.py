@@ -76,9 +76,9 @@ class Cage:
 
 
 @pytest.fixture
-def cage(bpm: Bpm, monkeypatch: pytest.MonkeyPatch) -> Cage:
+def cage(monkeypatch: pytest.MonkeyPatch) -> Cage:
     found = Cage()
-    monkeypatch.setattr(bpm, "_cage", lambda _: found)
+    monkeypatch.setattr(Bpm, "_cage", lambda *_: found)
     return found
 
 
@@ -140,6 +140,7 @@ def test_isolation_is_that_of_the_level(
 )
 def test_root_gives_up_its_user_and_all_that_was_not_asked_for(
     tmp_path: Path,
+    cage: Cage,
     monkeypatch: pytest.MonkeyPatch,
     uid: int,
     user: str | None,
@@ -154,6 +155,8 @@ def test_root_gives_up_its_user_and_all_that_was_not_asked_for(
     order = made(tmp_path, user=user).order("web", wanted, NO_LIMITS)
 
     assert ((order["uid"], order["gid"]), order["capabilities"]) == (ids, numbers)
+    assert order["cgroups"] == ["/cgroup"]
+    assert cage.made == [(None, None)]
 
 
 def test_limits_are_those_that_the_container_can_set(bpm: Bpm, cage: Cage) -> None:
