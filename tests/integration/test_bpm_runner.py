@@ -175,9 +175,15 @@ async def test_what_a_script_has_started_is_taken_up(world: World, level: int, m
         assert not is_alive(first.pid)
 
 
-async def test_stop_asks_first_and_kills_what_is_left(world: World) -> None:
-    """The signal goes to the process alone; that a child must be killed says nothing against the process."""
-    job(world, "setsid sleep 601 & trap 'sleep 0.1; echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
+@pytest.mark.parametrize("has_cgroups", [True, False])
+async def test_stop_asks_first_and_kills_what_is_left(
+    world: World, monkeypatch: pytest.MonkeyPatch, has_cgroups: bool
+) -> None:
+    """The signal goes to the process alone. Without cgroups a child without the mark is known by its parent."""
+    if not has_cgroups:
+        monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    child_of = "env -i setsid sleep 601"
+    job(world, f"{child_of} & trap 'sleep 0.1; echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
         bpm._level = 3
