@@ -222,6 +222,11 @@ async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None
         assert not is_alive(int(output(world)))
         assert not pidfile(world.paths).exists()
 
+        # Its init, which would end the rest, is killed.
+        job(world, "setsid sleep 602 & echo $! >>$HOME/tmp/left; kill -9 $PPID; exec sleep 603")
+        assert await bpm.run(START, [], {}) not in (0, 3)
+        assert not is_alive(int((world.paths.data / "web/tmp/left").read_text()))
+
         job(world, "echo started; exec sleep 600")
         await bpm.start(START)
         await said(world, "started")
