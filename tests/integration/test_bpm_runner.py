@@ -235,6 +235,22 @@ async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None
         assert output(world) == before
 
 
+async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World) -> None:
+    """It may hold a port; an init that is killed ends nothing."""
+    job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
+        bpm._level = 3
+        first = (await bpm.start(START)).pid
+        await eventually(lambda: not is_alive(first), "its end")
+        left = int((world.paths.data / "web/tmp/left").read_text())
+        assert is_alive(left)
+
+        job(world, "exec sleep 600")
+        assert (await bpm.start(START)).pid != first
+        assert not is_alive(left)
+
+
 async def test_cgroups_of_a_process_go_before_the_next_one_and_after_its_end(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
