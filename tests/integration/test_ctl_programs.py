@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,13 +20,16 @@ from agent_shim.supervisor.plan import Program
 
 
 async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
-    """One file for each service, for root alone."""
-    programs = Programs(tmp_path, tmp_path / "output")
-    program = await programs.run("a/b", Program(("/bin/sh", "-c", "echo one; echo two >&2; echo")), "Started")
-    await program.wait()
+    """One file for each service, for root alone; the agent itself keeps none of them open."""
+    output = tmp_path / "run/output"
+    programs = Programs(tmp_path, output)
+    for script in ("echo one", "echo two >&2; echo"):
+        program = await programs.run("a/b", Program(("/bin/sh", "-c", script)), "Started")
+        await program.wait()
 
-    assert (tmp_path / "output/a_b.log").read_text() == "one\ntwo\n\n"
-    assert (tmp_path / "output").stat().st_mode & 0o777 == 0o700
+    assert (output / "a_b.log").read_text() == "one\ntwo\n\n"
+    assert output.stat().st_mode & 0o777 == 0o700
+    assert str(output / "a_b.log") not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
     assert last_word(await programs.printed("a/b")) == "two"
     assert last_word(await programs.printed("other")) == ""
 
@@ -39,6 +43,29 @@ async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
     assert await program.wait() == 0
     with pytest.raises(HostError, match="cannot run /no/such"):
         await programs.run("web", Program(("/no/such",)), "Started")
+
+
+async def test_a_program_whose_cgroup_cannot_be_used_runs_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mark and its cgroup have the name of the service where there is no label."""
+    programs = Programs(tmp_path, tmp_path / "output")
+    (tmp_path / "cgroup.procs").symlink_to("/dev/full")
+    labels: list[str] = []
+
+    def cage(label: str) -> SimpleNamespace:
+        labels.append(label)
+        return SimpleNamespace(make=lambda: [str(tmp_path)])
+
+    monkeypatch.setattr(programs.ownership, "cage", cage)
+    show = Program(("/bin/sh", "-c", "echo $AGENT_SHIM_SERVICE"))
+    for label in ("", "bpm/web/web"):
+        program = await programs.run("web", show, "Started", label=label)
+        assert await program.wait() == 0
+        assert not program.cgroups
+
+    assert labels == ["web", "bpm/web/web"]
+    assert await programs.printed("web") == [f"web@{tmp_path}", f"bpm/web/web@{tmp_path}"]
 
 
 async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
@@ -55,16 +82,17 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
     assert last_word(await programs.printed("web")) == "next"
 
 
-def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["first\nlast\n", ""])
+def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) -> None:
     """Its process may allocate it, in a directory of root that no operator looks into."""
     path = tmp_path / "web.log"
-    path.write_text("first\nlast\n")
+    path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
 
     Programs(tmp_path, tmp_path).trim()
 
     assert path.stat().st_blocks * 512 < MAX_OUTPUT_BYTES
-    assert path.read_text() == "first\nlast\n"
+    assert path.read_text() == text
 
 
 async def test_last_words_are_few(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ async def test_http_request_is_monits() -> None:
     assert await asked(talk, Protocol("http", "/x?y=1", hostheader="web.example")) == ""
     assert heard[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: web.example\r\n")
     assert b"\r\nUser-Agent: monit/5.2.5\r\n" in heard[0]
+    assert await asked(talk, Protocol("http")) == ""
+    assert heard[1].startswith(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
 
 
 async def test_http_may_come_in_pieces_and_must_be_http() -> None:
@@ -154,6 +156,8 @@ async def test_dialogue_is_sent_and_expected() -> None:
     assert await asked(talk, Protocol("generic", dialogue=words)) == ""  # type: ignore[arg-type]
     wrong = Protocol("generic", dialogue=(("expect", "other"),))
     assert "does not answer 'other'" in await asked(saying(b"ready\n"), wrong)
+    twice = Protocol("generic", dialogue=(("expect", "ready"), ("expect", "ready")))
+    assert "does not answer 'ready'" in await asked(saying(b"ready\n"), twice)
 
 
 async def test_unix_socket_is_asked(tmp_path: Path) -> None:
@@ -191,6 +195,12 @@ async def test_unix_socket_is_asked(tmp_path: Path) -> None:
 async def test_a_careless_server_is_a_server(answer: bytes) -> None:
     """A probe is as lenient as monit: a working service is not restarted because of its headers."""
     assert await asked(saying(answer, after=b"\r\n\r\n"), HTTP) == ""
+
+
+async def test_the_status_counts_though_a_header_is_invalid() -> None:
+    answer = b"HTTP/1.1 503 Oh\r\nA: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
+
+    assert "answers /health with status 503" in await asked(saying(answer, after=b"\r\n\r\n"), HTTP)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from agent_shim.host import proc, process
+from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor import ctl_programs
 from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs
 from agent_shim.supervisor.ownership import Left, Look, Unproven, Verdict
@@ -17,6 +19,8 @@ from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
 ORPHAN = proc.Stat(7, "Z", 1, 7, 7, 0, 1000, 0)
+EMPTY = SimpleNamespace(is_empty=lambda: True, members=list)
+"""A cgroup."""
 
 
 @pytest.fixture
@@ -156,6 +160,159 @@ async def test_a_service_whose_processes_come_and_go_is_not_over(
 
     for ends in (True, False):
         assert await programs._is_over("web", ProcessRecord(begun=1), cage) is not ends
+
+
+@pytest.mark.parametrize(
+    ("begun", "are_taken", "last", "passes"),
+    [(60, True, None, 1), (40, True, None, 40), (60, False, None, 40), (40, True, 5, 1), (60, False, 5, 1)],
+)
+async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere(
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: int,
+    are_taken: bool,
+    last: int | None,
+    passes: int,
+) -> None:
+    """Those of an earlier agent do. One pass suffices during which no process at all has started."""
+    looked: list[object] = []
+
+    async def members(*_: object) -> list[Identity]:
+        looked.append(1)
+        return []
+
+    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
+    monkeypatch.setattr(programs, "members", members)
+    monkeypatch.setattr(proc, "last_number", lambda: last)
+    monkeypatch.setattr(process, "takes_orphans", are_taken)
+    programs._counts_since = 50
+
+    assert await programs._is_over("web", ProcessRecord(begun=begun), cast("Any", EMPTY)) is True
+    assert len(looked) == passes
+
+
+async def test_a_service_is_not_over_while_a_process_is_found(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its cgroup or by a pass; or one that has ended during the pass, and is reaped after it."""
+    found: list[Identity] = []
+
+    async def members(*_: object) -> list[Identity]:
+        return found
+
+    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
+    monkeypatch.setattr(programs, "members", members)
+    monkeypatch.setattr(proc, "last_number", lambda: None)
+    monkeypatch.setattr(process, "takes_orphans", True)
+    caged: Any = SimpleNamespace(is_empty=lambda: False, members=lambda: [(8, 80)])
+    assert await programs._is_over("web", ProcessRecord(is_caged=True), caged) is False
+
+    monkeypatch.setattr(reaper, "reap_all", lambda: programs._ended.update(["web"]))
+    assert await programs._is_over("web", ProcessRecord(begun=1), cast("Any", EMPTY)) is False
+
+    monkeypatch.undo()
+    monkeypatch.setattr(programs, "members", members)
+    found.append((8, 80))
+    assert await programs._is_over("web", ProcessRecord(begun=1), cast("Any", EMPTY)) is False
+
+
+@pytest.mark.parametrize(
+    ("over_at", "is_usual", "left", "kills"),
+    [
+        (1, False, [], 0),
+        (2, False, [], 0),
+        (5, False, [], 3),
+        (5, True, [], 3),
+        (None, False, ["processes that exit"], 3),
+    ],
+)
+async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    over_at: int | None,
+    is_usual: bool,
+    left: list[str],
+    kills: int,
+) -> None:
+    """Passes that find no process prove nothing. A kill hunts its orphans meanwhile, and is told unless it is usual."""
+    proofs: list[bool] = []
+    hunted: list[set[Verdict]] = []
+    cage = SimpleNamespace(kill=lambda: hunted.append(set(programs._hunted)))
+
+    async def hold(*_: object) -> list[Any]:
+        return []
+
+    async def is_over(*_: object) -> bool:
+        proofs.append(len(proofs) + 1 == over_at)
+        return proofs[-1]
+
+    monkeypatch.setattr(programs, "_hold", hold)
+    monkeypatch.setattr(programs, "_is_over", is_over)
+    monkeypatch.setattr(programs.ownership, "cage", lambda _: cage)
+
+    found = await programs.sweep("web", ProcessRecord(), (), 0.0, is_usual=is_usual)
+
+    assert [str(each)[:19] for each in found] == left
+    assert hunted == [{"web"}] * kills
+    assert programs.killed == ({"web"} if kills and not is_usual else set())
+    assert programs._hunted == set()
+
+
+async def test_handles_are_of_members_that_live(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has ended since needs no signal."""
+    handles = {pid: SimpleNamespace(is_alive=pid != 8) for pid in (7, 8)}
+
+    async def members(*_: object) -> list[Identity]:
+        return [(7, 70), (8, 80), (9, 90)]
+
+    monkeypatch.setattr(programs, "members", members)
+    monkeypatch.setattr(process, "adopt", lambda pid, _: handles.get(pid))
+    held: dict[Identity, Any] = {}
+
+    assert await programs._hold("web", ProcessRecord(), (), held) == [handles[7]]
+    assert held == {(7, 70): handles[7], (8, 80): handles[8]}
+
+
+async def test_callers_share_a_pass_that_begins_after_their_call(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later one takes its own: an older one does not show what has started since."""
+    looks: list[Look] = []
+
+    def look(_: object) -> Look:
+        looks.append(Look({}, {}, {}, {}))
+        return looks[-1]
+
+    monkeypatch.setattr(ctl_programs, "look", look)
+
+    first, second = await asyncio.gather(programs._look(), programs._look())
+    third = await programs._look()
+    assert (first is second, third is first, len(looks)) == (True, False, 2)
+
+
+def test_orphans_are_counted_for_the_services_of_the_block(programs: Programs) -> None:
+    """And no longer after it."""
+    traces = ProcessRecord()
+
+    with programs.counting(lambda: [("web", traces)]):
+        assert list(programs.ownership.records()) == [("web", traces)]
+        assert programs._has_ended in reaper.heirs
+    assert programs._has_ended not in reaper.heirs
+
+
+async def test_all_handles_are_released_in_portions() -> None:
+    """One for each turn of the event loop."""
+    released: list[int] = []
+    portion = ctl_programs.PROCESSES_PER_TURN
+    handles: list[Any] = [SimpleNamespace(release=partial(released.append, n)) for n in range(2 * portion + 1)]
+    counts = []
+
+    ctl_programs._release(handles)
+    for _ in range(3):
+        counts.append(len(released))
+        await asyncio.sleep(0)
+
+    assert counts == [portion, 2 * portion, 2 * portion + 1]
 
 
 def test_only_large_output_is_cut(programs: Programs, tmp_path: Path) -> None:

@@ -27,6 +27,26 @@ def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monk
     assert set(usage(tmp_path)) == {"space", "space %"}
 
 
+@pytest.mark.parametrize("is_device", [True, False])
+def test_figures_of_a_device_are_those_of_its_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_device: bool
+) -> None:
+    """Other paths are asked where they were opened: a job may move a link meanwhile."""
+    asked: list[object] = []
+
+    def statvfs(place: object) -> os.statvfs_result:
+        asked.append(place if isinstance(place, Path) else str(Path(f"/proc/self/fd/{place}").readlink()))
+        return os.statvfs_result(NUMBERS)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr("stat.S_ISBLK", lambda _: is_device)
+    monkeypatch.setattr(filesystem_usage, "_mounted", lambda _: Path("/store"))
+
+    usage(tmp_path)
+
+    assert asked == [Path("/store") if is_device else str(tmp_path)]
+
+
 def test_a_device_means_its_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own name or by that of a link; a device that is not mounted means its own path."""
     (tmp_path / "disk").touch()

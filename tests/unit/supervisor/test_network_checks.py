@@ -37,6 +37,17 @@ async def test_an_address_is_looked_up_nowhere(
     assert await network_checks._addresses(host, 80) == [(family, (host, 80))]
 
 
+async def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def addresses(*_: object) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(network_checks, "_addresses", addresses)
+
+    assert await network_checks.probe(Connection("web", 80)) == (
+        "connection failed: cannot connect to web port 80: it has no address"
+    )
+
+
 class Endless:
     """A server whose head has no end."""
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import cgroups
 from agent_shim.supervisor.oom import Kills
 
 
@@ -23,6 +28,18 @@ def test_a_kill_noted_before_the_death_waits_for_it() -> None:
     counted.count()
 
     assert counted.claim()
+
+
+def test_kills_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
+    (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
+    counted = Kills()
+    (tmp_path / "memory.events").write_text("oom 9\noom_kill 4\n")
+
+    assert [counted.claim(), counted.claim()] == [True, False]
+    monkeypatch.setattr(cgroups, "find", cgroups.Cgroup)
+    assert not Kills().claim()
 
 
 def test_no_counter_explains_nothing() -> None:

@@ -180,6 +180,29 @@ def test_orphan_in_a_new_pidfile_must_have_started_since(
     assert not own(process, traces, OLD)
 
 
+@pytest.mark.parametrize(("owner", "is_ours"), [(0, True), (1000, True), (USER, True), (USER + 1, False)])
+def test_an_orphan_is_named_by_root_the_agent_or_its_own_user(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: int,
+    is_ours: bool,
+) -> None:
+    """Whoever could signal it."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    kernel[50] = stat(50, parent=US), {}, ""
+
+    assert own(kernel[50][0], ProcessRecord(begun=900, before=OLD), NEW._replace(owner=owner)) is is_ours
+
+
+def test_an_ancestor_may_have_one_of_the_first_numbers(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+) -> None:
+    """As in a small container."""
+    kernel[2], kernel[50] = (stat(2), {}, ""), (stat(50, parent=2), {}, "")
+
+    assert own(kernel[50][0], ProcessRecord(known=(2, 1000)), NEW)
+
+
 def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
     """By number and start time, both."""
     traces = ProcessRecord(known=(50, 1000))
@@ -444,6 +467,7 @@ def test_a_cgroup_alone_is_proof(
         (0, 0, "root", False),
         (0, None, None, False),
         (7, 7, "somebody", True),
+        (7, 1001, "bosh_3f2a", True),
         (7, None, None, False),
     ],
 )
@@ -527,10 +551,10 @@ def test_a_guest_that_carries_the_mark_is_no_member() -> None:
 
 def test_the_agent_is_a_member_of_nothing() -> None:
     """Nor is the init process, whatever they carry or descend from."""
-    table = {1: stat(1, session=10), US: stat(US, parent=10, session=10), 10: stat(10, session=10, start=900)}
+    table = {pid: stat(pid, parent=10, session=10) for pid in (1, 3, US)} | {10: stat(10, session=10, start=900)}
     traces = ProcessRecord(known=(10, 900), sessions=[Session(10, 900)], kin=[(1, 1000), (US, 1000)])
 
-    assert members(table, traces, {mark("web", BASE): {1, US}}) == {10}
+    assert members(table, traces, {mark("web", BASE): {1, US}}) == {3, 10}
 
 
 def test_a_process_that_the_agent_started_for_itself_is_no_jobs(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import re
 import threading
+from concurrent import futures
 
 import pytest
 from hypothesis import assume, given
@@ -53,6 +55,7 @@ def test_dialect(pattern: str, matching: str, other: str | None) -> None:
         ("a{99999}", "more than 5000 characters with repetitions expanded"),
         ("a{5001}", "more than 5000 characters with repetitions expanded"),
         ("a{,5001}", "more than 5000 characters with repetitions expanded"),
+        ("a{100}{51}", "more than 5000 characters with repetitions expanded"),
         ("(a{50}){100}b", "more than 5000 characters with repetitions expanded"),
         ("((a{1,255}){1,255}){1,255}", "more than 5000 characters with repetitions expanded"),
         ("(a{0000000200}){0000000200}", "more than 5000 characters with repetitions expanded"),
@@ -86,11 +89,33 @@ def test_the_locale_of_the_thread_stays() -> None:
     """It is C only while a pattern is compiled."""
     libc = ctypes.CDLL(None)
     libc.uselocale.restype = ctypes.c_void_p
-    before = libc.uselocale(None)
 
-    posix_regex.Pattern("a")
+    def compiling() -> tuple[int, int]:
+        before = libc.uselocale(None)
+        posix_regex.Pattern("a")
+        return before, libc.uselocale(None)
 
-    assert libc.uselocale(None) == before
+    with futures.ThreadPoolExecutor(1) as thread:  # new: its locale is that of the process
+        before, after = thread.submit(compiling).result()
+    assert before == after
+
+
+def test_memory_of_the_library_is_given_back_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[object] = []
+    libc = posix_regex._libc()
+    free = libc.regfree
+
+    def count(compiled: object) -> None:
+        freed.append(compiled)
+        free(compiled)
+
+    monkeypatch.setattr(libc, "regfree", count)
+    pattern = posix_regex.Pattern("a")
+    assert freed == []
+    del pattern
+
+    gc.collect()
+    assert len(freed) == 2
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(x+x+)+y", ".*a.*b.*c.*d.*e", "(a|aa|aaa)*b", "a.{900}c"])

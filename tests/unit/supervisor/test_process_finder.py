@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import proc
+from agent_shim.host import proc, process
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.ownership import Tie
-from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_finder import KINDS, ProcessFinder, Timing, describe, kind_of
-from agent_shim.supervisor.process_record import ProcessRecord
+from agent_shim.supervisor.process_record import Pidfile, ProcessRecord, Session, read
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,67 @@ async def test_only_a_process_with_the_services_session_widens_the_record(
     assert await finder.look(ProcessSpec(name="web", job="web", pattern=posix_regex.compiled("x")), traces)
 
     assert traces.numbers() == ({own.session} - {0} if leads else set())
+
+
+@pytest.mark.parametrize(("tie", "is_there"), [(Tie.OWNED, True), (Tie.NAMED, True), (Tie.OWNED, False)])
+async def test_a_process_that_was_found_is_recorded_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: Tie, is_there: bool
+) -> None:
+    """One that ends before it is taken up is not there."""
+    path, changes = tmp_path / "pid", list[object]()
+    path.write_text("8")
+    finder = ProcessFinder(
+        cast("Any", SimpleNamespace(leads_session=lambda *_: False)), Timing(), lambda: changes.append(1)
+    )
+
+    async def found(*_: object) -> tuple[proc.Stat, Tie]:
+        return proc.Stat(8, "S", 1, 8, 6, 0, 80, 0), tie
+
+    monkeypatch.setattr(finder, "_find", found)
+    monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []) if is_there else None)
+    traces = ProcessRecord()
+
+    assert await finder.look(ProcessSpec(name="web", job="web", pidfile=path), traces) is is_there
+
+    expected = ProcessRecord(known=(8, 80), heeded=read(path), is_guest=tie is Tie.NAMED)
+    assert traces == (expected if is_there else ProcessRecord())
+    assert changes == [1] * is_there
+    assert (finder.process.session if finder.process else None) == (6 if is_there else None)
+
+
+async def test_a_living_process_proves_its_session_at_each_look() -> None:
+    """Others in it are recognised by that once their leader is gone."""
+    finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
+    finder.process = cast("Any", Handle("process", []))
+    traces = ProcessRecord(sessions=[Session(7, 70), Session(9, 90)])
+
+    assert await finder.look(ProcessSpec(name="web", job="web"), traces)
+
+    assert [session.seen > 0 for session in traces.sessions] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("pid", "state", "start", "found"),
+    [
+        (8, "S", None, Tie.NAMED),
+        (8, "S", Program(("ctl",)), Tie.OWNED),
+        (8, "Z", None, None),
+        (1, "S", None, None),
+        (1, "S", Program(("ctl",)), None),
+        (os.getpid(), "S", None, None),
+    ],
+)
+async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the_process(
+    monkeypatch: pytest.MonkeyPatch, pid: int, state: str, start: Program | None, found: Tie | None
+) -> None:
+    """And never where it names the init process or the agent."""
+    monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
+    ownership: Any = SimpleNamespace(tie=lambda *_: (Tie.OWNED, ""))
+    finder = ProcessFinder(ownership, Timing(), lambda: None)
+
+    one = await finder._find(ProcessSpec(name="web", job="web", start=start), ProcessRecord(), Pidfile(pid, 1.0, 1))
+
+    assert (one[0].pid, one[1]) == (pid, found) if one else found is None
 
 
 class Handle:
@@ -140,6 +201,7 @@ async def test_a_process_that_has_ended_is_no_longer_the_services(tmp_path: Path
         ("", 0, True, ""),
         ("4000010", 0, True, "process 4000010 of the pidfile exited immediately"),
         ("4000010", 0, False, ""),
+        ("2", 0, True, "process 2 of the pidfile exited immediately"),
         ("1", 0, True, ""),
     ],
 )
@@ -148,7 +210,8 @@ def test_when_no_process_can_follow(
 ) -> None:
     """A start program that has ended may be followed for a while, and by a living process of its pidfile."""
     (tmp_path / "pid").write_text(named)
-    monkeypatch.setattr(proc, "stat", lambda pid: proc.Stat(1, "S", 0, 1, 1, 0, 1, 0) if pid == 1 else None)
+    table = {pid: proc.Stat(pid, state, 0, 1, 1, 0, 1, 0) for pid, state in ((1, "S"), (2, "Z"))}
+    monkeypatch.setattr(proc, "stat", table.get)
     program: Any = Handle("program", [])
     spec = ProcessSpec(name="web", job="web", pidfile=tmp_path / "pid")
     with pytest.raises(HostError, match=f"^{why}$") if why else contextlib.nullcontext():

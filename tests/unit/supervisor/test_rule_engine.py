@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +85,12 @@ def test_a_process_that_is_gone_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "due"), [(1, [True, False, True, True, True]), (2, [True, False, False, True, False])]
+    ("every", "due"),
+    [
+        (1, [True, False, True, True, True]),
+        (2, [True, False, False, True, False]),
+        (3, [True, False, False, False, True]),
+    ],
 )
 def test_checks_are_due_each_cycle_or_each_so_many(
     monkeypatch: pytest.MonkeyPatch, every: int, due: list[bool]
@@ -121,6 +128,15 @@ def test_the_first_check_is_a_cycle_after_the_start(monkeypatch: pytest.MonkeyPa
     assert ENGINE._watch(service(spec=other))._next_at == 710.0
 
 
+def test_a_watch_lasts_as_long_as_the_process() -> None:
+    engine, ours = RuleEngine(tuple, lambda: 0, 10.0), service()
+    engine._watches["web"] = one = rule_engine._Watch(ours, 0.0)
+
+    assert engine._watch(ours) is one
+    ours.process = SimpleNamespace(identity=(11, 1001))
+    assert engine._watch(ours) is not one
+
+
 async def test_a_complaint_stands_until_its_rule_has_recovered() -> None:
     """And of a service that is no longer up nothing is concluded."""
     ours = service()
@@ -133,4 +149,31 @@ async def test_a_complaint_stands_until_its_rule_has_recovered() -> None:
 
     ours.state = State.DOWN
     await ENGINE._conclude(ours, one, {0: Finding(True, "too much")})
+    ours.state, ours.process = State.RUNNING, SimpleNamespace(identity=(11, 1001))
+    await ENGINE._conclude(ours, one, {0: Finding(True, "too much")})
     assert ours.complaints == {}
+
+
+async def test_a_file_system_is_measured_where_its_path_can_be_read(tmp_path: Path) -> None:
+    """An unreadable one is no fault."""
+    rule, engine = Rule(Limit("space", ">", -1), ALERT), RuleEngine(tuple, lambda: 0, 10.0)
+    for path, complaints in ((tmp_path, [0]), (tmp_path / "absent", [])):
+        ours = service(spec=ProcessSpec("web", "web", kind="filesystem", path=path, rules=(rule,)), process=None)
+        engine._look_at(ours, rule_engine._Watch(ours, 0.0), None)
+        await asyncio.gather(*engine._looks)
+        engine._looks.clear()
+        assert list(ours.complaints) == complaints
+
+
+async def test_a_bug_in_a_check_ends_the_engine() -> None:
+    """Whoever runs it begins again, and the log names the bug."""
+    ours = service(state=State.DOWN)
+    engine = RuleEngine(lambda: [ours], lambda: 0, 0.001)
+
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    engine._spawn(fail())
+    with pytest.raises(RuntimeError, match="a bug"):
+        async with asyncio.timeout(30):
+            await engine.run()

@@ -158,6 +158,8 @@ def test_places_are_offsets() -> None:
     text = "set  daemon\n'x'"
 
     assert [text[token.start : token.end] for token in lex(text)] == ["set", "daemon", "'x'", ""]
+    text = 'start "/x" check host %z'
+    assert [text[token.start : token.end] for token in lex(text)] == ["start ", "/x", "check host", "%", "z", ""]
 
 
 SPELLINGS = [(SYNONYMS.get(word, word), "", word) for word in sorted((KEYWORDS | set(SYNONYMS)) - {"include"})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -252,6 +253,22 @@ def test_long_chains_are_no_problem() -> None:
     assert len(problems(chain + service("t", "t"))) == 1
 
 
+def test_dependencies_that_meet_again_are_followed_once() -> None:
+    """Each of twelve levels depends on both services of the next one: there are thousands of ways."""
+    looked: list[str] = []
+
+    class Depends(dict[str, list[str]]):
+        def __getitem__(self, name: str) -> list[str]:
+            looked.append(name)
+            return super().__getitem__(name)
+
+    levels = [[f"{side}{level}" for side in "ab"] for level in range(13)]
+    depends = Depends({name: below for here, below in itertools.pairwise([*levels, []]) for name in here})
+
+    assert parser._circles(depends) == []
+    assert sorted(looked) == sorted(depends)
+
+
 def test_all_mistakes_of_a_file_are_named_at_once() -> None:
     """Reading resumes at the next statement that begins a line; what follows a mistake makes no other one."""
     text = """check process web with pidfile run/web.pid
@@ -287,6 +304,15 @@ def test_an_open_quote_ends_the_search_for_mistakes() -> None:
         parse("check process a pidfile b\n  if changed pid then exec '/b\n  mode c\n", origin="monit")
 
     assert str(refused.value).count("found") == 2
+
+
+@pytest.mark.parametrize("rest", ["\n  mode \0\n  mode c\n", "\n5 mode c\n"])
+def test_what_follows_a_mistake_on_its_line_makes_no_other_one(rest: str) -> None:
+    """After a NUL byte nothing does."""
+    with pytest.raises(ConfigError) as refused:
+        parse(f"check process a pidfile b{rest}", origin="monit")
+
+    assert str(refused.value).count("found") == 1
 
 
 def test_twenty_mistakes_are_enough() -> None:

@@ -12,6 +12,7 @@ from agent_shim.supervisor.monit.reader import Reader
     [
         ("", "line 1 column 1: found the end of the file"),
         ("set\n", "line 1 column 1: found 'set'"),
+        ("\nset", "line 2 column 1: found 'set'"),
         ("\n\n  set", "line 3 column 3: found 'set'"),
         ("é\t'a\nb'", "line 1 column 1: found 'é'"),
         ("# x\r\n 'a\nb'", "line 2 column 2: found ''a...'"),

@@ -205,6 +205,8 @@ def test_words_of_newer_versions_mean_something_else() -> None:
             "found 'then', expected a test of check process: 'not exist', a number of restarts, 'changed pid'",
         ),
         ("if changed colour then alert", "found 'colour', expected a test of check process: 'changed pid'"),
+        ("if changed", "found the end of the file, expected a test of check process: 'changed pid'"),
+        ("if not exist then exec '/x' timeout 5 seconds", "found 'timeout', expected an option of check process"),
         ("if not exist for 65 cycles then alert", "found '65', expected a number of cycles from 1 to 64"),
         ("if not exist for 0 cycles then alert", "found '0', expected a number of cycles from 1 to 64"),
         ("if not exist 3 times within 2 cycles then alert", "found '3', expected a number of times from 1 to 2"),
