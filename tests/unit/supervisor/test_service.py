@@ -16,9 +16,10 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor import service as services
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
+from agent_shim.supervisor.monit.ast import ALERT, Limit, Rule
 from agent_shim.supervisor.ownership import Left
-from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction
-from agent_shim.supervisor.process_finder import Timing
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program, Reaction, RestartLimit
+from agent_shim.supervisor.process_finder import LateError, Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
 from agent_shim.supervisor.state import Effect, State, Trigger
@@ -64,6 +65,7 @@ def test_a_restart_saved_by_the_first_release_goes_on(tmp_path: Path) -> None:
     services = {
         "bounced": {"state": "stopping", "is_start_due": True},
         "stopped": {"state": "stopping", "is_start_due": False},
+        "running": {"state": "running", "is_start_due": True},
     }
     document = {"schema": SCHEMA, "incarnation": "", "is_wanted": True, "files": [], "services": services}
     (tmp_path / "supervisor.json").write_bytes(msgspec.json.encode(document))
@@ -72,7 +74,8 @@ def test_a_restart_saved_by_the_first_release_goes_on(tmp_path: Path) -> None:
 
     assert saved is not None
     bounced = saved.services["bounced"]
-    assert (bounced.state, saved.services["stopped"].state) == (State.BOUNCING, State.STOPPING)
+    states = [each.state for each in saved.services.values()]
+    assert states == [State.BOUNCING, State.STOPPING, State.RUNNING]
     assert b'"is_start_due":false' in msgspec.json.encode(bounced)
 
 
@@ -320,9 +323,211 @@ async def test_a_request_to_start_forgives_and_one_to_stop_is_no_restart() -> No
     service = made("web")
     service.record.failures, service._is_counted = 5, True
     service.on(Trigger.START_ASKED)
-    assert service.record.failures == 0
+    assert (service.record.failures, service._is_counted) == (0, True)
     service.on(Trigger.STOP_ASKED)
     assert not service._is_counted
+
+
+@pytest.mark.parametrize(("trigger", "is_kept"), [(Trigger.APPEARED, False), (Trigger.FAILED, True)])
+async def test_the_start_program_is_watched_until_the_process_appears(trigger: Trigger, is_kept: bool) -> None:
+    """A start that takes too long may still bring it."""
+    service, released = made("web"), list[object]()
+    program: Any = SimpleNamespace(release=lambda: released.append(1))
+    service.record.state, service._finder.program = State.STARTING, program
+
+    service.on(trigger)
+
+    assert (service._finder.program, released) == ((program, []) if is_kept else (None, [1]))
+
+
+async def test_complaints_are_of_the_rules_of_the_file() -> None:
+    """Other rules begin without any; another file with the same rules changes nothing."""
+    service = made("web")
+    service.record.state = State.RUNNING
+    service.complaints[0] = Complaint(RESOURCE, "too much")
+
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    assert list(service.complaints) == [0]
+    service.take_spec(msgspec.structs.replace(service.spec, rules=(Rule(Limit("memory", ">", 5), ALERT),)))
+    assert service.complaints == {}
+
+
+async def test_processes_of_a_service_that_blocked_an_agent_are_not_looked_at() -> None:
+    """Nor are those of another boot."""
+    for held_by, same_world in (("its pidfile", True), ("", False), ("", True)):
+        service = made("web")
+        service.held_by = held_by
+        resumed: list[ProcessRecord] = []
+        service._finder = cast("Any", SimpleNamespace(resume=resumed.append))
+        record = Record(state=State.RUNNING, traces=ProcessRecord(known=(7, 70)))
+
+        service.resume(record, same_world=same_world)
+
+        are_kept = same_world and not held_by
+        assert resumed == [ProcessRecord(known=(7, 70))] * are_kept
+        assert record.traces == (resumed[0] if are_kept else ProcessRecord())
+        assert (
+            service.state is {0: State.RUNNING, 1: State.STARTING, 2: State.BROKEN}[2 * bool(held_by) or not same_world]
+        )
+
+
+async def test_a_life_ends_after_its_work() -> None:
+    """The state is saved then, and the handles are released."""
+    service, ended = made("web"), list[object]()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended.append(1)
+
+    service._work = work  # type: ignore[method-assign]
+    life = asyncio.create_task(service.live())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    life.cancel()
+    await asyncio.wait([life])
+
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("state", [State.STARTING, State.RESTARTING])
+async def test_a_start_waits_for_prerequisites_and_a_restart_for_its_turn(state: State) -> None:
+    """Each does only that."""
+    calls: list[str] = []
+    service, needed, turn = made("web", calls=calls), made("db"), asyncio.Event()
+    needed.record.state = State.STARTING if state is State.STARTING else State.RUNNING
+    service.prerequisites = [needed]
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    service._shared = msgspec.structs.replace(service._shared, restarts=cast("Any", SimpleNamespace(take=turn.wait)))
+    service._shared.may_start.set()
+    service._finder, service.record.state = cast("Any", Finder(calls)), state
+
+    launching = asyncio.create_task(service._launch())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert calls == []
+    if state is State.STARTING:
+        needed.on(Trigger.APPEARED)
+    else:
+        turn.set()
+    await launching
+
+    assert calls == ["run Started", "arrival"]
+
+
+@pytest.mark.parametrize(("error", "patience"), [(LateError("late"), Timing().cycle), (HostError("none"), 0.0)])
+async def test_only_a_late_process_is_waited_for_before_the_next_start(error: HostError, patience: float) -> None:
+    """It may still appear; another start would make two."""
+    service = made("web")
+    service.record.state = State.STARTING
+
+    async def fail() -> None:
+        raise error
+
+    service._bring_up = fail  # type: ignore[method-assign]
+    await service._launch()
+
+    assert (service.state, service._patience) == (State.DOWN, patience)
+
+
+@pytest.mark.parametrize(("is_counted", "state"), [(True, State.UNMONITORED), (False, State.RUNNING)])
+async def test_only_restarts_count_towards_a_limit(is_counted: bool, state: State) -> None:
+    """A start on request does not."""
+    events: list[Event] = []
+    service = made("web", notify=events.append)
+    service.take_spec(msgspec.structs.replace(service.spec, limits=(RestartLimit(1, 5, Reaction("unmonitor")),)))
+    service._finder = cast("Any", Finder([], found=True))
+    service.record.state, service._is_counted, service._restarted_at = State.STARTING, is_counted, [time.monotonic()]
+
+    await service._launch()
+
+    assert service.state is state
+    assert [(event.event, event.action) for event in events] == [("Timeout", "unmonitor")] * is_counted
+    assert not service._is_counted
+
+
+@pytest.mark.parametrize(
+    ("change", "state"), [(Reaction("alert"), State.RUNNING), (Reaction("unmonitor"), State.UNMONITORED)]
+)
+async def test_another_process_is_told_and_the_rule_for_that_is_followed(change: Reaction, state: State) -> None:
+    events: list[Event] = []
+    service = made("web", notify=events.append)
+    service.take_spec(msgspec.structs.replace(service.spec, change=change))
+    service.record.state, finder = State.RUNNING, Finder([], found=True)
+    finder.pid = 8
+    service._finder = cast("Any", finder)
+
+    await service._watch()
+
+    assert service.state is state
+    assert events == [Event("web", "PID changed", change.kind, "process PID changed to 8")]
+
+
+@pytest.mark.parametrize(("was_killed", "kills"), [(True, 1), (False, 0)])
+async def test_a_process_of_bpm_that_was_killed_at_its_limit_is_told(was_killed: bool, kills: int) -> None:
+    """Other exits of it have other causes."""
+
+    async def last_words(_: BpmCall) -> str:
+        return ""
+
+    bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: was_killed, last_words=last_words)
+    service = made("web")
+    service._shared = msgspec.structs.replace(service._shared, bpm=bpm)
+    start = msgspec.structs.replace(CTL, bpm=BpmCall("start", "web", "web"))
+    service.take_spec(msgspec.structs.replace(service.spec, start=start, stop=CTL))
+    service.record.state = State.RUNNING
+
+    await service._lost("SIGKILL")
+
+    assert (service.record.oom_kills, "its limit of memory" in service.record.reason) == (kills, was_killed)
+
+
+@pytest.mark.parametrize("start", [CTL, None])
+async def test_a_stop_sweeps_with_what_was_seen_before_its_program(start: Program | None) -> None:
+    """The processes of a check without a start program are not the agent's to end."""
+    calls: list[str] = []
+    service = made("web", calls=calls)
+    programs: Any = service._shared.programs
+
+    async def members(*_: object) -> list[Any]:
+        calls.append("look")
+        return [(9, 90)]
+
+    async def sweep(_label: str, _traces: object, known: object, _grace: float) -> list[Left]:
+        calls.append(f"sweep {known}")
+        return []
+
+    programs.members, programs.sweep = members, sweep
+    service.take_spec(msgspec.structs.replace(service.spec, start=start, stop=CTL))
+    service.record.state, service._has_lived = State.STOPPING, True
+
+    await service._end()
+
+    assert service.state is State.STOPPED
+    assert calls == (["look", "run Stopped", "sweep [(9, 90)]", "dismiss"] if start else ["run Stopped", "dismiss"])
+
+
+async def test_a_stop_program_that_hangs_is_told_and_ended() -> None:
+    calls: list[str] = []
+    events: list[Event] = []
+    service = made("web", calls=calls, notify=events.append)
+
+    async def run(*_: object, **__: object) -> Any:
+        async def terminate(_: float) -> None:
+            calls.append("terminate")
+
+        return SimpleNamespace(wait=asyncio.Event().wait, terminate=terminate)
+
+    cast("Any", service._shared.programs).run = run
+    service.take_spec(msgspec.structs.replace(service.spec, stop=msgspec.structs.replace(CTL, timeout=0.0)))
+
+    await service._run_stop()
+
+    assert calls == ["terminate"]
+    assert [(event.event, event.description) for event in events] == [("Execution failed", "failed to stop")]
 
 
 class Finder:
@@ -331,7 +536,7 @@ class Finder:
     def __init__(self, calls: list[str], *, found: bool = False) -> None:
         self.process: Any = None
         self.program: Any = None
-        self.pid, self.refused = 0, ""
+        self.pid, self.refused, self.up_at = 0, "", 0.0
         self._calls, self._found = calls, found
 
     async def look(self, *_: object) -> bool:
@@ -341,6 +546,12 @@ class Finder:
         self._calls.append("look at the path")
         return False
 
+    async def gone(self, _: ProcessSpec) -> str:
+        return "exit 0"
+
+    def release_program(self) -> None:
+        """Nothing is held."""
+
     async def arrival(self, *_: object) -> None:
         self._calls.append("arrival")
 
@@ -348,29 +559,62 @@ class Finder:
 @pytest.mark.parametrize(
     ("changes", "state", "begun", "calls"),
     [
-        ({}, State.STARTING, 0, ["run Started", "arrival"]),
-        ({}, State.RESTARTING, 50, ["clear", "run Started", "arrival"]),
-        ({"kind": "file"}, State.STARTING, 50, ["look at the path", "run Started", "arrival"]),
-        ({"kind": "file"}, State.RESTARTING, 50, ["look at the path", "run Stopped", "run Started", "arrival"]),
+        ({}, State.STARTING, 0, ["run Started"]),
+        ({}, State.RESTARTING, 50, ["clear", "run Started"]),
+        ({"kind": "file"}, State.STARTING, 50, ["look at the path", "run Started"]),
+        ({"kind": "file"}, State.RESTARTING, 50, ["look at the path", "run Stopped", "run Started"]),
     ],
 )
 async def test_what_a_start_does_in_turn(changes: dict[str, Any], state: State, begun: int, calls: list[str]) -> None:
-    """Remaining processes of the last run are ended first; monit runs the stop program of a check without a process."""
+    """Remaining processes of the last run are ended first; monit runs the stop program of a check without a process,
+    and the start program even if its path exists. The start program is saved before its process is waited for.
+    """
     found: list[str] = []
-    service = made("web", calls=found)
+    service = made("web", calls=found, changed=lambda: found.append("saved"))
     service.take_spec(msgspec.structs.replace(service.spec, **{"start": CTL, "stop": CTL} | changes))
     service.record.state, service.record.traces.begun = state, begun
-    service._finder = cast("Any", Finder(found))
+    service._finder = cast("Any", Finder(found, found=not service.spec.is_process))
     service._shared.may_start.set()
 
     await service._bring_up()
 
-    assert found == calls
+    assert found == [*calls, "saved", "arrival"]
     assert (service.record.traces.program, service.record.traces.begun) == ((7, 70), 70)
     assert not service.record.traces.is_caged
 
 
-async def test_a_start_waits_while_programs_are_held_and_for_a_stop_program() -> None:
+@pytest.mark.parametrize(
+    ("joined", "label", "is_caged"), [([], None, False), (["/c"], None, True), ([], "web", True), ([], "db", False)]
+)
+async def test_a_service_is_in_its_cgroup_if_its_start_program_is(
+    joined: list[str], label: str | None, is_caged: bool
+) -> None:
+    """It was spawned there, or has entered it by itself."""
+    service = made("web")
+    programs: Any = service._shared.programs
+    programs.joined, programs.ownership = joined, SimpleNamespace(label_of=lambda _: label)
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    service._finder = cast("Any", Finder([]))
+    service._shared.may_start.set()
+
+    await service._bring_up()
+
+    assert service.record.traces.is_caged is is_caged
+
+
+async def test_a_path_without_a_start_program_is_there_or_is_not() -> None:
+    service = made("web")
+    service.take_spec(msgspec.structs.replace(service.spec, kind="file"))
+
+    service._finder = cast("Any", Finder([], found=True))
+    await service._bring_up()
+    service._finder = cast("Any", Finder([]))
+    with pytest.raises(HostError, match="it has no start program"):
+        await service._bring_up()
+
+
+@pytest.mark.parametrize("is_stopped_first", [True, False])
+async def test_a_start_waits_while_programs_are_held_and_for_a_stop_program(is_stopped_first: bool) -> None:
     found: list[str] = []
     service, stopped = made("web", calls=found), asyncio.Event()
     service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
@@ -378,8 +622,8 @@ async def test_a_start_waits_while_programs_are_held_and_for_a_stop_program() ->
     service._stopper = cast("Any", SimpleNamespace(wait=stopped.wait))
 
     starting = asyncio.create_task(service._bring_up())
-    steps: list[Callable[[], None]] = [lambda: None, stopped.set, service._shared.may_start.set]
-    for ready in steps:
+    steps: list[Callable[[], None]] = [stopped.set, service._shared.may_start.set]
+    for ready in (lambda: None, *(steps if is_stopped_first else reversed(steps))):
         assert found == []
         ready()
         for _ in range(10):
@@ -390,33 +634,39 @@ async def test_a_start_waits_while_programs_are_held_and_for_a_stop_program() ->
     assert service._stopper is None
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-async def test_nothing_is_started_beside_what_is_there(is_there: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_there", "is_at_work", "calls"),
+    [(True, None, []), (False, True, ["arrival"]), (False, False, ["run Started", "arrival"])],
+)
+async def test_nothing_is_started_beside_what_is_there(
+    is_there: bool, is_at_work: bool | None, calls: list[str]
+) -> None:
     """A process, or a start program that is still at work."""
     found: list[str] = []
     service = made("web", calls=found)
     service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
     finder = Finder(found, found=is_there)
-    finder.program = None if is_there else SimpleNamespace(is_alive=True)
+    finder.program = None if is_at_work is None else SimpleNamespace(is_alive=is_at_work)
     service._finder = cast("Any", finder)
     service._shared.may_start.set()
 
     await service._bring_up()
 
-    assert found == ([] if is_there else ["arrival"])
+    assert found == calls
 
 
-async def test_a_stop_that_leaves_a_process_says_which() -> None:
+@pytest.mark.parametrize(("begun", "reason"), [(0, "cannot end 9 (web)"), (50, "cannot end 9 (web), 8 (orphan)")])
+async def test_a_stop_that_leaves_a_process_says_which(begun: int, reason: str) -> None:
     """The service is stuck then, and nothing is dismissed."""
     found: list[str] = []
     events: list[Event] = []
     service = made("web", calls=found, notify=events.append, left=[Left(9, 90, "web")])
     service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
-    service.record.state = State.STOPPING
+    service.record.state, service.record.traces.begun = State.STOPPING, begun
 
     await service._end()
 
-    assert (service.state, service.record.reason, found) == (State.STUCK, "cannot end 9 (web)", [])
+    assert (service.state, service.record.reason, found) == (State.STUCK, reason, [])
     assert [(event.event, event.description) for event in events] == [("Execution failed", "failed to stop")]
 
 
@@ -495,11 +745,14 @@ class NoCalls(list[str]):
 class Programs:
     """Programs of services, none of which leaves a process; ``calls`` are those with an effect."""
 
-    ownership = SimpleNamespace(label_of=lambda _: None)
-
     def __init__(self, calls: list[str], left: list[Left]) -> None:
         self._calls = calls
         self._left = left
+        self.joined: list[str] = []
+        self.ownership = SimpleNamespace(label_of=lambda _: None)
+
+    async def refused_limit(self, _: str) -> str:
+        return ""
 
     async def printed(self, _: str) -> list[str]:
         return ["disk full"]
@@ -521,7 +774,7 @@ class Programs:
 
     async def run(self, *called: object, **_: object) -> Any:
         self._calls.append(f"run {called[2]}")
-        return SimpleNamespace(wait=self._exited, identity=(7, 70), pid=7, cgroups=[])
+        return SimpleNamespace(wait=self._exited, identity=(7, 70), pid=7, cgroups=self.joined)
 
     async def _exited(self) -> int:
         return 0
