@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +16,10 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
-from agent_shim.host import watchdog
+from agent_shim.host import clock, files, proc, watchdog
+from agent_shim.supervisor import supervisor as supervisors
+from agent_shim.supervisor.bpm.runner import MemoryKill
+from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.service import Event, Service, StopRequest
 from agent_shim.supervisor.state import State
@@ -38,6 +44,25 @@ check process cache with pidfile /run/cache.pid
 )
 
 
+OTHERS = JobFile(
+    "others",
+    "",
+    """
+check process manual with pidfile /run/manual.pid
+  start program "/bin/false"
+  mode manual
+  group vcap
+check process own with pidfile /run/own.pid
+  start program "/bin/false"
+  group own
+check process own-manual with pidfile /run/own-manual.pid
+  start program "/bin/false"
+  mode manual
+  group own
+""",
+)
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
     paths = Paths(tmp_path)
@@ -53,6 +78,21 @@ async def supervisor(paths: Paths) -> AsyncIterator[Supervisor]:
     await one.configure([WEB])
     yield one
     await one.close()
+
+
+@pytest.fixture
+def _changes_unsaved(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A change alone is not saved within the test."""
+
+    def drop() -> None:
+        if supervisor._saving is not None:
+            supervisor._saving.cancel()
+            supervisor._saving = None
+
+    drop()
+    monkeypatch.setattr(supervisors, "SAVE_DELAY_S", 3600)
+    yield
+    drop()
 
 
 def states(supervisor: Supervisor) -> dict[str, State]:
@@ -71,6 +111,178 @@ async def test_the_state_is_saved_for_root_alone(supervisor: Supervisor, paths: 
 
     assert stat.S_IMODE(paths.supervisor_state.stat().st_mode) == 0o600
     assert saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED)
+
+
+async def test_the_state_is_saved_once_more_when_all_lives_have_ended(
+    supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is no reason to save it before; nothing is written later."""
+    lives, were_over = list(supervisor._lives.values()), list[bool]()
+    monkeypatch.setattr(Service, "release", lambda _: were_over.append(all(life.done() for life in lives)))
+    supervisor._changed()
+    supervisor._services["web"].record.restarts = 7
+
+    await supervisor.close()
+
+    assert were_over == [True] * 3
+    assert supervisor._saving is None
+    assert supervisor._monit_files is not None
+    assert supervisor._monit_files.done()
+    saved = read_saved(paths.supervisor_state)
+    assert saved is not None
+    assert saved.services["web"].restarts == 7
+
+
+async def test_a_plan_is_saved_and_its_rules_are_checked(supervisor: Supervisor, paths: Paths) -> None:
+    """Before any request: an agent that ends after an apply finds the jobs again."""
+    assert supervisor._checks.plan_changed.is_set()
+    assert supervisor._saving is not None
+    await supervisor._saving
+
+    saved = read_saved(paths.supervisor_state)
+    assert saved is not None
+    assert saved.files == [WEB]
+
+
+async def test_the_incarnation_is_read_again_where_the_kernel_refused_it(supervisor: Supervisor, paths: Paths) -> None:
+    """Without it the next agent would take the machine for another one."""
+    supervisor._incarnation = ""
+    await supervisor._save()
+
+    saved = read_saved(paths.supervisor_state)
+    assert saved is not None
+    assert saved.incarnation == proc.incarnation() != ""
+
+
+@pytest.mark.usefixtures("_changes_unsaved")
+async def test_a_start_is_saved_before_any_program_runs(supervisor: Supervisor, paths: Paths) -> None:
+    """An agent that ends meanwhile has its jobs started by the next one; those that run are none of its."""
+    seen: list[str] = []
+
+    async def look() -> None:
+        seen.append(supervisor.job_state())
+
+    supervisor.hold()
+    for state in (State.RUNNING, State.STOPPED):
+        for life in supervisor._lives.values():
+            life.cancel()
+        supervisor._services["web"].record.state = supervisor._services["db"].record.state = State.RUNNING
+        supervisor._services["cache"].record.state = state
+        await supervisor.start(look)
+        cache = State.STARTING if state is State.STOPPED else State.RUNNING
+        assert saved_states(paths) == {"web": State.RUNNING, "db": State.RUNNING, "cache": cache}
+    assert seen == ["running", "starting"]
+
+
+async def test_a_start_includes_other_groups_but_not_what_waits_for_its_own(paths: Paths) -> None:
+    """The Director asks for its group, manual or not; monit starts the others at its reload."""
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    supervisor.hold()
+    try:
+        await supervisor.configure([OTHERS])
+        await supervisor.start()
+        assert states(supervisor) == {"manual": State.STARTING, "own": State.STARTING, "own-manual": State.STOPPED}
+    finally:
+        await supervisor.close()
+
+
+async def test_jobs_are_wanted_from_a_start_to_a_stop(paths: Paths) -> None:
+    """By the next agent as well. Where there are none, nothing is wanted; a stop of the container changes nothing."""
+    before, after = (Supervisor(paths, on_event=lambda _: None) for _ in range(2))
+    before.hold()
+    after.hold()
+    wanted = []
+    steps: list[Callable[[], Awaitable[object]]] = [
+        before.start,
+        partial(before.configure, [OTHERS]),
+        before.close,
+        after.recover,
+        partial(after.stop, wait=False),
+        after.seal,
+        partial(after.stop, wait=False),
+    ]
+    for step in steps:
+        await step()
+        wanted.append((before.is_wanted, after.is_wanted))
+    await after.close()
+
+    assert wanted == [
+        (False, False),
+        (True, False),
+        (True, False),
+        (True, True),
+        (True, False),
+        (True, False),
+        (True, False),
+    ]
+
+
+@pytest.mark.usefixtures("_changes_unsaved")
+async def test_an_answered_stop_is_saved(supervisor: Supervisor, paths: Paths) -> None:
+    """Now, and not with the next change: the state at the answer."""
+    for service in supervisor._services.values():
+        service.record.state = State.UNMONITORED
+
+    await supervisor.stop(wait=False)
+    assert set(saved_states(paths).values()) <= {State.STOPPING, State.STOPPED}
+    await supervisor.stop(wait=True, timeout=60)
+    assert set(saved_states(paths).values()) == {State.STOPPED}
+
+
+async def test_a_start_during_a_stop_leaves_no_marker(
+    supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last request counts."""
+
+    async def save() -> None:
+        supervisor._is_wanted = True
+
+    monkeypatch.setattr(supervisor, "_save", save)
+
+    await supervisor.stop(wait=False)
+
+    assert not paths.stopped_marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_caged", "other", "since"),
+    [
+        (50, False, State.STOPPED, [50]),
+        (50, True, State.STOPPED, []),
+        (0, False, State.STOPPED, []),
+        (50, False, State.RUNNING, []),
+    ],
+)
+async def test_orphans_are_ended_once_every_job_without_a_cgroup_is_stopped(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, begun: int, is_caged: bool, other: State, since: list[int]
+) -> None:
+    """While a service of another group is up, they may be its own. Those that remain are told."""
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    await supervisor.configure([WEB, OTHERS])
+    for life in supervisor._lives.values():
+        life.cancel()
+    swept: list[int] = []
+
+    async def sweep_strays(begun: int, _: float) -> list[Left]:
+        swept.append(begun)
+        return [Left(9, 90, "web")]
+
+    monkeypatch.setattr(supervisor._programs, "sweep_strays", sweep_strays)
+    monkeypatch.setattr(Service, "stop", lambda *_: None)
+    for name, start in (("web", begun), ("db", 2 * begun)):
+        traces = supervisor._services[name].record.traces
+        traces.begun, traces.is_caged = start, is_caged
+    supervisor._services["own"].record.state = other
+    try:
+        if since:
+            with pytest.raises(ActionError, match=r"^Stopping services errored: 9 \(web\) cannot be ended$"):
+                await supervisor.stop(wait=True)
+        else:
+            await supervisor.stop(wait=True)
+        assert swept == since
+    finally:
+        supervisor._services["own"].record.state = State.STOPPED
+        await supervisor.close()
 
 
 async def test_a_change_is_saved_soon(supervisor: Supervisor, paths: Paths) -> None:
@@ -253,6 +465,188 @@ async def test_a_service_that_blocked_an_agent_is_read_again_on_request(paths: P
 
         assert states(supervisor) == {"web": State.STOPPED, "db": State.BROKEN, "cache": State.STOPPED}
         assert watchdog.read_marks(marks) == {"db": "its pidfile"}
+    finally:
+        await supervisor.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "freed"),
+    [
+        ("start", {"web", "db"}),
+        ("stop", {"web", "db"}),
+        ("start_one", {"web"}),
+        ("stop_one", {"web"}),
+        ("restart_one", {"web"}),
+        ("monitor_one", {"web"}),
+    ],
+)
+async def test_each_request_that_needs_the_files_of_a_service_trusts_them(
+    paths: Paths, request_: str, freed: set[str]
+) -> None:
+    before = Supervisor(paths, on_event=lambda _: None)
+    await before.configure([WEB])
+    await before.close()
+    marks = paths.mirror / watchdog.MARKS
+    watchdog.write_marks(marks, {"web": "its pidfile", "db": "its pidfile"})
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    supervisor.hold()
+    try:
+        await supervisor.recover()
+        match request_:
+            case "start":
+                await supervisor.start()
+            case "stop":
+                await supervisor.stop(wait=False)
+            case _:
+                await getattr(supervisor, request_)("web")
+        assert {name for name, state in states(supervisor).items() if state is State.BROKEN} == {"web", "db"} - freed
+        assert watchdog.read_marks(marks).keys() == {"web", "db"} - freed
+    finally:
+        await supervisor.close()
+
+
+async def test_an_unusable_file_is_told_once(paths: Paths) -> None:
+    """And again with another reason."""
+    events: list[Event] = []
+    supervisor = Supervisor(paths, on_event=events.append)
+    try:
+        for text in ("check", "check", "nonsense"):
+            await supervisor.configure([WEB, JobFile("bad", "", text)])
+        assert [(event.service, event.event) for event in events] == [("bad", "Execution failed")] * 2
+        assert "nonsense" in events[1].description
+    finally:
+        await supervisor.close()
+
+
+async def test_monit_files_are_written_and_removed_one_set_after_the_other(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a slow disk would bring files of a former apply back."""
+    calls: list[str] = []
+    gate = threading.Event()
+
+    def write(_: Path, job_files: Sequence[JobFile]) -> None:
+        calls.append(f"begin {len(job_files)}")
+        gate.wait(30)
+        calls.append(f"end {len(job_files)}")
+
+    await supervisor._monit_files_written()
+    monkeypatch.setattr(supervisors, "write_monit_files", write)
+    monkeypatch.setattr(files, "remove_tree", lambda _: calls.append("remove"))
+    await supervisor.configure([WEB])
+    following = asyncio.create_task(supervisor.configure([WEB, OTHERS]))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert calls in ([], ["begin 1"])
+    gate.set()
+    await following
+    gate.clear()
+    following = asyncio.create_task(supervisor.forget())
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    gate.set()
+    await following
+
+    assert calls == ["begin 1", "end 1", "begin 2", "end 2", "remove"]
+
+
+async def test_a_finished_service_is_described(supervisor: Supervisor) -> None:
+    assert (await supervisor.finished("WEB")).process.name == "web"
+
+
+def test_processes_of_bpm_run_as_vcap_in_the_real_tree_alone(tmp_path: Path) -> None:
+    """Below another base the agent's own user runs them."""
+    for base, user in ((Path("/var/vcap"), "vcap"), (tmp_path, None)):
+        assert Supervisor(Paths(base), on_event=lambda _: None).bpm._user == user
+
+
+async def test_a_bug_in_a_life_ends_the_supervisor(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once; the next agent continues."""
+
+    async def fail(self: Service) -> None:
+        raise RuntimeError(f"a bug about {self.name}")
+
+    monkeypatch.setattr(clock, "until_beat", lambda _: 3600)
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    await supervisor.configure([WEB])
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0)
+    monkeypatch.setattr(Service, "live", fail)
+    try:
+        await supervisor.configure([OTHERS])
+        with pytest.raises(RuntimeError, match="a bug about manual"):
+            async with asyncio.timeout(30):
+                await running
+    finally:
+        await supervisor.close()
+
+
+async def test_output_is_cut_at_each_beat_and_not_between(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A life that was cancelled is no bug."""
+    trims: list[object] = []
+    beats = iter((0.0, 0.0))
+    monkeypatch.setattr(supervisors, "TRIM_PERIOD_S", 11.0)  # of no other work
+    monkeypatch.setattr(clock, "until_beat", lambda period: next(beats, 3600) if period == 11.0 else 3600)
+    monkeypatch.setattr(supervisor._programs, "trim", lambda: trims.append(1))
+    supervisor._lives["web"].cancel()
+    await asyncio.wait([supervisor._lives["web"]])
+
+    running = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(30):
+        while len(trims) < 2:
+            await asyncio.sleep(0.001)
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert len(trims) == 2
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.mark.parametrize("is_in_use", [True, False])
+async def test_processes_of_bpm_above_their_limit_are_killed_at_each_beat(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, is_in_use: bool
+) -> None:
+    """Nothing is read where bpm runs nothing."""
+    events: list[Event] = []
+    looks: list[object] = []
+
+    def kill_hogs() -> list[MemoryKill]:
+        looks.append(1)
+        return [MemoryKill("db", "server", 3 << 20, 1 << 20)]
+
+    beats: list[float] = []
+
+    def until_beat(period: float) -> float:
+        beats.append(period)
+        return 0.0
+
+    supervisor = Supervisor(paths, on_event=events.append)
+    supervisor.bpm = SimpleNamespace(is_in_use=is_in_use, kill_hogs=kill_hogs)  # type: ignore[assignment]
+    monkeypatch.setattr(clock, "until_beat", until_beat)
+    watching = asyncio.create_task(supervisor._watch_memory())
+    async with asyncio.timeout(30):
+        while len(beats) < 2 and not watching.done():
+            await asyncio.sleep(0)
+    watching.cancel()
+
+    assert len(beats) >= 2
+    assert (len(looks) >= 2, len(events) >= 2) == (is_in_use, is_in_use)
+    assert {event.service for event in events} <= {"server"}
+
+
+async def test_a_kill_is_told_by_the_name_of_its_service(paths: Paths) -> None:
+    """That of the monit file, where one has the process."""
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    await supervisor.configure([JobFile("web", "", "check process Web with pidfile /run/bpm/web/server.pid\n")])
+    try:
+        names = [
+            supervisor._event_of(MemoryKill("web", process, 3 << 20, 1 << 20)).service
+            for process in ("server", "worker")
+        ]
+        assert names == ["Web", "worker"]
     finally:
         await supervisor.close()
 
