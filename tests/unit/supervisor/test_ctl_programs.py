@@ -234,7 +234,7 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
     left: list[str],
     kills: int,
 ) -> None:
-    """Passes that find no process prove nothing. A kill hunts its orphans meanwhile, and is told unless it is usual."""
+    """Passes that find no process prove nothing. A kill hunts its orphans meanwhile; an unusual one is recorded."""
     proofs: list[bool] = []
     hunted: list[set[Verdict]] = []
     cage = SimpleNamespace(kill=lambda: hunted.append(set(programs._hunted)))
@@ -276,7 +276,7 @@ async def test_handles_are_of_members_that_live(programs: Programs, monkeypatch:
 async def test_callers_share_a_pass_that_begins_after_their_call(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later one takes its own: an older one does not show what has started since."""
+    """A later one takes its own: an older one shows no process that has started since."""
     looks: list[Look] = []
 
     def look(_: object) -> Look:

@@ -187,7 +187,7 @@ def test_an_orphan_is_named_by_root_the_agent_or_its_own_user(
     owner: int,
     is_ours: bool,
 ) -> None:
-    """Whoever could signal it."""
+    """Each of them could signal it."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     kernel[50] = stat(50, parent=US), {}, ""
 

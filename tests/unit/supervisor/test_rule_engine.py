@@ -166,7 +166,7 @@ async def test_a_file_system_is_measured_where_its_path_can_be_read(tmp_path: Pa
 
 
 async def test_a_bug_in_a_check_ends_the_engine() -> None:
-    """Whoever runs it begins again, and the log names the bug."""
+    """Its caller logs the bug and runs it again."""
     ours = service(state=State.DOWN)
     engine = RuleEngine(lambda: [ours], lambda: 0, 0.001)
 

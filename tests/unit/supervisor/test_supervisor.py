@@ -116,7 +116,7 @@ async def test_the_state_is_saved_for_root_alone(supervisor: Supervisor, paths: 
 async def test_the_state_is_saved_once_more_when_all_lives_have_ended(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what is no reason to save it before; nothing is written later."""
+    """With changes that are no reason to save it before; nothing is written later."""
     lives, were_over = list(supervisor._lives.values()), list[bool]()
     monkeypatch.setattr(Service, "release", lambda _: were_over.append(all(life.done() for life in lives)))
     supervisor._changed()
@@ -256,7 +256,7 @@ async def test_a_start_during_a_stop_leaves_no_marker(
 async def test_orphans_are_ended_once_every_job_without_a_cgroup_is_stopped(
     paths: Paths, monkeypatch: pytest.MonkeyPatch, begun: int, is_caged: bool, other: State, since: list[int]
 ) -> None:
-    """While a service of another group is up, they may be its own. Those that remain are told."""
+    """While a service of another group is up, they may be its own. Remaining ones are named."""
     supervisor = Supervisor(paths, on_event=lambda _: None)
     await supervisor.configure([WEB, OTHERS])
     for life in supervisor._lives.values():
