@@ -113,24 +113,29 @@ async def test_the_state_is_saved_for_root_alone(supervisor: Supervisor, paths: 
     assert saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED)
 
 
-async def test_the_state_is_saved_once_more_when_all_lives_have_ended(
-    supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With changes that are no reason to save it before; nothing is written later."""
+async def test_the_state_is_saved_at_the_end(supervisor: Supervisor, paths: Paths) -> None:
+    """With changes that are no reason to save it before."""
+    assert supervisor._saving is not None
+    await supervisor._saving
+    supervisor._services["web"].record.restarts = 7
+
+    await supervisor.close()
+
+    saved = read_saved(paths.supervisor_state)
+    assert saved is not None
+    assert saved.services["web"].restarts == 7
+
+
+async def test_an_end_leaves_no_work_behind(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are released after the lives; nothing is written later."""
     lives, were_over = list(supervisor._lives.values()), list[bool]()
     monkeypatch.setattr(Service, "release", lambda _: were_over.append(all(life.done() for life in lives)))
     supervisor._changed()
-    supervisor._services["web"].record.restarts = 7
 
     await supervisor.close()
 
     assert were_over == [True] * 3
     assert supervisor._saving is None
-    assert supervisor._monit_files is not None
-    assert supervisor._monit_files.done()
-    saved = read_saved(paths.supervisor_state)
-    assert saved is not None
-    assert saved.services["web"].restarts == 7
 
 
 async def test_a_plan_is_saved_and_its_rules_are_checked(supervisor: Supervisor, paths: Paths) -> None:
@@ -521,33 +526,36 @@ async def test_an_unusable_file_is_told_once(paths: Paths) -> None:
 async def test_monit_files_are_written_and_removed_one_set_after_the_other(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a slow disk would bring files of a former apply back."""
+    """Else a slow disk would bring files of a former apply back. The end of the agent waits for them too."""
     calls: list[str] = []
     gate = threading.Event()
 
     def write(_: Path, job_files: Sequence[JobFile]) -> None:
         calls.append(f"begin {len(job_files)}")
-        gate.wait(30)
+        gate.wait(10)
         calls.append(f"end {len(job_files)}")
 
-    await supervisor._monit_files_written()
     monkeypatch.setattr(supervisors, "write_monit_files", write)
     monkeypatch.setattr(files, "remove_tree", lambda _: calls.append("remove"))
-    await supervisor.configure([WEB])
-    following = asyncio.create_task(supervisor.configure([WEB, OTHERS]))
-    for _ in range(50):
-        await asyncio.sleep(0.001)
-    assert calls in ([], ["begin 1"])
-    gate.set()
-    await following
-    gate.clear()
-    following = asyncio.create_task(supervisor.forget())
-    for _ in range(50):
-        await asyncio.sleep(0.001)
-    gate.set()
-    await following
-
-    assert calls == ["begin 1", "end 1", "begin 2", "end 2", "remove"]
+    requests: list[tuple[Callable[[], Awaitable[None]], list[str]]] = [
+        (partial(supervisor.configure, [WEB, OTHERS]), ["begin 2", "end 2"]),
+        (supervisor.forget, ["remove"]),
+        (supervisor.close, []),
+    ]
+    for request, following in requests:
+        await supervisor._monit_files_written()
+        calls.clear()
+        gate.clear()
+        await supervisor.configure([WEB])
+        asking = asyncio.ensure_future(request())
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert not asking.done()
+        assert calls in ([], ["begin 1"])
+        gate.set()
+        await asking
+        await supervisor._monit_files_written()
+        assert calls == ["begin 1", "end 1", *following]
 
 
 async def test_a_finished_service_is_described(supervisor: Supervisor) -> None:
