@@ -340,6 +340,28 @@ async def test_the_start_program_is_watched_until_the_process_appears(trigger: T
     assert (service._finder.program, released) == ((program, []) if is_kept else (None, [1]))
 
 
+@pytest.mark.parametrize(
+    ("state", "trigger", "is_interrupted"),
+    [
+        (State.STARTING, Trigger.APPEARED, False),
+        (State.STARTING, Trigger.START_ASKED, False),
+        (State.STARTING, Trigger.STOP_ASKED, True),
+        (State.RUNNING, Trigger.DIED, False),
+        (State.RUNNING, Trigger.UNMONITOR_ASKED, True),
+        (State.STOPPING, Trigger.RESTART_ASKED, False),
+    ],
+)
+async def test_only_an_event_from_outside_interrupts_work(state: State, trigger: Trigger, is_interrupted: bool) -> None:
+    """Work that brings an event itself has more to do; a stop that becomes a restart is the same work."""
+    service, cancelled = made("web"), list[object]()
+    service.record.state = state
+    service._step = cast("Any", SimpleNamespace(cancel=lambda: cancelled.append(1)))
+
+    service.on(trigger)
+
+    assert bool(cancelled) is is_interrupted
+
+
 async def test_complaints_are_of_the_rules_of_the_file() -> None:
     """Other rules begin without any; another file with the same rules changes nothing."""
     service = made("web")
