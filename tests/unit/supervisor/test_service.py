@@ -435,7 +435,8 @@ async def test_a_start_waits_for_prerequisites_and_a_restart_for_its_turn(state:
         needed.on(Trigger.APPEARED)
     else:
         turn.set()
-    await launching
+    async with asyncio.timeout(10):
+        await launching
 
     assert calls == ["run Started", "arrival"]
 
