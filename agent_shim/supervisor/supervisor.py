@@ -100,6 +100,7 @@ class Supervisor:
         self._counting = contextlib.ExitStack()
         self._services: dict[str, Service] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._bug: BaseException | None = None
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
         self._memory: dict[str, Record] = {}
@@ -149,9 +150,8 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(clock.until_beat(TRIM_PERIOD_S)):
                         await self._has_bug.wait()
-                for life in self._lives.values():
-                    if life.done() and not life.cancelled():
-                        life.result()
+                if self._bug is not None:
+                    raise self._bug
                 with contextlib.suppress(OSError):
                     await asyncio.to_thread(self._programs.trim)
                 self._kills.count()
@@ -495,6 +495,7 @@ class Supervisor:
     def _life_ended(self, life: asyncio.Task[None]) -> None:
         if not life.cancelled() and (bug := life.exception()):
             logger.critical("%s failed: no longer supervised", life.get_name(), exc_info=bug)
+            self._bug = self._bug or bug
             self._has_bug.set()
 
 

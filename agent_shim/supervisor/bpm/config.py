@@ -147,10 +147,11 @@ def _process(entry: _Map, root: str, disks: frozenset[str]) -> Process:
 
 
 def _limits(entry: _Map) -> Limits:
+    processes = entry.number("processes", -_SIGNED - 1, _SIGNED)
     return Limits(
         memory=_bytes(entry, "memory"),
         open_files=entry.number("open_files", 0, _UNSIGNED),
-        processes=entry.number("processes", -_SIGNED - 1, _SIGNED),
+        processes=None if processes is None or processes < 1 else processes,  # runc: no limit
         core_file_size=entry.number("core_file_size", 0, _UNSIGNED),
     )
 

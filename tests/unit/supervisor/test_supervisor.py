@@ -589,6 +589,24 @@ async def test_a_bug_in_a_life_ends_the_supervisor(paths: Paths, monkeypatch: py
         await supervisor.close()
 
 
+async def test_a_bug_counts_though_its_service_is_forgotten_meanwhile(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its event would wake the work beside the services without a pause."""
+
+    async def fail(self: Service) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Service, "live", fail)
+    await supervisor.configure([WEB])
+    await asyncio.wait(supervisor._lives.values())
+    await supervisor.forget()
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        async with asyncio.timeout(30):
+            await supervisor.run()
+
+
 async def test_output_is_cut_at_each_beat_and_not_between(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

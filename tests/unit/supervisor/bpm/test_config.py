@@ -70,6 +70,12 @@ def refusal(text: str) -> str:
     return rest
 
 
+@pytest.mark.parametrize(("written", "limit"), [(1, 1), (0, None), (-1, None)])
+def test_a_number_of_processes_below_one_is_no_limit(written: int, limit: int | None) -> None:
+    """As runc has it; the kernel refuses -1."""
+    assert one(f"limits: {{processes: {written}}}").limits.processes == limit
+
+
 def test_every_key() -> None:
     """Each key of the schema has its place in the value; unknown ones are ignored."""
     file = parse(WHOLE)
