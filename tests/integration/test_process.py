@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import proc, process, reaper
+from agent_shim.host import clock, proc, process, reaper
 from tests.support.programs import argv, end_marked, eventually, is_alive, marked, number_in
 
 SH = "/bin/sh"
@@ -70,6 +70,14 @@ async def test_descriptors_are_given_back(env: dict[str, str]) -> None:
     assert process.send(released.identity, signal.SIGKILL)
 
 
+async def test_the_descriptor_of_a_released_process_serves_the_next(env: dict[str, str]) -> None:
+    """The kernel gives the lowest free number: the next process has that of the released one."""
+    process.spawn(["/bin/sleep", "600"], env=env).release()
+    child = process.spawn(shell("exit 7"), env=env)
+
+    assert await asyncio.wait_for(child.wait(), 30) == 7
+
+
 def _descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -101,6 +109,14 @@ async def test_unknown_user_is_named() -> None:
         process.spawn([SH], env={}, user="nosuch")
     with pytest.raises(HostError, match="cannot run /bin/sh: there is no group nosuch"):
         process.spawn([SH], env={}, user="root", group="nosuch")
+
+
+async def test_an_ordinary_user_runs_every_program_as_itself(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    assert await process.spawn(shell("exit 7"), env=env, user="nosuch", group="nosuch").wait() == 7
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -306,6 +322,55 @@ async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) ->
     assert await child.wait() == 137
 
 
+async def test_a_dead_process_holds_its_number_until_it_is_reaped(env: dict[str, str]) -> None:
+    """Its group is signalled as one until then, with members that fork meanwhile."""
+    child = process.spawn(shell("exit 0"), env=env)
+    while child.is_alive:
+        time.sleep(0.001)  # noqa: ASYNC251 - the loop shall not reap it
+
+    assert child._holds_pid
+    await child.wait()
+    assert not child._holds_pid
+
+
+async def test_a_living_child_is_not_reaped(env: dict[str, str]) -> None:
+    child = process.spawn(["/bin/sleep", "600"], env=env)
+
+    assert not process.reap(child.pid)
+    assert process.is_watched(child.pid)
+    assert process.is_spawned(child.identity)
+
+    child.send(signal.SIGKILL)
+    await child.wait()
+    assert not process.is_spawned(child.identity)
+
+
+async def test_an_adopted_member_of_a_group_is_signalled_alone(env: dict[str, str], tmp_path: Path) -> None:
+    """The group is that of another process."""
+    pidfile = tmp_path / "pid"
+    leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
+    member = process.adopt(await eventually(lambda: number_in(pidfile)))
+    assert member is not None
+
+    member.send_group(signal.SIGKILL)
+
+    await eventually(lambda: not member.is_alive)
+    assert leader.is_alive
+    await leader.terminate(1)
+
+
+@pytest.mark.parametrize(("script", "ticks"), [("exit 0", 0), ("sleep 600 & exit 0", 1)])
+async def test_a_group_that_outlives_its_leader_may_have_members_as_young_as_its_end(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, script: str, ticks: int
+) -> None:
+    """They were forked in the same tick."""
+    monkeypatch.setattr(clock, "boot_ticks", lambda: 1 << 50)
+    leader = process.spawn(shell(script), env=env)
+    await leader.wait()
+
+    assert leader.seen_ticks == (1 << 50) + ticks
+
+
 async def test_signal_after_the_end_goes_nowhere(env: dict[str, str]) -> None:
     """A number that may be another's by now is not used."""
     child = process.spawn(shell("exit 0"), env=env)
@@ -408,6 +473,24 @@ async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: P
 
         assert await daemon.wait() == 128 + signal.SIGUSR1
         assert proc.stat(daemon.pid) is None
+
+
+async def test_the_session_of_an_orphan_is_the_one_that_it_ended_in(env: dict[str, str], tmp_path: Path) -> None:
+    """It began that after it was adopted, and started a program in it."""
+    pidfile, go, childfile = (tmp_path / name for name in ("pid", "go", "child"))
+    with reaper.reaping():
+        await process.spawn(argv("late_session.py", pidfile, go, childfile), env=env).wait()
+        daemon = process.adopt(await eventually(lambda: number_in(pidfile)))
+        assert daemon is not None
+        assert daemon.session != daemon.pid
+        go.touch()
+        child = process.adopt(await eventually(lambda: number_in(childfile)))
+        assert child is not None
+        daemon.send(signal.SIGKILL)
+        await daemon.wait()
+        await child.terminate(1)
+
+    assert daemon.session == daemon.pid
 
 
 async def test_stranger_is_reaped(env: dict[str, str], tmp_path: Path) -> None:

@@ -26,9 +26,11 @@ async def test_reaping_ends_with_its_block() -> None:
     """Subreaper and SIGCHLD handler are there inside and gone after it."""
     with reaper.reaping():
         assert _is_subreaper()
+        taken = [process.takes_orphans]
         assert signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
 
     assert not _is_subreaper()
+    assert [*taken, process.takes_orphans] == [True, False]
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     assert asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD) is False
 
@@ -44,6 +46,24 @@ async def test_more_is_reaped_in_one_turn_of_the_loop_than_is_started() -> None:
     left = [child for child in children if proc.stat(child.pid)]
     assert MAX_CONCURRENT_SPAWNS < len(children) - len(left) < len(children)
     reaper.reap_all()
+
+
+async def test_a_living_child_is_no_reason_to_look_again() -> None:
+    child = process.spawn(["/bin/sleep", "600"], env={})
+
+    assert not reaper.reap_some()
+    await child.terminate(0)
+
+
+async def test_the_dead_are_reaped_from_the_start_and_until_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One signal may stand for many ends, and those before the block have sent theirs."""
+    answers = [True, True, False]
+    monkeypatch.setattr(reaper, "reap_some", lambda: answers.pop(0))
+    with reaper.reaping():
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    assert answers == []
 
 
 async def test_the_end_of_an_orphan_reaches_the_heirs_and_that_of_a_child_does_not(

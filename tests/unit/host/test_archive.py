@@ -327,6 +327,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         b"".join(pax(record("linkpath", str(number) + "a" * 3000)) + link(str(number), "c") for number in range(6)),
         "its names are too long",
     ),
+    "names of directories too long in sum": (
+        b"".join(pax(record("path", f"{number}" + 3 * f"/{'a' * 250}" + "/b")) + member("x") for number in range(8)),
+        "its names are too long",
+    ),
     "hard link up": (link("a", "../evil", hard=True), "'../evil': it does not lie below the archive"),
     "absolute hard link": (link("a", "/etc/passwd", hard=True), "it does not lie below the archive"),
     "hard link through a link": (link("a", ".") + member("b") + link("c", "a/b", hard=True), "'c': it is a link to"),

@@ -226,6 +226,7 @@ def test_nothing_mounted_is_no_cgroup() -> None:
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
+    assert cgroups.trees(Path("/absent")) == []
 
 
 @given(st.text())

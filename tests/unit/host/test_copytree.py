@@ -120,3 +120,76 @@ def test_links_that_are_right_are_not_made_again(pair: tuple[Path, Path]) -> Non
     copytree.mirror(source, target)
 
     assert [(target / name).stat().st_ctime_ns for name in "ab"] == [each.st_ctime_ns for each in before]
+
+
+def test_two_names_of_one_file_are_no_copy_of_two_files(pair: tuple[Path, Path]) -> None:
+    """A write to one would change the other."""
+    source, target = pair
+    for path in (source / "a", source / "b", target / "a"):
+        path.write_text("x")
+        os.utime(path, ns=(SECOND_NS, SECOND_NS + 1))
+    (target / "b").hardlink_to(target / "a")
+
+    copytree.mirror(source, target)
+
+    assert (target / "a").stat().st_ino != (target / "b").stat().st_ino
+    assert [(target / name).read_text() for name in "ab"] == ["x", "x"]
+
+
+def test_a_link_with_two_names_keeps_both(pair: tuple[Path, Path]) -> None:
+    """It is not followed: its target may lie outside."""
+    source, target = pair
+    (source.parent / "outside").write_text("x")
+    (source / "a").symlink_to("../outside")
+    os.link(source / "a", source / "b", follow_symlinks=False)
+
+    copytree.mirror(source, target)
+
+    assert (target / "b").is_symlink()
+    assert (target / "b").lstat().st_ino == (target / "a").lstat().st_ino
+
+
+def test_half_a_copy_is_open_to_its_owner_alone(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others could read a directory of secrets until it has its own mode."""
+    source, target = pair
+    (source / "d").mkdir(mode=0o700)
+    (source / "file").write_text("x")
+    modes: list[int] = []
+    honest = copytree._copy_attributes
+
+    def copied(old: int, new: int, status: os.stat_result) -> None:
+        modes.append(stat.S_IMODE(os.fstat(new).st_mode))
+        honest(old, new, status)
+
+    monkeypatch.setattr(copytree, "_copy_attributes", copied)
+    target.chmod(0o700)
+    before = os.umask(0)
+    try:
+        copytree.mirror(source, target)
+    finally:
+        os.umask(before)
+
+    assert modes == [0o600, 0o700, 0o700]
+
+
+def test_the_first_byte_is_compared(pair: tuple[Path, Path]) -> None:
+    """And a file of one."""
+    source, target = pair
+    for path, content in ((source / "a", b"1"), (target / "a", b"2"), (source / "b", b"1x"), (target / "b", b"2x")):
+        path.write_bytes(content)
+        os.utime(path, ns=(SECOND_NS, SECOND_NS + 1))
+
+    copytree.mirror(source, target)
+
+    assert [(target / name).read_bytes() for name in "ab"] == [b"1", b"1x"]
+
+
+def test_files_that_are_cut_while_they_are_compared_are_not_the_same(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both end before the bytes that were there."""
+    monkeypatch.setattr(guarded, "segments", lambda *_, **__: iter([(0, 10)]))
+    for path in pair:
+        (path / "a").write_bytes(b"12345")
+    with (pair[0] / "a").open("rb") as one, (pair[1] / "a").open("rb") as other:
+        assert not copytree._same_data(one.fileno(), other.fileno(), 10)

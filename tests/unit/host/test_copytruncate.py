@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import stat
+import zlib
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,56 @@ def test_a_rotation_that_fails_leaves_the_log_and_no_archive(tmp_path: Path, mon
 
     assert (tmp_path / "a.log").read_bytes() == b"precious"
     assert archives(tmp_path) == {}
+
+
+def test_what_is_too_much_is_left_out_once_and_not_of_each_run(tmp_path: Path) -> None:
+    """A log with a hole has several."""
+    with (tmp_path / "a.log").open("wb") as file:
+        file.write(b"a" * 4096)
+        file.seek(1 << 20)
+        file.write(b"b" * 4096)
+
+    moved = rotate(tmp_path, most=4096)
+
+    assert moved == (4096, 4096)
+    assert archives(tmp_path) == {
+        "a.log.1.gz": b"(4096 bytes before this were too many to keep)\n" + b"b" * 4096,
+    }
+
+
+def test_a_hole_at_the_end_of_a_log_is_not_packed(tmp_path: Path) -> None:
+    with (tmp_path / "a.log").open("wb") as file:
+        file.write(b"a" * 4096)
+        file.truncate(1 << 20)
+
+    assert rotate(tmp_path, most=1 << 20) == (4096, 0)
+    assert archives(tmp_path) == {"a.log.1.gz": b"a" * 4096}
+
+
+def test_a_planted_link_to_nothing_has_its_place_in_the_row(tmp_path: Path) -> None:
+    """It would be in the way of every later archive."""
+    (tmp_path / "a.log.1.gz").symlink_to("nowhere")
+    (tmp_path / "a.log").write_bytes(b"new")
+
+    rotate(tmp_path)
+
+    assert gzip.decompress((tmp_path / "a.log.1.gz").read_bytes()) == b"new"
+    assert (tmp_path / "a.log.2.gz").is_symlink()
+
+
+def test_all_is_in_the_archive_on_the_disk_before_the_log_is_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that crashes in between loses nothing."""
+    log = tmp_path / "a.log"
+    log.write_bytes(b"precious")
+    synced: list[tuple[bytes, bytes]] = []
+
+    def fsync(fd: int) -> None:
+        packed = Path(f"/proc/self/fd/{fd}").read_bytes()
+        synced.append((zlib.decompressobj(31).decompress(packed), log.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    rotate(tmp_path)
+
+    assert synced == [(b"precious", b"precious")]

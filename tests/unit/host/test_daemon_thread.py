@@ -24,6 +24,7 @@ async def test_work_that_hangs_holds_nobody() -> None:
     try:
         assert await run_in_daemon_thread(lambda: 7, "seven") == 7
         assert not any(each.done() for each in hung)
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("hung"))
     finally:
         gate.set()
         await asyncio.gather(*hung)
@@ -57,4 +58,23 @@ def test_the_pool_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None
         patched.setattr(threading.Thread, "start", no_thread)
         assert [threads.submit(int, number).result() for number in range(30)] == [*range(30)]
         pool(3).shutdown()
+    threads.shutdown()
+
+
+def test_the_threads_that_could_be_started_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not wait for the others."""
+    start, left = threading.Thread.start, ["one", "two"]
+
+    def started(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started)
+        threads = pool(3)
+
+    assert left == []
+    assert threads.submit(int, "7").result(30) == 7
     threads.shutdown()

@@ -7,11 +7,12 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import files, guarded
+from agent_shim.host import capabilities, files, guarded
 from tests.support.users import as_ordinary_user
 
 
@@ -253,6 +254,25 @@ def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
     assert owners == {"d": (1, 2), "f": (1, 2), "l": (2, 1)}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize(("owner", "ids"), [("daemon:root", (1, 0)), ("root:daemon", (0, 1))])
+def test_one_half_of_an_owner_may_be_right_already(tmp_path: Path, owner: str, ids: tuple[int, int]) -> None:
+    files.write_atomic(tmp_path / "f", b"", owner=owner)
+
+    assert ((tmp_path / "f").stat().st_uid, (tmp_path / "f").stat().st_gid) == ids
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user gives nothing away")
+def test_root_that_may_give_nothing_away_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container without CAP_CHOWN: the file is written all the same."""
+    monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
+    files._may_give.cache_clear()
+    try:
+        assert files.owner_ids("daemon:bin") == (-1, -1)
+    finally:
+        files._may_give.cache_clear()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root looks owners up")
 @pytest.mark.parametrize(("owner", "what"), [("nobody-here:root", "user"), ("root:nobody-here", "group")])
 def test_an_unknown_owner_is_named(tmp_path: Path, owner: str, what: str) -> None:
@@ -282,6 +302,19 @@ def test_a_link_is_swapped(tmp_path: Path) -> None:
 
     assert link.readlink() == tmp_path / "two"
     assert names_in(tmp_path) == ["link"]
+
+
+def test_a_link_to_a_directory_is_swapped_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    (tmp_path / "one").mkdir()
+    files.swap_link(tmp_path / "one", link)
+    removed: list[Path] = []
+    monkeypatch.setattr(files, "remove_tree", removed.append)
+
+    files.swap_link(tmp_path / "two", link)
+
+    assert removed == []
+    assert link.readlink() == tmp_path / "two"
 
 
 def test_a_real_directory_gives_way_to_a_link(tmp_path: Path) -> None:
@@ -391,3 +424,12 @@ def test_bytes_are_copied_from_here_to_the_end(
         files.copy_data(source.fileno(), target.fileno())
 
     assert (tmp_path / "b").read_bytes() == data[7:]
+
+
+def test_nothing_is_copied_from_the_end(tmp_path: Path) -> None:
+    """An empty blob is one too."""
+    (tmp_path / "a").touch()
+    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
+        files.copy_data(source.fileno(), target.fileno())
+
+    assert (tmp_path / "b").read_bytes() == b""

@@ -206,6 +206,30 @@ def test_links_are_packed_as_links_and_never_followed(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of an ordinary user may have many names")
+def test_a_file_of_root_with_a_second_name_is_not_packed(tmp_path: Path) -> None:
+    """A job may give it one among its logs. In a tree that no job writes to it is a file like any other."""
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/a.log").hardlink_to(tmp_path / "secret")
+    data = logs(tmp_path / "logs")
+
+    assert list(entries(data)) == ["./remarks"]
+    assert content(data, "./remarks") == b"./a.log: it is a file of root with a second hard link, and not packed\n"
+    assert content(packed(Tree(str(tmp_path / "logs"))), "./a.log") == b"secret"
+
+
+def test_a_compiled_package_belongs_to_root_by_name(tmp_path: Path) -> None:
+    """Logs have the numbers of their owners, and no name."""
+    make(tmp_path, ["a"])
+    (tmp_path / "out").symlink_to("/")
+
+    fixed, live = entries(packed(Tree(str(tmp_path)))), entries(logs(tmp_path))
+
+    assert {(member.uname, member.gname) for member in fixed.values()} == {("root", "root")}
+    assert {name: member.uname for name, member in live.items()} == {"./a": "", "./remarks": "root"}
+
+
 @pytest.mark.parametrize("what", ["link", "fifo", "directory", "nothing"])
 def test_a_file_swapped_for_something_else_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -635,7 +659,10 @@ def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
     make(tmp_path, ["a.log"])
 
-    assert content(logs(tmp_path), "./remarks") == b".: the archive is incomplete: packing took longer than 0 seconds\n"
+    data = logs(tmp_path)
+
+    assert list(entries(data)) == ["./remarks"]
+    assert content(data, "./remarks") == b".: the archive is incomplete: packing took longer than 0 seconds\n"
 
 
 def test_names_forge_no_line_of_the_remarks(tmp_path: Path) -> None:
@@ -672,8 +699,9 @@ def test_a_pattern_may_be_as_long_as_its_bound(tmp_path: Path) -> None:
         (["a"] * 1001, "more than 1000"),
         (["{a}" * 100], "more than 1024 characters or 50 braces"),
         (["a" * 5000], "more than 1024 characters or 50 braces"),
+        (["a" * 1000] * 6, "more than 1000 patterns or 5000 characters"),
     ],
-    ids=["a billion", "empty arms", "many", "deep", "long"],
+    ids=["a billion", "empty arms", "many", "deep", "long", "long in sum"],
 )
 def test_patterns_that_stand_for_too_many_are_refused(tmp_path: Path, patterns: list[str], why: str) -> None:
     """Thirty braces took all memory."""

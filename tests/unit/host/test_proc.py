@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +49,8 @@ def test_nobody_is_none() -> None:
     assert proc.stat(beyond) is None
     assert proc.command_line(beyond) == ""
     assert proc.variable(beyond, "PATH") is None
+    assert proc.open_files(beyond) == 0
+    assert not proc.has_our_root(beyond)
 
 
 def test_command_line_is_joined_by_blanks() -> None:
@@ -80,7 +85,7 @@ def test_descent(parents: Mapping[int, int], roots: list[int], found: set[int]) 
 def test_incarnation_stays_while_we_live() -> None:
     """The same for every question, and not empty on Linux."""
     assert proc.incarnation() == proc.incarnation()
-    assert "/" in proc.incarnation()
+    assert proc.incarnation().startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/")
 
 
 def test_container_that_gets_the_namespace_number_of_another_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +151,42 @@ def test_a_process_whose_first_thread_has_ended_lives_while_others_do(
     assert found.is_alive is is_alive
     assert found.resident_kb == (700 if is_alive else 250) * proc.PAGE_KB
     assert str(proc._shown(41)) == ("/proc/41/task/43" if is_alive else "/proc/41")
+
+
+def test_open_files_are_counted_where_the_kernel_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 6.2 the directory has no size."""
+    scandir, descriptors = os.scandir, len(list(Path("/proc/self/fd").iterdir())) - 1
+    monkeypatch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))
+    monkeypatch.setattr(os, "scandir", lambda path: [*scandir(path)][:-1])  # without the one of the listing
+
+    assert proc.open_files(os.getpid()) == descriptors
+
+
+def test_a_mapped_file_is_in_use_though_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "mapped"
+    path.write_bytes(b"x")
+    with path.open("rb") as file:
+        kept = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+    # A mapping of Python's has a descriptor of its own.
+    found = proc.uses([os.getpid()], lambda wanted: wanted == str(path), {tmp_path.stat().st_dev})
+    kept.close()
+
+    assert proc.Use("map", str(path)) in found[os.getpid()]
+
+
+def test_the_path_of_a_cgroup_may_have_colons() -> None:
+    assert proc.parse_groups("4:cpu,cpuacct:/a:b/c\n0::/d:e\n") == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e"}
+
+
+def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proc.last_number() is not None
+    monkeypatch.setattr(Path, "read_text", lambda _: "0.10 0.20 0.30 1/234 5678\n")
+
+    assert proc.last_number() == 5678
+
+
+def test_a_reader_that_hangs_holds_no_end_of_the_process() -> None:
+    """Only a daemon thread is not waited for."""
+    found = proc._of_each([1], lambda _: threading.current_thread().daemon)
+
+    assert found == {1: True}

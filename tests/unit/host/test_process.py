@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -123,6 +125,7 @@ async def test_the_session_of_an_ended_process_is_its_last(leader: Process) -> N
 
 def test_what_is_no_child_and_no_group_is_told() -> None:
     assert not process._has_child(os.P_PID, LEADER.pid)
+    assert not process._send(None, LEADER.pid, signal.SIGTERM)
     assert not process._group_exists(LEADER.pid)
     assert process._group_exists(os.getpgrp())
     assert not process.is_spawned(LEADER.identity)
@@ -130,3 +133,57 @@ def test_what_is_no_child_and_no_group_is_told() -> None:
     assert process.is_spawned(LEADER.identity)
     assert not process.is_spawned((LEADER.pid, 1001))
     del process._spawned[LEADER.pid]
+
+
+async def test_a_number_that_no_child_holds_may_be_that_of_another(
+    leader: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent has reaped it, and its end is not noticed yet."""
+    assert leader._holds_pid
+    monkeypatch.setattr(proc, "stat", lambda _: None)
+
+    assert not leader.is_over
+    assert not leader._holds_pid
+
+
+async def test_members_are_found_without_a_further_thread_too(leader: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(Process, "_holds_pid", False)
+    monkeypatch.setattr(proc, "table", lambda: {7: member(7, 1000)})
+    monkeypatch.setattr(process, "send", lambda identity, _: sent.append(identity))
+
+    await leader._signal_group(signal.SIGTERM)
+
+    assert sent == [(7, 1000)]
+
+
+def test_the_group_of_an_orphan_is_killed_unless_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *sent: killed.append(sent))
+
+    process.kill_group_of(member(7, 1000, "Z"))
+    process.kill_group_of(member(8, 1000, "Z", group=os.getpgrp()))
+
+    assert killed == [(LEADER.pid, signal.SIGKILL)]
+
+
+def test_an_ordinary_user_without_core_files_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hard limit is below the one that a pipe respects."""
+    limits = [(0, 0)]
+
+    def setrlimit(_: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > wanted[1] or wanted[1] > limits[-1][1]:
+            raise ValueError("not allowed to raise maximum limit")
+        limits.append(wanted)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+
+    process.disable_core_dumps()
+
+    assert limits[-1] == (0, 0)

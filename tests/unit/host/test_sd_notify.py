@@ -55,7 +55,7 @@ def test_without_a_watchdog_there_are_no_beats(systemd: socket.socket) -> None:
 
 
 def test_an_abstract_name_is_understood() -> None:
-    name = f"agent-shim-test-{os.getpid()}"
+    name = f"agent-shim@test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0{name}")
         listener.settimeout(5)
@@ -84,3 +84,15 @@ def test_variables_are_taken_out_of_the_environment(given: dict[str, str], wante
 
     assert sd_notify.from_environment(environ) == wanted
     assert environ == {"PATH": "/bin"}
+
+
+def test_a_systemd_that_reads_nothing_holds_nobody(systemd: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+    """The watchdog's thread beats, and must end a held process."""
+    notifier = Notifier(systemd.getsockname())
+    for _ in range(10_000):
+        if caplog.records:
+            break
+        notifier.ready()
+
+    assert "cannot notify systemd of READY=1: Resource temporarily unavailable" in caplog.text
+    assert set(heard(systemd)) == {"READY=1"}
