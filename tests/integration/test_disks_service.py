@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError, HostError
@@ -48,6 +49,7 @@ async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
 ) -> None:
     """But not one with the marker of a disk that was unmounted, nor the volume of a known disk."""
     store = instance.paths.store
+    instance.attach("z")
     monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == store)
 
     assert await instance.disks.list() == []
@@ -104,8 +106,8 @@ async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
     await instance.disks.mount("a")
 
     assert instance.paths.store.readlink() == volume
-    assert await instance.disks.list() == ["a"]
     assert instance.disks.is_mounted()
+    assert await instance.disks.list() == ["a"]
     assert instance.marker("a") == Marker("a", "store")
     assert instance.paths.managed_disk.read_text() == "a"
 
@@ -181,6 +183,14 @@ async def test_a_volume_that_does_not_come_is_an_error(
         await instance.disks.mount("a")
 
 
+async def test_a_volume_of_shared_memory_is_no_device(instance: Instance) -> None:
+    """It may arrive, as any other directory."""
+    instance.persistent["a"] = "/dev/shm/of-no-test"
+
+    with pytest.raises(ActionError, match="the volume of disk a is not there: there is no /dev/shm/of-no-test"):
+        await instance.disks.mount("a")
+
+
 async def test_a_hint_that_names_nothing_is_an_error(instance: Instance) -> None:
     instance.persistent["a"] = None
 
@@ -208,6 +218,31 @@ async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) ->
         await instance.disks.mount("a")
     instance.disks._places._hold = lambda _: ""
     assert await instance.disks.list() == []
+
+
+async def test_a_disk_that_another_agent_has_taken_meanwhile_is_not_mounted_after_a_restart(instance: Instance) -> None:
+    instance.attach("a")
+    await instance.disks.mount("a")
+    instance.remake_container()
+    instance.disks._places._hold = lambda _: "agent b on node-7"
+
+    await instance.disks.recover()
+
+    assert await instance.disks.list() == []
+    assert (await instance.disks.problem()).endswith(": disk a is in use by agent b on node-7")
+
+
+async def test_a_former_disk_that_another_agent_keeps_is_refused(instance: Instance) -> None:
+    """Nothing marks it, and it holds the files."""
+    former = instance.attach("a")
+    (former / "data").write_text("precious")
+    instance.attach("b")
+    instance.disks._places._hold = lambda place: "agent b on node-7" if place.is_relative_to(former) else ""
+
+    with pytest.raises(ActionError, match="disk a is in use by agent b on node-7"):
+        await instance.disks.mount("b")
+    assert instance.marker("a") is None
+    assert not instance.paths.store.is_symlink()
 
 
 async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
@@ -416,6 +451,32 @@ async def test_a_disk_that_was_replaced_may_be_taken_by_another_agent(instance: 
     assert released == [instance.volume("a") / markers.DIRECTORY]
 
 
+async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instance) -> None:
+    """A swap was interrupted between its marker and the mount."""
+    for cid in "ab":
+        instance.attach(cid)
+    await instance.disks.mount("a")
+    markers.write(instance.volume("b"), Marker("b", "store", "a", 1))
+
+    await instance.disks.recover()
+
+    assert await instance.disks.problem() == ""
+    assert instance.paths.store.readlink() == instance.volume("b")
+
+
+async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = instance.attach("a")
+    await instance.disks.mount("a")
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(files, "sync_filesystem", lambda path: synced.append((path, instance.paths.store.is_symlink())))
+
+    await instance.disks.unmount("a")
+
+    assert synced == [(volume, True)]
+
+
 async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
     """Once it is unused; the disk on the store stays."""
     for cid in "ab":
@@ -494,9 +555,11 @@ async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
 
 
 async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
+    """And the disk is looked at again, however long that took."""
     instance.attach("a")
     await instance.disks.mount("a")
     instance.write("file", "x")
+    instance.disks._timeouts = msgspec.structs.replace(instance.disks._timeouts, use=0.0)
     with holding(instance.paths.store) as program:
         instance.of_jobs.add(program.pid)
 
@@ -801,8 +864,17 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
     with pytest.raises(HostError, match="Input/output error"):
         await instance.disks.migrate("a", "b")
 
-    assert await instance.disks.list() == ["a", "b"]
     assert instance.paths.store.readlink() == instance.volume("a")
+    assert await instance.disks.list() == ["a", "b"]
+    assert fingerprint(instance.paths.store) == wanted
+
+
+async def test_a_worker_copies_where_nothing_else_is_told(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, bind=False, copy=None)
+    wanted = await resizing(instance)
+
+    await instance.disks.migrate("a", "b")
+
     assert fingerprint(instance.paths.store) == wanted
 
 
@@ -932,11 +1004,14 @@ async def test_associated_disks_are_linked_and_listed(instance: Instance) -> Non
 
 async def test_association_links_come_back(instance: Instance) -> None:
     instance.attach("a")
-    instance.update = UpdateSettings(disk_associations=[DiskAssociation("x", "gone"), DiskAssociation("data", "a")])
+    instance.persistent["late"] = "/does/not/exist"
+    wanted = [DiskAssociation("x", "gone"), DiskAssociation("y", "late"), DiskAssociation("data", "a")]
+    instance.update = UpdateSettings(disk_associations=wanted)
 
     await instance.disks.recover()
 
     assert await instance.disks.list() == ["a"]
+    assert [link.name for link in instance.paths.instance_disks.iterdir()] == ["data"]
 
 
 async def test_an_associated_disk_is_unmounted_by_removing_its_link(instance: Instance) -> None:
@@ -987,6 +1062,17 @@ async def test_dynamic_disks_are_linked_and_unlinked(instance: Instance) -> None
     for _ in range(2):
         await instance.disks.remove_dynamic("a")
         assert not link.is_symlink()
+
+
+async def test_a_dynamic_disk_whose_volume_has_not_arrived_is_not_linked(instance: Instance) -> None:
+    """Files would stay on the node."""
+    volume = instance.attach("a")
+    instance.paths.dynamic_disks.mkdir()
+    instance.disks._places.is_bare = lambda place: True  # type: ignore[method-assign]  # noqa: ARG005
+
+    with pytest.raises(ActionError, match=f"nothing is mounted at {volume}"):
+        await instance.disks.add_dynamic("a", str(volume))
+    assert list(instance.paths.dynamic_disks.iterdir()) == []
 
 
 @pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])
