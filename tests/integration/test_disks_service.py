@@ -702,8 +702,8 @@ async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(inst
 
     await instance.disks.mount("b")
 
-    assert await instance.disks.list() == ["a", "b"]
     assert instance.read("data") == "precious"
+    assert await instance.disks.list() == ["a", "b"]
     assert instance.marker("a") == Marker("a", "store")
 
 

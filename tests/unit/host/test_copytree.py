@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from agent_shim.host import copytree, guarded
+from tests.support.users import as_ordinary_user
 
 SECOND_NS = 1_000_000_000
 
@@ -193,3 +195,22 @@ def test_files_that_are_cut_while_they_are_compared_are_not_the_same(
         (path / "a").write_bytes(b"12345")
     with (pair[0] / "a").open("rb") as one, (pair[1] / "a").open("rb") as other:
         assert not copytree._same_data(one.fileno(), other.fileno(), 10)
+
+
+def test_an_ordinary_user_copies_into_a_directory_that_an_earlier_pass_has_closed() -> None:
+    """Its mode was set, and then a file was removed that differed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source, target = Path(scratch, "source"), Path(scratch, "target")
+        for top in (source, target):
+            (top / "d").mkdir(parents=True)
+        (source / "d/file").write_text("x")
+        for top in (source, target):
+            (top / "d").chmod(0o500)
+        if os.geteuid() == 0:
+            for path in (Path(scratch), *Path(scratch).rglob("*")):
+                os.chown(path, 1000, -1)
+        with as_ordinary_user():
+            copytree.mirror(source, target)
+
+        assert (target / "d/file").read_text() == "x"
+        assert stat.S_IMODE((target / "d").stat().st_mode) == 0o500
