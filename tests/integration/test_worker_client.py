@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,21 @@ async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
         await worker_client.run_worker(b"{}")
+
+
+async def test_a_worker_that_is_given_up_may_leave_something(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is killed if it does not end, and the caller removes its files."""
+    stubborn, tidied = tmp_path / "python", list[int]()
+    stubborn.write_text("#!/bin/sh\nexec sleep 600\n")
+    stubborn.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stubborn))
+    working = asyncio.create_task(worker_client.run_worker(b"{}", tidy=tidied.append))
+    await asyncio.sleep(0)
+
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert len(tidied) == 1
 
 
 def test_a_worker_whose_parent_is_gone_ends() -> None:

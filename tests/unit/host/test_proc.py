@@ -156,10 +156,12 @@ def test_a_process_whose_first_thread_has_ended_lives_while_others_do(
 def test_open_files_are_counted_where_the_kernel_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Linux 6.2 the directory has no size."""
     scandir, descriptors = os.scandir, len(list(Path("/proc/self/fd").iterdir())) - 1
-    monkeypatch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))
-    monkeypatch.setattr(os, "scandir", lambda path: [*scandir(path)][:-1])  # without the one of the listing
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))
+        patched.setattr(os, "scandir", lambda path: [*scandir(path)][:-1])  # without the one of the listing
+        found = proc.open_files(os.getpid())
 
-    assert proc.open_files(os.getpid()) == descriptors
+    assert found == descriptors
 
 
 def test_a_mapped_file_is_in_use_though_it_is_closed(tmp_path: Path) -> None:
