@@ -47,7 +47,9 @@ def test_other_texts_are_no_processor_times(tmp_path: Path, text: str) -> None:
         host_stats.cpu_times(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "MemFree: 1 kB", "MemTotal: much kB", "MemTotal: -5 kB"])
+@pytest.mark.parametrize(
+    "text", ["", "MemFree: 1 kB", "MemTotal: much kB", "MemTotal: -5 kB", MEMINFO.replace("   500 kB", "-500 kB")]
+)
 def test_other_texts_are_no_memory(tmp_path: Path, text: str) -> None:
     """Text that the kernel would not write is an error, never a number."""
     (tmp_path / "meminfo").write_text(text)
