@@ -348,6 +348,24 @@ async def test_what_an_action_changed_is_in_the_backup_before_its_outcome_is_tol
     assert copy.read_bytes() == world.paths.disk_hints.read_bytes()
 
 
+async def test_what_an_action_changed_is_in_the_backup_though_nobody_asks_for_its_outcome(world: World) -> None:
+    await world.call("add_persistent_disk", "cid", "/dev/sdx")
+
+    copy = world.paths.mirror / "persistent_disk_hints.json"
+    async with asyncio.timeout(30):
+        while not copy.exists():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_stored_task_is_run_again_from_its_request(world: World) -> None:
+    """After a restart of the agent."""
+    request = {"method": "update_settings", "arguments": [{"trusted_certs": ""}], "reply_to": "x", "protocol": 3}
+    stored = world.dispatcher.resumed()
+
+    assert stored.keys() == {"update_settings"}
+    assert await stored["update_settings"](json.dumps(request).encode())() == "ok"
+
+
 async def test_a_persistent_task_is_in_the_backup_before_its_number_is_told(world: World) -> None:
     blocked = asyncio.Event()
     world.agent.tasks.submit("blocker", blocked.wait)
