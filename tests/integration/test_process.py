@@ -370,6 +370,19 @@ async def test_an_adopted_member_of_a_group_is_signalled_alone(env: dict[str, st
     await leader.terminate(1)
 
 
+async def test_an_adopted_member_that_does_not_listen_is_killed(env: dict[str, str], tmp_path: Path) -> None:
+    pidfile = tmp_path / "pid"
+    leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
+    member = process.adopt(await eventually(lambda: number_in(pidfile)))
+    assert member is not None
+
+    await member.terminate(0.05)
+
+    assert not member.is_alive
+    assert leader.is_alive
+    await leader.terminate(1)
+
+
 @pytest.mark.parametrize(("script", "ticks"), [("exit 0", 0), ("sleep 600 & exit 0", 1)])
 async def test_a_group_that_outlives_its_leader_may_have_members_as_young_as_its_end(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, script: str, ticks: int
