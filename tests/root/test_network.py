@@ -1,0 +1,70 @@
+"""The address of the default route, in a network of our own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.root
+
+LINKS = """
+set -e
+for name in here there; do
+  ip link add $name type veth peer name ${name}2
+  ip link set $name up
+  ip link set ${name}2 up
+done
+ip address add 10.0.0.7/20 dev here
+ip address add 10.1.0.7/24 dev there
+ip address add fd00::7/72 dev here nodad
+ip address add fd01::7/64 dev there nodad
+"""
+ASK = """
+"$1" -c "
+import msgspec
+from agent_shim.host import network
+print(msgspec.json.encode([network.default_address(), network.default_address(ipv6=True)]).decode())
+"
+"""
+
+
+def found(routes: str) -> list[dict[str, str] | None]:
+    """The addresses for IPv4 and IPv6."""
+    shell = ["unshare", "--net", "sh", "-c", LINKS + routes + ASK, "sh", sys.executable]
+    answer: list[dict[str, str] | None] = json.loads(
+        subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
+    )
+    return answer
+
+
+def test_interface_of_the_default_route_has_the_address() -> None:
+    """The global one is reported; other routes that begin with zeros are none by default."""
+    routes = """
+ip route add 0.0.0.0/1 via 10.1.0.1
+ip route add default via 10.0.0.1
+ip -6 route add ::/8 via fd01::1 dev there
+ip -6 route add default via fd00::1 dev here
+"""
+    assert found(routes) == [
+        {"ip": "10.0.0.7", "netmask": "255.255.240.0", "gateway": "10.0.0.1"},
+        {"ip": "fd00::7", "netmask": "ffff:ffff:ffff:ffff:ff00::", "gateway": "fd00::1"},
+    ]
+
+
+def test_interface_without_a_global_address_has_none() -> None:
+    """The link has one of its own, which no other network reaches."""
+    routes = """
+ip address flush dev here
+ip link set here down
+ip link set here up
+ip -6 route add default via fe80::1 dev here
+ip route add default dev here
+"""
+    assert found(routes) == [None, None]
+
+
+def test_without_a_default_route_there_is_no_address() -> None:
+    assert found("ip route add 0.0.0.0/1 via 10.1.0.1; ip -6 route add ::/8 via fd01::1 dev there") == [None, None]

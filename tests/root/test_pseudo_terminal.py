@@ -1,0 +1,300 @@
+"""Programs on a pseudo-terminal of their own, for each of the streams that the operator has on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.host import pseudo_terminal
+from tests.support.machine import CODE
+from tests.support.programs import TIMEOUT_S
+
+pytestmark = pytest.mark.root
+
+RUN = """
+import json, os, sys
+from agent_shim.host import pseudo_terminal
+pseudo_terminal.HANG_UP_TIMEOUT_S = 0.2
+argv, report = json.loads(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+asked = []
+def program(terminal):
+    asked.append(terminal)
+    return argv, report
+if sys.argv[3] == "run":
+    code = pseudo_terminal.run(program, os.getpid())
+else:
+    code = pseudo_terminal.in_terminal(argv)
+with open(sys.argv[2] + ".code", "w") as file:
+    json.dump([code, asked], file)
+"""
+"""The program writes its report to descriptor 3."""
+
+
+class Operator:
+    """A terminal, and on it a call of the module that runs a shell script."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.report, self._seen = scratch / "report", b""
+        self.report.write_text("")
+        self._master, self.terminal = pty.openpty()
+        os.set_blocking(self._master, False)
+        self.resize(33, 99)
+        self.before = termios.tcgetattr(self.terminal)
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def call(self, script: str | list[str], streams: tuple[int, ...] = (0, 1, 2), what: str = "run") -> None:
+        """Begin; streams that are not on the terminal are pipes."""
+        argv = ["/bin/sh", "-c", script] if isinstance(script, str) else script
+        pipes = {
+            name: self.terminal if number in streams else subprocess.PIPE
+            for number, name in enumerate(("stdin", "stdout", "stderr"))
+        }
+        own = [sys.executable, "-c", RUN, json.dumps(argv), str(self.report), what]
+        self._running = subprocess.Popen(own, cwd=CODE, start_new_session=True, **pipes)  # type: ignore[call-overload]
+
+    @property
+    def running(self) -> subprocess.Popen[bytes]:
+        assert self._running is not None
+        return self._running
+
+    def resize(self, rows: int, columns: int) -> None:
+        ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def hang_up(self) -> None:
+        os.close(self.terminal)
+        os.close(self._master)
+        self._master = self.terminal = -1
+
+    def seen(self) -> bytes:
+        """Output on the terminal so far."""
+        with contextlib.suppress(OSError):  # nothing more, or hung up
+            while chunk := os.read(self._master, 65536):
+                self._seen += chunk
+        return self._seen
+
+    def told(self, wanted: str = "") -> str:
+        """The report of the program, once it contains ``wanted``."""
+        self.eventually(lambda: wanted in self.report.read_text())
+        return self.report.read_text()
+
+    def ended(self) -> tuple[int, list[int | None]]:
+        """The exit code that is passed on, and the terminals that the program was asked for."""
+        self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
+        self.seen()
+        code, asked = json.loads(self.report.with_suffix(".code").read_text())
+        return code, asked
+
+    def eventually(self, fact: Callable[[], Any]) -> Any:
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while not (found := fact()):
+            assert time.monotonic() < give_up_at, (self.seen(), self.report.read_text())
+            time.sleep(0.01)
+        return found
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.kill()
+            for stream in (self._running.stdin, self._running.stdout, self._running.stderr):
+                if stream is not None:
+                    stream.close()
+            self._running.wait()
+        for descriptor in {self._master, self.terminal} - {-1}:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Iterator[Operator]:
+    made = Operator(tmp_path)
+    yield made
+    made.close()
+
+
+WHERE = """
+for each in 0 1 2; do
+  name=none
+  test -t $each && name=$(readlink /proc/$$/fd/$each)
+  echo $name >&3
+done
+echo to stdout
+echo to stderr >&2
+"""
+
+
+@pytest.mark.parametrize("streams", [(0, 1, 2), (0, 1), (1, 2), (0, 2), (0,), (1,), (2,)])
+def test_streams_on_a_terminal_get_the_new_one_and_others_stay(operator: Operator, streams: tuple[int, ...]) -> None:
+    """All with one name, which is not that of the operator's."""
+    operator.call(WHERE, streams)
+    code, asked = operator.ended()
+    names = operator.told().split()
+
+    assert (code, asked) == (0, [streams[0]])
+    assert [name != "none" for name in names] == [number in streams for number in (0, 1, 2)]
+    assert len({*names} - {"none"}) == 1
+    assert os.ttyname(operator.terminal) not in names
+    pipes = (operator.running.stdout, operator.running.stderr)
+    for number, stream, text in zip((1, 2), pipes, (b"to stdout", b"to stderr"), strict=True):
+        assert (text in operator.seen()) is (number in streams)
+        assert stream is None or stream.read() == text + b"\n"
+
+
+def test_without_a_terminal_there_is_a_session_and_no_terminal(operator: Operator) -> None:
+    """A program that opens /dev/tty must not find that of the operator."""
+    operator.call('echo $(cut -d " " -f 6 /proc/$$/stat) $$ >&3; cat; exit 7', ())
+    out, _ = operator.running.communicate(b"input")
+
+    assert operator.ended() == (7, [None])
+    assert out == b"input"
+    session, pid = operator.told().split()
+    assert session == pid
+
+
+@pytest.mark.parametrize("streams", [(), (0, 1, 2)])
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
+def test_exit_code_is_that_of_a_shell(operator: Operator, streams: tuple[int, ...], script: str, code: int) -> None:
+    operator.call(script, streams)
+
+    assert operator.ended()[0] == code
+
+
+@pytest.mark.parametrize("streams", [(), (0, 1, 2)])
+def test_program_that_cannot_be_run_is_named(operator: Operator, streams: tuple[int, ...]) -> None:
+    operator.call(["/nothing"], streams)
+    assert operator.ended()[0] == 127
+    said = operator.seen() if streams else operator.running.stderr and operator.running.stderr.read()
+
+    assert said
+    assert said.split() == b"Error: cannot run /nothing: No such file or directory".split()
+
+
+def test_program_ignores_no_signal(operator: Operator) -> None:
+    """The interpreter does."""
+    operator.call("grep SigIgn /proc/self/status >&3")
+    operator.ended()
+    ignored = int(operator.told().split()[1], 16)
+
+    assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored & 1 << number - 1] == []
+
+
+def test_keys_arrive_unprocessed_and_modes_come_back(operator: Operator) -> None:
+    """Echo and lines are made by the program's terminal."""
+    operator.call("echo up >&3; read line; echo got:$line")
+    operator.told("up")
+    operator.eventually(lambda: not termios.tcgetattr(operator.terminal)[3] & (termios.ECHO | termios.ICANON))
+    operator.type(b"some x\x7fwords\r")
+
+    assert operator.ended()[0] == 0
+    assert b"got:some words\r\n" in operator.seen()
+    assert termios.tcgetattr(operator.terminal) == operator.before
+
+
+def test_input_that_is_a_pipe_is_read_by_the_program_alone(operator: Operator) -> None:
+    """Terminals for output only: keys stay where they are, and the operator's modes too."""
+    operator.call("read line; echo up >&3; echo got:$line; read line", (1, 2))
+    assert operator.running.stdin is not None
+    operator.running.stdin.write(b"words\n")
+    operator.running.stdin.flush()
+    operator.told("up")
+    assert termios.tcgetattr(operator.terminal) == operator.before
+    operator.running.stdin.close()
+
+    assert operator.ended()[0] == 1
+    assert b"got:words" in operator.seen()
+
+
+def test_size_of_the_window_and_its_changes_are_passed_on(operator: Operator) -> None:
+    operator.call('stty size >&3; while test "$(stty size)" = "33 99"; do sleep 0.02; done; stty size >&3')
+    operator.told("33 99\n")
+    operator.resize(44, 111)
+    operator.running.send_signal(signal.SIGWINCH)
+
+    assert operator.ended()[0] == 0
+    assert operator.told() == "33 99\n44 111\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_hangs_up_the_program(operator: Operator, number: int) -> None:
+    """It may end in its own way; that is waited for, and the terminal is put in order."""
+    operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
+    operator.told("up")
+    operator.running.send_signal(number)
+
+    assert operator.ended()[0] == 5
+    assert b"hung up\r\n" in operator.seen()
+    assert termios.tcgetattr(operator.terminal) == operator.before
+
+
+def test_a_stopped_program_hears_of_the_hang_up(operator: Operator) -> None:
+    operator.call("trap 'exit 5' HUP; echo $$ >&3; kill -STOP $$")
+    pid = int(operator.told("\n"))
+    operator.eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    operator.running.terminate()
+
+    assert operator.ended()[0] == 5
+
+
+@pytest.mark.xfail(reason="the modes of a terminal that is gone cannot be set, which ends the caller before the kill")
+def test_a_program_that_outlives_its_terminal_is_killed(operator: Operator) -> None:
+    operator.call("trap '' HUP; echo up >&3; while :; do sleep 0.02; done")
+    operator.told("up")
+    operator.hang_up()
+
+    assert operator.ended()[0] == 137
+
+
+def test_children_that_keep_the_terminal_are_not_waited_for(operator: Operator) -> None:
+    """All that the program has written is shown before."""
+    operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
+
+    assert operator.ended()[0] == 3
+    assert operator.seen().split()[-1] == b"20000"
+    assert len(operator.seen().split()) == 20000
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
+)
+def test_interrupts_in_the_operators_terminal_are_for_the_program_alone(
+    operator: Operator, script: str, code: int
+) -> None:
+    """The caller lives on to report how the program has ended."""
+    report = f"exec 3>>{operator.report}; "
+    operator.call(report + script, what="in_terminal")
+    if code == 130:
+        operator.told("up")
+        os.killpg(operator.running.pid, signal.SIGINT)
+
+    assert operator.ended()[0] == code
+
+
+@pytest.mark.parametrize("kind", ["file", "other device", "link"])
+def test_what_makes_no_terminals_is_not_opened(tmp_path: Path, kind: str) -> None:
+    """The place is in the hands of a job."""
+    place = tmp_path / "dev/pts/ptmx"
+    place.parent.mkdir(parents=True)
+    if kind == "file":
+        place.write_text("")
+    elif kind == "link":
+        place.symlink_to("/dev/pts/ptmx")
+    else:
+        os.mknod(place, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+
+    with pytest.raises(OSError, match="it makes no terminals"):
+        pseudo_terminal.open_pair(str(tmp_path))
