@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,82 @@ async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
 
     assert status == sandbox_exec.FAILED
     assert "cannot run /bin/cat: become user 65534: Operation not permitted" in out.read_text()
+
+
+LISTENING = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+    print("listens: yes")
+try:
+    open("/proc/self/comm", "rb")
+except PermissionError:
+    print("reads: no")
+"""
+
+
+@pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
+async def test_rules_for_files_leave_the_network_alone(tmp_path: Path) -> None:
+    """A job listens and connects where it wants to."""
+    places = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
+    argv = [os.path.realpath(sys.executable), "-I", "-S", "-c", LISTENING]
+    status, found = await run(tmp_path, order(argv=argv, places=places))
+
+    assert (status, found) == (0, {"listens": "yes", "reads": "no"})
+
+
+def directory(path: Path, mode: int, owner: int = 0) -> Path:
+    """A directory that a job may have been given."""
+    path.mkdir()
+    path.chmod(mode)
+    os.chown(path, owner, owner)
+    return path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+@pytest.mark.parametrize("kind", ["relative", "absolute"])
+@pytest.mark.parametrize(
+    ("mode", "owner", "owner_of_link", "error"),
+    [
+        (0o755, 0, 0, ""),
+        (0o1777, 0, 0, ""),
+        (0o777, 0, 0, "in a directory that others may write"),
+        (0o775, 0, 0, "in a directory that others may write"),
+        (0o757, 0, 0, "in a directory that others may write"),
+        (0o755, UNPRIVILEGED_UID, 0, "in a directory that others may write"),
+        (0o755, 0, 1000, "of user 1000"),
+        (0o1777, 0, 1000, "of user 1000"),
+    ],
+)
+def test_links_of_root_alone_are_followed(  # noqa: PLR0913 - each is a fact of the case
+    tmp_path: Path, kind: str, mode: int, owner: int, owner_of_link: int, error: str
+) -> None:
+    """Those that root has made, in a directory where nobody else can put or exchange them."""
+    target = directory(tmp_path / "target", 0o700)
+    place = directory(tmp_path / "place", mode, owner) / "link"
+    place.symlink_to(target if kind == "absolute" else "./../target")
+    os.lchown(place, owner_of_link, owner_of_link)
+    (target / "file").write_text("content")
+
+    if error:
+        with pytest.raises(OSError, match=f"a link, 'link', {error}") as caught:
+            sandbox_exec._open(f"{place}/file")
+        assert caught.value.filename == f"{place}/file"
+    else:
+        held = sandbox_exec._open(f"{place}/file")
+        assert os.path.samestat(os.fstat(held), (target / "file").stat())
+        os.close(held)
+
+
+def test_links_have_an_end(tmp_path: Path) -> None:
+    """As many as the kernel follows, and no descriptor is left over."""
+    before = os.listdir("/proc/self/fd")
+    (tmp_path / "0").mkdir()
+    for number in range(41):
+        (tmp_path / str(number + 1)).symlink_to(str(number))
+    held = sandbox_exec._open(str(tmp_path / "40"))
+    assert stat.S_ISDIR(os.fstat(held).st_mode)
+    os.close(held)
+
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        sandbox_exec._open(str(tmp_path / "41"))
+    assert os.listdir("/proc/self/fd") == before
