@@ -20,7 +20,7 @@ from agent_shim.host import capabilities, job_cgroups, proc, process, sandbox, s
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.plan import BpmCall, bpm_call
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import eventually, is_alive
+from tests.support.programs import eventually, is_alive, marked
 from tests.support.programs.jobs import World, info, until
 
 needs_landlock = pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="this kernel has no Landlock")
@@ -543,3 +543,45 @@ async def test_modes_of_directories(world: World) -> None:
     modes = [path.stat().st_mode & 0o7777 for path in (*found, *volumes)]
     assert modes == [0o750, 0o770, 0o700, 0o700, 0o700, 0o700, 0o700]
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
+
+
+def cgroups_of(world: World) -> list[str]:
+    """Cgroups of the processes of this tree."""
+    tree = job_cgroups.tracker()
+    top = job_cgroups.place(tree.hierarchy) / "agent_shim" if tree else Path("/nonexistent")
+    ending = f"@{world.base}".replace("/", "%2f")
+    return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
+
+
+@pytest.mark.parametrize("level", [1, 3])
+async def test_an_errand_leaves_nothing_behind(world: World, level: int) -> None:
+    """Neither children nor a pid file or cgroups, and the exit code is the caller's."""
+    job(world, "setsid sleep 602 & echo pidfiles $(ls -A $PIDFILES); exit 7")
+    if (await sandbox.isolation()).level > level:
+        pytest.skip("this container does not allow it")
+    async with world.supervising() as supervisor:
+        supervisor.bpm._level = level
+        code = await supervisor.bpm.run(START, [], {"PIDFILES": str(pidfile(world.paths).parent)})
+
+    assert (code, output(world).split()) == (7, ["pidfiles"])
+    assert marked("AGENT_SHIM_SERVICE", f"@{world.base}") == []
+    assert cgroups_of(world) == []
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended"])
+async def test_an_errand_that_is_given_up_is_ended(world: World, how: str) -> None:
+    """By its caller, or by another call."""
+    job(world, "echo ready; exec sleep 603")
+    async with world.supervising() as supervisor:
+        waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))
+        await said(world, "ready")
+        pid = supervisor.bpm._runs["web", "web"].pid
+        if how == "cancelled":
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        else:
+            await supervisor.bpm.end_run(START)
+            assert await waiting != 0
+        assert not is_alive(pid)
+        await supervisor.bpm.end_run(START)
