@@ -259,3 +259,26 @@ def test_links_have_an_end(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         sandbox_exec._open(str(tmp_path / "41"))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
+async def test_an_init_ends_as_its_program_does(tmp_path: Path, script: str, code: int) -> None:
+    """The init is this program itself where there is no other; it has no part in the output."""
+    script = f"(sleep 0.01 &); echo parent: $(cat /proc/$PPID/comm); {script}"
+    status, found = await run(
+        tmp_path, order(argv=["/bin/sh", "-c", script], env={"PATH": "/bin"}, has_init=True, inits=[])
+    )
+
+    assert (status, "python" in found["parent"]) == (code, True)
+
+
+async def test_first_init_that_can_be_executed_runs_the_program(tmp_path: Path) -> None:
+    """With its arguments after a mark, which ends those of the init."""
+    (tmp_path / "text").write_text("")
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name}: $*\n")
+        (tmp_path / name).chmod(0o755)
+    inits = [str(tmp_path / name) for name in ("none", "text", "first", "second")]
+    status, found = await run(tmp_path, order(argv=["/bin/echo", "-n"], has_init=True, inits=inits))
+
+    assert (status, found) == (0, {"first": "-- /bin/echo -n"})
