@@ -203,6 +203,26 @@ async def test_rules_for_files_leave_the_network_alone(tmp_path: Path) -> None:
     assert (status, found) == (0, {"listens": "yes", "reads": "no"})
 
 
+MOVING = """
+for each in one two; do mkdir $each; done
+echo content >one/file && mv one/file two/file && ln two/file one/file && : >two/file && rm -r one two
+echo moved: $?
+"""
+
+
+@pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
+async def test_a_place_that_can_be_written_can_be_arranged(tmp_path: Path) -> None:
+    """Files move between its directories, and become empty."""
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    system = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
+    places = [*system, sandbox.place(str(shown), write=True)]
+    argv = ["/bin/sh", "-c", MOVING]
+    status, found = await run(tmp_path, order(argv=argv, env={"PATH": "/bin"}, cwd=str(shown), places=places))
+
+    assert (status, found) == (0, {"moved": "0"})
+
+
 def directory(path: Path, mode: int, owner: int = 0) -> Path:
     """A directory that a job may have been given."""
     path.mkdir()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.root.conftest import Inside
 from tests.root.test_bpm import run
+from tests.support.machine import Machine
 
 pytestmark = pytest.mark.root
 
@@ -112,6 +113,31 @@ def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -
     said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
 
     assert (said, reason) == ("secret", "")
+
+
+def test_for_an_agent_of_an_ordinary_user_its_own_links_and_those_of_root_are_followed(
+    box: Machine, inside: Inside
+) -> None:
+    """No other user's."""
+    box.run(
+        "mkdir -p -m 755 /var/vcap/links; cd /var/vcap/links; rm -f *;"
+        "for owner in 0 1000 65534; do ln -s /etc $owner; chown -h $owner $owner; done"
+    )
+    body = """
+from agent_shim.host import sandbox_exec
+found = []
+for owner in (0, 1000, 65534):
+    try:
+        os.close(sandbox_exec._open(f"/var/vcap/links/{owner}/passwd"))
+        found.append("")
+    except OSError as exc:
+        found.append(exc.strerror)
+return found
+"""
+    refused = "the path contains a link, '{}', of user {}"
+
+    assert inside(body, "setpriv", "--reuid=65534", "--clear-groups") == ["", refused.format(1000, 1000), ""]
+    assert inside(body) == ["", refused.format(1000, 1000), refused.format(65534, 65534)]
 
 
 MOVING = """
