@@ -126,6 +126,8 @@ class Watchdog:
         self._marks: Path | None = None
         self._trace: TextIO | None = None
         self._marked = ""
+        self._marking = threading.Lock()
+        """Held while a record is written or taken back: the disk may be slower than the loop recovers."""
         self._has_turned = False
         self._held_s = 0.0
         self._over = threading.Event()
@@ -207,6 +209,7 @@ class Watchdog:
             if self._held_s >= END_AFTER_S:
                 self._end()
             self._feed()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # armed again beside ``stop``
 
     def _arm(self) -> None:
         """Restart the kernel timer, once there is a place for its dump."""
@@ -227,18 +230,20 @@ class Watchdog:
         about = f" by reading {what} of {service}" if service else ""
         logger.critical("the event loop is blocked%s for %g s", about, TELL_AFTER_S, extra=_members(where))
         if service and self._marks is not None:
-            with contextlib.suppress(HostError, OSError):
-                write_marks(self._marks, read_marks(self._marks) | {service.lower(): what})
-            self._marked = service.lower()
+            with self._marking:
+                self._marked = service.lower()
+                with contextlib.suppress(HostError, OSError):
+                    write_marks(self._marks, read_marks(self._marks) | {self._marked: what})
 
     def _recovered(self, held_s: float) -> None:
         logger.error("the event loop runs again; it was blocked for about %g s", held_s)
-        if self._marked and self._marks is not None:
-            marks = read_marks(self._marks)
-            marks.pop(self._marked, None)
-            self._marked = ""
-            with contextlib.suppress(HostError, OSError):
-                write_marks(self._marks, marks)
+        with self._marking:
+            if self._marked and self._marks is not None:
+                marks = read_marks(self._marks)
+                marks.pop(self._marked, None)
+                self._marked = ""
+                with contextlib.suppress(HostError, OSError):
+                    write_marks(self._marks, marks)
 
     def _end(self) -> None:
         where = self._where()

@@ -115,14 +115,39 @@ async def test_what_holds_the_loop_is_told_and_recorded_until_it_turns(
     dog.remember(tmp_path)
 
     with reading("Web", "its pidfile"):
-        held_until(lambda: dog._marked)
-        assert read_marks(tmp_path / MARKS) == {"db": "its log", "web": "its pidfile"}
+        held_until(lambda: read_marks(tmp_path / MARKS) == {"db": "its log", "web": "its pidfile"})
     await until(lambda: read_marks(tmp_path / MARKS) == {"db": "its log"})
 
     told = next(record for record in caplog.records if record.levelno == logging.CRITICAL)
     assert told.getMessage() == "the event loop is blocked by reading its pidfile of Web for 0.03 s"
     assert __file__ in told.members["stack"]  # type: ignore[attr-defined]
     assert "the event loop runs again" in caplog.text
+
+
+async def test_a_record_that_is_written_late_does_not_stay(
+    dog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk that blocked the loop may keep the record for longer."""
+    begun, runs_again = threading.Event(), threading.Event()
+
+    def slow(path: Path, marks: dict[str, str]) -> None:
+        begun.set()
+        assert runs_again.wait(30)
+        write_marks(path, marks)
+
+    monkeypatch.setattr(watchdog, "TELL_AFTER_S", 0.03)
+    monkeypatch.setattr(watchdog, "END_AFTER_S", 3600.0)
+    monkeypatch.setattr(watchdog, "write_marks", slow)
+    dog.start()
+    dog.remember(tmp_path)
+
+    with reading("web", "its pidfile"):
+        held_until(begun.is_set)
+    await until(lambda: "the event loop runs again" in caplog.text)
+    runs_again.set()
+    await until(lambda: not dog._marking.locked() and not dog._marked)
+
+    assert read_marks(tmp_path / MARKS) == {}
 
 
 async def test_the_directory_of_another_agent_is_left_alone(

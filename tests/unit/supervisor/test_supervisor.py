@@ -590,7 +590,7 @@ async def test_a_bug_in_a_life_ends_the_supervisor(paths: Paths, monkeypatch: py
 
 
 async def test_a_bug_counts_though_its_service_is_forgotten_meanwhile(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its event would wake the work beside the services without a pause."""
 
@@ -598,6 +598,7 @@ async def test_a_bug_counts_though_its_service_is_forgotten_meanwhile(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Service, "live", fail)
+    supervisor = Supervisor(paths, on_event=lambda _: None)
     await supervisor.configure([WEB])
     await asyncio.wait(supervisor._lives.values())
     await supervisor.forget()
