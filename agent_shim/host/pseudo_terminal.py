@@ -52,6 +52,10 @@ def run(argv: Argv, pid: int) -> int:
         return _Program(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
     with closing(slave):
+        if 0 not in terminals:  # that terminal stays as it is, and a line feed is not to be processed twice
+            modes = termios.tcgetattr(slave)
+            modes[1] &= ~termios.OPOST
+            termios.tcsetattr(slave, termios.TCSANOW, modes)
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
         # The program creates the session itself, then takes the terminal.
@@ -59,7 +63,7 @@ def run(argv: Argv, pid: int) -> int:
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
     os.close(master)  # hangs up
-    given_up_at = time.monotonic() + HANG_UP_TIMEOUT_S
+    given_up_at = (running.hung_up_at or time.monotonic()) + HANG_UP_TIMEOUT_S
     while not running.has_ended():
         if time.monotonic() > given_up_at:
             running.send(signal.SIGKILL)
@@ -73,6 +77,7 @@ class _Program:
 
     def __init__(self, argv: list[str], streams: Mapping[int, int], inherited: int, *, new_session: bool) -> None:
         self._status: int | None = None
+        self.hung_up_at: float | None = None
         self._pid = os.fork()
         if self._pid == 0:
             try:
@@ -137,7 +142,9 @@ def _code(status: int) -> int:
 
 
 def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
-    """Copy until the program has ended, or the operator's terminal is gone."""
+    """Copy until the program has ended, for some seconds after a signal to hang it up, or until the operator's terminal
+    is gone.
+    """
     poll = select.poll()
     poll.register(master, select.POLLIN)
     if keys:
@@ -146,6 +153,8 @@ def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
         has_ended = running.has_ended()
         ready = [descriptor for descriptor, _ in poll.poll(0 if has_ended else POLL_MS)]
         if has_ended and master not in ready:
+            return
+        if running.hung_up_at is not None and time.monotonic() > running.hung_up_at + HANG_UP_TIMEOUT_S:
             return
         for descriptor in ready:
             try:
@@ -174,7 +183,8 @@ def _raw(terminal: int | None) -> Iterator[None]:
         tty.setraw(terminal)
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
 
 
 @contextlib.contextmanager
@@ -186,6 +196,7 @@ def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
             _copy_size(terminal, master)
 
     def end(*_: object) -> None:
+        running.hung_up_at = running.hung_up_at or time.monotonic()
         running.send(signal.SIGHUP)
         running.send(signal.SIGCONT)
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.root
 RUN = """
 import json, os, sys
 from agent_shim.host import pseudo_terminal
-pseudo_terminal.HANG_UP_TIMEOUT_S = 0.2
+pseudo_terminal.HANG_UP_TIMEOUT_S = 1.0
 argv, report = json.loads(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 asked = []
 def program(terminal):
@@ -250,13 +250,29 @@ def test_a_stopped_program_hears_of_the_hang_up(operator: Operator) -> None:
     assert operator.ended()[0] == 5
 
 
-@pytest.mark.xfail(reason="the modes of a terminal that is gone cannot be set, which ends the caller before the kill")
 def test_a_program_that_outlives_its_terminal_is_killed(operator: Operator) -> None:
     operator.call("trap '' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.hang_up()
 
     assert operator.ended()[0] == 137
+
+
+def test_a_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
+    """After some seconds for its last words."""
+    operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
+    operator.told("up")
+    operator.running.send_signal(signal.SIGTERM)
+
+    assert operator.ended()[0] == 137
+    assert b"last words" in operator.seen()
+
+
+def test_lines_of_a_program_without_keys_are_processed_once(operator: Operator) -> None:
+    operator.call("echo one", streams=(1, 2))
+
+    assert operator.ended()[0] == 0
+    assert operator.seen() == b"one\r\n"
 
 
 def test_children_that_keep_the_terminal_are_not_waited_for(operator: Operator) -> None:
