@@ -18,9 +18,10 @@ CRASHES: Final = (
     Saboteur(
         "C-02",
         "takes a directory for an installed bundle before it is complete",
-        "agent_shim/daemon/worker.py",
-        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n",
-        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n    temps = []\n",
+        "agent_shim/daemon/small_installs.py",
+        "    pieces = [worker.Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n",
+        "    pieces = [worker.Piece(target, Path(target.path)) for target in request.targets]\n"
+        "    files = __import__('types').SimpleNamespace(CHUNK_BYTES=65536, remove_tree=lambda _: None)\n",
         "not as after an apply|is not",
     ),
     Saboteur(
