@@ -474,13 +474,16 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 async def hanging_checks(stand: Stand) -> str:
     await stand.boot()
 
+    # Cancelled at the end of the case; Python 3.11 logs that of a handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(600)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(600):
-            writer.write(b"x")
-            await asyncio.sleep(1)
+        with contextlib.suppress(asyncio.CancelledError):
+            for _ in range(600):
+                writer.write(b"x")
+                await asyncio.sleep(1)
 
     async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
