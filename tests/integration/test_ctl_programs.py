@@ -29,6 +29,7 @@ async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
 
     assert (output / "a_b.log").read_text() == "one\ntwo\n\n"
     assert output.stat().st_mode & 0o777 == 0o700
+    assert (output / "a_b.log").stat().st_mode & 0o7777 == 0o640
     assert str(output / "a_b.log") not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
     assert last_word(await programs.printed("a/b")) == "two"
     assert last_word(await programs.printed("other")) == ""

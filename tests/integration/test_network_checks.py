@@ -84,13 +84,18 @@ async def test_unknown_host_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "is_good"), [("200 OK", True), ("302 Found", True), ("401 No", False), ("500 Oh", False)]
+    ("status", "is_good"),
+    [("200 OK", True), ("302 Found", True), ("400 Bad", False), ("401 No", False), ("500 Oh", False)],
 )
 async def test_http_status_decides(status: str, is_good: bool) -> None:
     """From 400 on it fails; a redirect is an answer."""
     why = await asked(page(status, b"", "Location: http://127.0.0.1:1/"), HTTP)
 
     assert why == "" if is_good else f"answers /health with status {status[:3]}" in why
+
+
+async def test_a_time_of_zero_is_the_usual_one() -> None:
+    assert await asked(page("200 OK"), HTTP, timeout=0) == ""
 
 
 async def test_http_request_is_monits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from agent_shim.host import proc, process, reaper
+from agent_shim.core.errors import HostError
+from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor import ctl_programs
-from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs
+from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs, TokenBucket
 from agent_shim.supervisor.ownership import Left, Look, Unproven, Verdict
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
@@ -69,6 +71,7 @@ class Held:
 
     def __init__(self, sent: list[signal.Signals]) -> None:
         self.pid = 7
+        self.releases = 0
         self._sent = sent
 
     @property
@@ -79,7 +82,7 @@ class Held:
         self._sent.append(sig)
 
     def release(self) -> None:
-        """Nothing is held."""
+        self.releases += 1
 
 
 async def test_orphans_are_hunted_while_they_are_swept_and_no_longer(
@@ -94,12 +97,64 @@ async def test_orphans_are_hunted_while_they_are_swept_and_no_longer(
         return [] if signal.SIGKILL in sent else [Left(7, 1000, "orphan")]
 
     monkeypatch.setattr(programs, "strays", strays)
-    monkeypatch.setattr(process, "adopt", lambda *_: Held(sent))
+    held = Held(sent)
+    monkeypatch.setattr(process, "adopt", lambda *_: held)
 
     assert await programs.sweep_strays(0, 0.0) == []
 
     assert sent == [signal.SIGTERM, signal.SIGKILL]
     assert hunted == [False, False, True, False]
+    assert held.releases == 2
+
+
+@pytest.mark.parametrize("left", [[], [Left(9, 90, "web")]])
+async def test_a_start_follows_only_an_end_of_the_last_run(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, left: list[Left]
+) -> None:
+    """A kill then is usual; a process that survives it may hold a port."""
+    usual: list[bool] = []
+
+    async def members(*_: object) -> list[Identity]:
+        return [(9, 90)]
+
+    async def sweep(*_: object, is_usual: bool) -> list[Left]:
+        usual.append(is_usual)
+        return left
+
+    monkeypatch.setattr(ctl_programs, "EXIT_WAIT_S", -1.0)
+    monkeypatch.setattr(programs, "members", members)
+    monkeypatch.setattr(programs, "sweep", sweep)
+    refused = pytest.raises(HostError, match=r"cannot end remaining processes of the last run: 9 \(web\)")
+    with refused if left else contextlib.nullcontext():
+        await programs.clear("web", ProcessRecord(), 0.0)
+
+    assert usual == [True]
+
+
+async def test_the_loop_goes_on_while_processes_have_time_to_end() -> None:
+    """Other jobs are not blocked by one that ends slowly."""
+    one: Any = SimpleNamespace(is_alive=True)
+    asyncio.get_running_loop().call_soon(setattr, one, "is_alive", False)
+
+    await ctl_programs._all_gone([one], 1.0)
+
+    assert not one.is_alive
+
+
+async def test_a_bucket_fills_by_the_time_since_the_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not again by the time before it."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    bucket = TokenBucket(5, 1)
+    for _ in range(5):
+        await bucket.take()
+    left = []
+    for _ in range(3):
+        now[0] += 1.0
+        await bucket.take()
+        left.append(bucket._left)
+
+    assert left == [0.0] * 3
 
 
 async def test_descendants_are_recorded_while_any_are_known(
@@ -204,7 +259,11 @@ async def test_a_service_is_not_over_while_a_process_is_found(
     monkeypatch.setattr(programs, "members", members)
     monkeypatch.setattr(proc, "last_number", lambda: None)
     monkeypatch.setattr(process, "takes_orphans", True)
-    caged: Any = SimpleNamespace(is_empty=lambda: False, members=lambda: [(8, 80)])
+    caged: Any = SimpleNamespace(is_empty=lambda: False, members=list)
+    monkeypatch.setattr(process, "KILL_TIMEOUT_S", -1.0)
+    async with asyncio.timeout(10):
+        assert await programs._is_over("web", ProcessRecord(is_caged=True), caged) is False
+    caged.members = lambda: [(8, 80)]
     assert await programs._is_over("web", ProcessRecord(is_caged=True), caged) is False
 
     monkeypatch.setattr(reaper, "reap_all", lambda: programs._ended.update(["web"]))
@@ -238,8 +297,10 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
     proofs: list[bool] = []
     hunted: list[set[Verdict]] = []
     cage = SimpleNamespace(kill=lambda: hunted.append(set(programs._hunted)))
+    handle = Held([])
 
-    async def hold(*_: object) -> list[Any]:
+    async def hold(*called: object) -> list[Any]:
+        cast("Any", called[-1])[7, 70] = handle
         return []
 
     async def is_over(*_: object) -> bool:
@@ -256,6 +317,7 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
     assert hunted == [{"web"}] * kills
     assert programs.killed == ({"web"} if kills and not is_usual else set())
     assert programs._hunted == set()
+    assert handle.releases == 1
 
 
 async def test_handles_are_of_members_that_live(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,13 +352,15 @@ async def test_callers_share_a_pass_that_begins_after_their_call(
     assert (first is second, third is first, len(looks)) == (True, False, 2)
 
 
-def test_orphans_are_counted_for_the_services_of_the_block(programs: Programs) -> None:
-    """And no longer after it."""
+def test_orphans_are_counted_for_the_services_of_the_block(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer after it. Those of a service that began before it went elsewhere."""
     traces = ProcessRecord()
+    monkeypatch.setattr(clock, "boot_ticks", lambda: 50)
 
     with programs.counting(lambda: [("web", traces)]):
         assert list(programs.ownership.records()) == [("web", traces)]
         assert programs._has_ended in reaper.heirs
+        assert programs._counts_since == 50
     assert programs._has_ended not in reaper.heirs
 
 

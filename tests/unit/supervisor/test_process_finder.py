@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from pathlib import Path
@@ -139,6 +140,36 @@ async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the
     assert (one[0].pid, one[1]) == (pid, found) if one else found is None
 
 
+async def test_a_path_is_taken_to_be_there_until_it_was_looked_at(tmp_path: Path) -> None:
+    """A stop then runs the stop program."""
+    finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
+    spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
+
+    assert await finder.look(spec, ProcessRecord())
+    assert not await finder.look_at_path(spec)
+    assert not await finder.look(spec, ProcessRecord())
+
+
+async def test_a_process_may_come_within_the_time_of_its_start_program() -> None:
+    """The event loop goes on meanwhile."""
+    finder = ProcessFinder(cast("Any", None), Timing(linger=0.0), lambda: None)
+    program: Any = Handle("program", [])
+    finder.program = program
+    looks: list[object] = []
+
+    async def look(*_: object) -> bool:
+        looks.append(1)
+        assert len(looks) < 100
+        if len(looks) == 1:
+            asyncio.get_running_loop().call_later(0.005, setattr, finder, "process", program)
+        return finder.process is not None
+
+    finder.look = look  # type: ignore[method-assign]
+    await finder.arrival(ProcessSpec(name="web", job="web", start=Program(("ctl",))), ProcessRecord())
+
+    assert finder.process is program
+
+
 class Handle:
     """A handle of a process; ``calls`` are those with an effect."""
 
@@ -149,6 +180,9 @@ class Handle:
 
     def release(self) -> None:
         self._calls.append(self._name)
+
+    async def terminate(self, _: float) -> None:
+        self._calls.append(f"terminate {self._name}")
 
 
 async def test_handles_are_given_back_once() -> None:

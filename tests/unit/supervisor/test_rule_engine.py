@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -177,3 +177,24 @@ async def test_a_bug_in_a_check_ends_the_engine() -> None:
     with pytest.raises(RuntimeError, match="a bug"):
         async with asyncio.timeout(30):
             await engine.run()
+
+
+async def test_only_checks_at_work_are_kept_and_they_end_with_the_engine() -> None:
+    """A result is not followed once the agent ends."""
+    ours = service(state=State.DOWN)
+    engine = RuleEngine(lambda: [ours], lambda: 0, 0.001)
+
+    async def end() -> None:
+        """A check that is over."""
+
+    engine._spawn(end())
+    engine._spawn(cast("Any", asyncio.Event().wait()))
+    running = asyncio.create_task(engine.run())
+    async with asyncio.timeout(10):
+        while len(engine._looks) > 1:
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.wait([running])
+
+    await asyncio.wait(engine._looks, timeout=10)
+    assert [look.cancelled() for look in engine._looks] == [True]

@@ -148,21 +148,26 @@ async def test_a_stopped_service_remembers_no_process() -> None:
     service = made("web")
     service.record.state, service.record.traces = State.STOPPING, ProcessRecord(known=(1, 1))
     service._has_lived, service._stopper = True, cast("Any", object())
+    released: list[object] = []
+    service._finder.process = cast("Any", SimpleNamespace(release=lambda: released.append(1)))
 
     service.on(Trigger.EMPTIED)
+
+    assert (service.process, released) == (None, [1])
 
     assert (service.state, service._has_lived, service._stopper) == (State.STOPPED, False, None)
     assert service.record.traces == ProcessRecord()
 
 
-@pytest.mark.parametrize(("state", "is_stopped"), [(State.RUNNING, True), (State.STOPPED, False)])
-async def test_only_a_service_that_was_started_is_stopped_by_its_program(state: State, is_stopped: bool) -> None:
+@pytest.mark.parametrize(("state", "is_stopped"), [(State.RUNNING, True), (State.STOPPED, False), (None, False)])
+async def test_only_a_service_that_was_started_is_stopped_by_its_program(state: State | None, is_stopped: bool) -> None:
     """Also one that an earlier agent started, and whose process is gone. Its cgroup is removed in any case."""
     calls: list[str] = []
     service = made("web", calls=calls)
     service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
 
-    service.resume(Record(state=state), same_world=True)
+    if state is not None:
+        service.resume(Record(state=state), same_world=True)
     await service._end()
 
     assert calls == [*(["run Stopped"] if is_stopped else []), "dismiss"]
@@ -257,7 +262,7 @@ async def test_a_rule_restarts_what_is_up_and_has_both_programs(
     await service.react(Reaction("restart"))
 
     assert service.state is after
-    assert service.record.restarts == (after is State.BOUNCING)
+    assert service.record.restarts == service._is_counted == (after is State.BOUNCING)
 
 
 async def test_a_program_that_cannot_run_is_reported() -> None:
@@ -286,6 +291,7 @@ async def test_after_a_stop_program_the_process_is_waited_for() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
     assert not stopping.done()
+    assert service._stopper is not None  # a start waits for it, though the file breaks meanwhile
     ended.set()
     await stopping
 
@@ -454,6 +460,79 @@ async def test_only_a_late_process_is_waited_for_before_the_next_start(error: Ho
     await service._launch()
 
     assert (service.state, service._patience) == (State.DOWN, patience)
+    assert service._has_lived
+
+
+async def test_a_check_without_a_process_whose_program_cannot_run_is_down() -> None:
+    """With the reason; the agent goes on."""
+    service = made("web", calls=NoCalls())
+    service.take_spec(msgspec.structs.replace(service.spec, kind="file", start=CTL))
+    service.record.state = State.STARTING
+    service._shared.may_start.set()
+
+    await service._launch()
+
+    assert (service.state, service.record.reason) == (State.DOWN, "cannot start: cannot run Started (disk full)")
+
+
+async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
+    """It would stop what the start program brings."""
+    service, graces = made("web"), list[float]()
+
+    async def terminate(grace: float) -> None:
+        graces.append(grace)
+
+    stopper: Any = SimpleNamespace(wait=asyncio.Event().wait, terminate=terminate)
+    service.take_spec(msgspec.structs.replace(service.spec, stop=msgspec.structs.replace(CTL, timeout=0.0)))
+    service._stopper = stopper
+
+    await service._await_stopper(stopper)
+
+    assert (graces, service._stopper) == ([Timing().grace], None)
+
+
+async def test_the_loop_goes_on_while_a_process_is_missing() -> None:
+    """Where nothing restarts it, it is looked for each second, and the agent works meanwhile."""
+    service, finder = made("web"), Finder([])
+    looks: list[object] = []
+
+    async def look(*_: object) -> bool:
+        looks.append(1)
+        assert len(looks) < 100
+        return finder.pid != 0
+
+    finder.look = look  # type: ignore[method-assign]
+    service._timing = Timing(look=0.001)
+    service._finder, service.record.state = cast("Any", finder), State.DOWN
+    waiting = asyncio.create_task(service._wait_for_others())
+    while not looks:
+        await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(setattr, finder, "pid", 8)
+    await waiting
+
+    assert service.state is State.SETTLING
+
+
+@pytest.mark.parametrize("why", ["", "cannot stop"])
+async def test_bpm_stops_its_process_within_the_time_of_the_stop(why: str) -> None:
+    """The time of the request or of the file; a failure is told, and the process is ended without bpm."""
+    asked: list[tuple[BpmCall, float]] = []
+    events: list[Event] = []
+
+    async def stop(call: BpmCall, by: float) -> None:
+        asked.append((call, by))
+        if why:
+            raise HostError(why)
+
+    service, call = made("web", notify=events.append), BpmCall("stop", "web", "web")
+    service._shared = msgspec.structs.replace(service._shared, bpm=cast("Any", SimpleNamespace(stop=stop)))
+    service.take_spec(msgspec.structs.replace(service.spec, stop=msgspec.structs.replace(CTL, bpm=call)))
+    service._stop = StopRequest(1.0)
+
+    await service._run_stop()
+
+    assert asked == [(call, 1.0)]
+    assert [event.description for event in events] == [why] * bool(why)
 
 
 @pytest.mark.parametrize(("is_counted", "state"), [(True, State.UNMONITORED), (False, State.RUNNING)])

@@ -16,7 +16,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, proc, watchdog
+from agent_shim.host import clock, files, proc, reaper, watchdog
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.bpm.runner import MemoryKill
 from agent_shim.supervisor.ownership import Left
@@ -435,6 +435,33 @@ async def test_an_obstacle_makes_the_jobs_fail_until_it_is_gone(supervisor: Supe
     assert supervisor.job_state() == "stopped"
 
 
+async def test_orphans_are_counted_and_the_state_is_saved_within_the_block(paths: Paths) -> None:
+    """Jobs are wanted after a start only."""
+    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+        await supervisor.configure([WEB])
+        labels = [label for label, _ in supervisor._programs.ownership.records()]
+        lives = list(supervisor._lives.values())
+        assert labels == ["web", "db", "cache"]
+        assert supervisor._programs._has_ended in reaper.heirs
+        assert not supervisor.is_wanted
+
+    assert supervisor._programs._has_ended not in reaper.heirs
+    assert all(life.done() for life in lives)
+    assert saved_states(paths) == dict.fromkeys(labels, State.STOPPED)
+
+
+async def test_an_instance_is_starting_for_the_settling_time_after_a_start(paths: Paths) -> None:
+    supervisor = Supervisor(paths, on_event=lambda _: None, settling=lambda: 3600.0)
+    supervisor.hold()
+    try:
+        await supervisor.configure([])
+        assert supervisor.job_state() == "running"
+        await supervisor.start()
+        assert supervisor.job_state() == "starting"
+    finally:
+        await supervisor.close()
+
+
 async def test_an_instance_is_running_once_it_has_settled(supervisor: Supervisor) -> None:
     for service in supervisor._services.values():
         service.record.state = State.RUNNING
@@ -611,12 +638,14 @@ async def test_a_bug_counts_though_its_service_is_forgotten_meanwhile(
 async def test_output_is_cut_at_each_beat_and_not_between(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A life that was cancelled is no bug."""
+    """Kills of the kernel are counted then: a later exit has another cause. A life that was cancelled is no bug."""
     trims: list[object] = []
+    counts: list[object] = []
     beats = iter((0.0, 0.0))
     monkeypatch.setattr(supervisors, "TRIM_PERIOD_S", 11.0)  # of no other work
     monkeypatch.setattr(clock, "until_beat", lambda period: next(beats, 3600) if period == 11.0 else 3600)
     monkeypatch.setattr(supervisor._programs, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(supervisor._kills, "count", lambda: counts.append(1))
     supervisor._lives["web"].cancel()
     await asyncio.wait([supervisor._lives["web"]])
 
@@ -626,10 +655,15 @@ async def test_output_is_cut_at_each_beat_and_not_between(
             await asyncio.sleep(0.001)
     for _ in range(50):
         await asyncio.sleep(0.001)
-    assert len(trims) == 2
+    assert (len(trims), len(counts)) == (2, 2)
     assert not running.done()
+    names = {"memory of bpm processes", "rules", "process descendants"}
+    beside = [task for task in asyncio.all_tasks() if task.get_name() in names]
+    assert len(beside) == 3
     running.cancel()
     await asyncio.wait([running])
+    await asyncio.wait(beside, timeout=10)
+    assert all(task.done() for task in beside)
 
 
 @pytest.mark.parametrize("is_in_use", [True, False])
