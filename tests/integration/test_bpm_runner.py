@@ -200,13 +200,16 @@ async def test_stop_asks_first_and_kills_what_is_left(
         assert bpm._programs.killed == set()
 
 
-async def test_process_that_heeds_no_signal_is_known_as_killed(world: World) -> None:
-    """Though the time for it is over before the first signal."""
+async def test_process_that_heeds_no_signal_is_known_as_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the time for it is over before the first signal, which is not waited for then."""
+    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 3600.0)
     job(world, "trap '' TERM QUIT; echo ready; while :; do sleep 0.05; done")
     async with world.supervising() as supervisor:
         pid = (await supervisor.bpm.start(START)).pid
         await said(world, "ready")
-        await supervisor.bpm.stop(START, by=time.monotonic())
+        async with asyncio.timeout(60):
+            await supervisor.bpm.stop(START, by=time.monotonic())
 
         assert not is_alive(pid)
         assert supervisor.bpm._programs.killed == {"bpm/web/web"}
@@ -293,6 +296,27 @@ async def test_hook_runs_first_and_its_failure_is_told(world: World) -> None:
         found = await until(supervisor, "web", "down")
 
         assert found.reason.startswith(f"cannot start: the pre_start hook {hook} failed: exit 3")
+
+
+async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
+    """It would work beside the next one. A kill of an earlier process explains no exit of the next."""
+    hook = world.base / "hook"
+    hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
+    hook.chmod(0o755)
+    job(world, "exec sleep 600", f"  hooks: {{pre_start: {hook}}}\n")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
+        starting = asyncio.create_task(bpm.start(START))
+        pid = int((await eventually(world.lines, "a hook"))[0])
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not is_alive(pid)
+
+        job(world, "exec sleep 600")
+        bpm._victims.add("bpm/web/web")
+        await bpm.start(START)
+        assert not bpm.was_killed_for_memory(START)
 
 
 async def test_program_that_is_missing_is_named(world: World) -> None:
