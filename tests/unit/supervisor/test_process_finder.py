@@ -164,7 +164,7 @@ async def test_a_process_may_come_within_the_time_of_its_start_program() -> None
             asyncio.get_running_loop().call_later(0.005, setattr, finder, "process", program)
         return finder.process is not None
 
-    finder.look = look  # type: ignore[method-assign]
+    finder.look = look  # type: ignore[method-assign,assignment]
     await finder.arrival(ProcessSpec(name="web", job="web", start=Program(("ctl",))), ProcessRecord())
 
     assert finder.process is program
