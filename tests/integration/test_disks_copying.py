@@ -13,6 +13,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import proc
 from agent_shim.host.copytree import Progress
 from agent_shim.services.disks import copying
+from tests.support.programs import eventually
 from tests.support.volumes import fill, fingerprint
 
 
@@ -86,6 +87,8 @@ async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypat
         await copy
 
     assert proc.command_line(mine[0]) == ""
+    assert list(paths.shim_run.iterdir()) == []
+    await eventually(lambda: "migration progress" not in {task.get_name() for task in asyncio.all_tasks()})
     await copying.in_worker(paths)(source, target, ignore)
     assert fingerprint(target) == fingerprint(source)
 

@@ -745,9 +745,12 @@ async def resizing(instance: Instance) -> dict[str, object]:
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 async def test_a_migration_moves_everything(instance: Instance, cids: tuple[str, ...]) -> None:
     wanted = await resizing(instance)
+    released: list[Path] = []
+    instance.disks._places._release = released.append
 
     await instance.disks.migrate(*cids)
 
+    assert [path.samefile(instance.volume("a") / markers.DIRECTORY) for path in released] == [True]
     assert fingerprint(instance.paths.store) == wanted
     assert fingerprint(instance.volume("a")) == wanted
     assert instance.paths.store.readlink() == instance.volume("b")
@@ -941,6 +944,7 @@ async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instan
     del instance.disks._places.restore
     go.set()
     await migrating
+    assert instance.disks.progress() is None
 
 
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))

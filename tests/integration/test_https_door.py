@@ -211,6 +211,16 @@ async def test_connections_that_have_ended_are_forgotten(bus: HttpsBus) -> None:
             assert await Cli(bus.port).value("ping") == "ping"
 
 
+async def test_requests_that_were_answered_are_forgotten(bus: HttpsBus, agent: Agent) -> None:
+    """Also those whose callers have gone."""
+    async with Cli(bus.port).connected() as (_, writer):
+        writer.write(request("get_task"))
+        await agent.begun.wait()
+    assert await Cli(bus.port).value("ping") == "ping"
+
+    await eventually(lambda: not bus._answering)
+
+
 async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_path: Path) -> None:
     """With their length, and in chunks without one."""
     cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
@@ -531,14 +541,17 @@ async def test_compressed_request_is_taken_as_it_is(bus: HttpsBus, tmp_path: Pat
 # --- address and certificate ------------------------------------------------------------------------------------------
 
 
-async def test_port_that_is_taken_is_tried_again(agent: Agent, tmp_path: Path) -> None:
+async def test_port_that_is_taken_is_tried_again(
+    agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once, and no longer once the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
-    bus = HttpsBus(mbus(port), agent.handle, tmp_path)
+    bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.Bounds(retry=0.05))
     running = asyncio.create_task(bus.run())
     try:
         async with asyncio.timeout(20):
-            while not bus.stats.last_error:
+            while bus.stats.attempts < 3:
                 await asyncio.sleep(0.01)
             assert bus.port == 0
             assert "cannot listen at 127.0.0.1" in bus.stats.last_error
@@ -546,6 +559,8 @@ async def test_port_that_is_taken_is_tried_again(agent: Agent, tmp_path: Path) -
             while not bus.is_connected:
                 await asyncio.sleep(0.01)
         assert await Cli(port).value("ping") == "ping"
+        assert bus.stats.last_error == ""
+        assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

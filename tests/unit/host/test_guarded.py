@@ -225,6 +225,8 @@ def test_nothing_stays_open(tree: Path) -> None:
                 guarded.read(tree / path, 100)
         with pytest.raises(OSError, match="second hard link"):
             guarded.open_log(tree / "second", 0o640)
+        with pytest.raises(ValueError, match="null"):
+            guarded.read(tree / "a" / "no\0name", 100)
     assert open_files() < before + 50  # threads of other tests may end meanwhile
 
 
@@ -368,6 +370,25 @@ def test_the_holes_of_a_file_are_passed_over(tmp_path: Path) -> None:
         assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []  # to where the next run begins
         file.truncate(1 << 24)
         assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole to the end
+
+
+def test_content_is_looked_for_up_to_the_end_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log may grow meanwhile, and a copy of it allows for any number of runs."""
+    (tmp_path / "log").write_bytes(b"x" * 100)
+    looks = 0
+    look = os.lseek
+
+    def counted(*arguments: int) -> int:
+        nonlocal looks
+        looks += 1
+        assert looks < 10
+        return look(*arguments)
+
+    with (tmp_path / "log").open("rb") as file:
+        monkeypatch.setattr(os, "lseek", counted)
+        assert list(guarded.segments(file.fileno(), 0, 40, limit=1000)) == [(0, 40)]
 
 
 # --- appending ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -121,6 +122,17 @@ async def test_the_session_of_an_ended_process_is_its_last(leader: Process) -> N
     other._finish(None, 5)
     assert (other.session, other.seen_ticks) == (10, 1500)
     assert process.reap(LEADER.pid) is False
+
+
+def test_who_is_not_meant_costs_no_descriptor() -> None:
+    """A number from an old file is looked at again and again."""
+    us = proc.stat(os.getpid())
+    assert us is not None
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(100):
+        assert process.adopt(us.pid, us.start_ticks + 1) is None
+        assert process.send((us.pid, us.start_ticks + 1), signal.SIGKILL) is False
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 50  # threads of other tests may end meanwhile
 
 
 def test_what_is_no_child_and_no_group_is_told() -> None:

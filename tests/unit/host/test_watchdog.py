@@ -59,6 +59,17 @@ def test_the_timer_runs_once_there_is_a_place_for_its_dump(dog: Watchdog, tmp_pa
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("period", "paces"),
+    [(0.0, (watchdog.STEP_S, watchdog.REST_S)), (5.0, (watchdog.STEP_S, 5.0)), (1.0, (1.0, 1.0))],
+)
+def test_a_period_makes_the_looks_more_frequent_and_none_does_not(period: float, paces: tuple[float, float]) -> None:
+    """A thread without a pause would take a processor."""
+    made = Watchdog(period=period)
+
+    assert (made._step, made._rest) == paces
+
+
 async def test_the_timer_is_set_again_while_the_loop_turns(dog: Watchdog, tmp_path: Path) -> None:
     """At its end it kills the process."""
     dog.start()
@@ -122,6 +133,16 @@ async def test_what_holds_the_loop_is_told_and_recorded_until_it_turns(
     assert told.getMessage() == "the event loop is blocked by reading its pidfile of Web for 0.03 s"
     assert __file__ in told.members["stack"]  # type: ignore[attr-defined]
     assert "the event loop runs again" in caplog.text
+
+
+async def test_nothing_is_told_of_a_loop_that_turns(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[None] = []
+    dog._feed = lambda: steps.append(None)
+    dog.start()
+
+    await until(lambda: len(steps) > 20)
+    await until(lambda: all(thread.name != "watchdog report" for thread in threading.enumerate()))
+    assert caplog.records == []
 
 
 async def test_a_record_that_is_written_late_does_not_stay(

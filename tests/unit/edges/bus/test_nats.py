@@ -13,7 +13,7 @@ from urllib.parse import urlparse, urlsplit
 import msgspec
 import pytest
 
-from agent_shim.core.errors import BusError, CredentialsError
+from agent_shim.core.errors import ActionError, BusError, CredentialsError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import nats, tls
 from agent_shim.edges.bus.nats import NatsBus, Timing
@@ -292,15 +292,18 @@ async def test_the_bus_is_heard_once_there_is_a_connection(link: Any) -> None:
     told: list[str] = []
     made: Any = bus(link)
     made._on_connected = lambda: told.append("connected")
+    if link is not None:
+        made.stats.attempts = made._greeted_at = 1
     made._attempted.set()
     hearing = asyncio.create_task(made.is_heard(60))
     await spin()
     assert not hearing.done()
 
-    made._activate(Link())
+    new = Link()
+    made._activate(new)
     async with asyncio.timeout(10):
         assert await hearing is True
-    assert told == ["connected"]
+    assert (told, new.calls) == (["connected"], ["flushed within 60 s"])
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -362,6 +365,9 @@ async def test_data_is_flushed_when_its_own_ping_is_answered(link: nats._Link) -
     link.end("gone")
     async with asyncio.timeout(10):
         assert await flushing is False
+        assert await link.flushed(0.0) is False
+    await spin()
+    assert "bus round trip" not in {task.get_name() for task in asyncio.all_tasks()}
 
 
 async def test_pings_without_an_answer_end_a_connection_if_they_follow_each_other(
@@ -440,6 +446,24 @@ async def test_only_connections_that_last_make_the_next_pause_short(monkeypatch:
     assert timing.paused == [1, 2, 3, 0, 1]
 
 
+@pytest.mark.parametrize(("ping", "has_lasted"), [(0.0, True), (3600.0, False)])
+async def test_a_connection_lasts_if_it_outlives_a_ping(ping: float, has_lasted: bool) -> None:
+    made: Any = bus(EndedLink(), timing=Timing(ping=ping))
+
+    assert await made._wait_for_loss() is has_lasted
+    assert made._link is None
+    assert made.stats.last_error == "lost the connection to the bus at h:1: gone"
+
+
+class EndedLink(Link):
+    """A link that was lost."""
+
+    url = urlsplit("nats://192.0.2.1:1")
+
+    async def over(self) -> str:
+        return "gone"
+
+
 async def test_new_credentials_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """As any connection is."""
     outcomes: list[object] = [BusError("away")] * 3 + [Link()]
@@ -482,8 +506,64 @@ async def test_a_rotation_waits_until_the_last_one_has_closed_its_old_connection
         await rotating
         await made._retiring
     assert (attempts, made.mbus, made._link) == ([other], other, new)
-    assert "ended: replaced" in old.calls
+    assert (old.calls, new.calls) == (["flushed within 0 s", "ended: replaced"], ["flushed within 0 s"])
     assert made._seen is None
+
+
+async def test_the_old_connection_stays_for_a_while_beside_the_new_one() -> None:
+    """A request may be on its way to it, though the server knows the new one."""
+    old, new = Link(), Link()
+    made: Any = bus(new, timing=Timing(overlap=60.0))
+    retiring = asyncio.create_task(made._retire(old, new))
+    await spin()
+
+    assert (old.calls, new.calls) == (["flushed within 60 s"], [])
+    retiring.cancel()
+    await asyncio.gather(retiring, return_exceptions=True)
+
+
+async def test_after_credentials_that_are_refused_no_message_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are unusable once they were refused for a while; then the rotation has ended, with one connection."""
+    attempts: list[Mbus] = []
+
+    async def connect(mbus: Mbus) -> Any:
+        attempts.append(mbus)
+        raise CredentialsError("refused")
+
+    made: Any = bus(Link(), timing=Counted(refused=0.05))
+    monkeypatch.setattr(made, "_connect", connect)
+    with pytest.raises(ActionError, match="cannot use the new bus credentials: refused"):
+        await made.rotate(msgspec.structs.replace(MBUS, urls=("nats://other:1",)))
+
+    assert len(attempts) > 1
+    assert (made._seen, made.mbus) == (None, MBUS)
+
+
+async def test_between_two_attempts_of_new_credentials_is_their_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a server that is away would get them without an end."""
+    attempts: list[Mbus] = []
+
+    async def connect(mbus: Mbus) -> Any:
+        attempts.append(mbus)
+        raise BusError("away")
+
+    made = bus(None, timing=Timing(step=1000.0, longest=2000.0))
+    monkeypatch.setattr(made, "_connect", connect)
+    rotating = asyncio.create_task(made.rotate(MBUS))
+    await spin()
+
+    assert len(attempts) == 1
+    rotating.cancel()
+    await asyncio.gather(rotating, return_exceptions=True)
+
+
+async def test_a_connection_makes_the_slow_attempts_before_it_count_no_longer() -> None:
+    """The next outage may have another reason, and its first attempts need not wait three times as long."""
+    made: Any = bus(None)
+    made._slow = 2
+    made._activate(Link())
+
+    assert made._slow == 0
 
 
 async def test_an_end_in_the_midst_of_a_rotation_closes_both_connections() -> None:
