@@ -35,6 +35,7 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "clock_gettime", lambda _: 1000.5)
 
     assert clock.uptime_of(990 * clock.TICKS) == 10
+    assert clock.uptime_of(1000 * clock.TICKS) == 0
 
 
 def test_start_times_share_the_origin_of_boot_time() -> None:

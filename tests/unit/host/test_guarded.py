@@ -149,6 +149,18 @@ def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int, way: 
     assert open_files() == before
 
 
+@pytest.mark.parametrize(
+    ("path", "code"), [("a/b/absent", errno.ENOENT), ("a/b/file/x", errno.ENOTDIR), ("file-link", errno.ELOOP)]
+)
+@pytest.mark.usefixtures("way")
+def test_the_error_has_the_number_of_its_reason(tree: Path, path: str, code: int) -> None:
+    """What has vanished is passed over, and a link is not."""
+    with pytest.raises(HostError, match="cannot open") as caught:
+        beneath(tree, path, os.O_RDONLY)
+
+    assert caught.value.errno == code
+
+
 def test_a_directory_exchanged_with_a_link_while_it_is_passed_leads_nowhere(tree: Path, way: str) -> None:
     """In some thousand attempts the opened file is the one inside, or none."""
     (tree / "evil").symlink_to("..")

@@ -335,6 +335,8 @@ def test_a_missing_tree_without_patterns_is_an_error(tmp_path: Path) -> None:
         ("b/?.log", ["b/c.log"]),
         ("b/[a-d].log*", ["b/c.log", "b/c.log.1"]),
         ("b/[^c].log", []),
+        ("b/*.*g*1", ["b/c.log.1"]),
+        ("b/*.*z*1", []),
         ("[!b].log", ["a.log"]),
         ("{a,x}.log", ["a.log"]),
         ("**/{c,.e}.log", ["b/c.log", "b/d/.e.log"]),

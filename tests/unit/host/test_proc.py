@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,6 +185,44 @@ def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "read_text", lambda _: "0.10 0.20 0.30 1/234 5678\n")
 
     assert proc.last_number() == 5678
+
+
+def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine hundreds of processes take longer than the time for one."""
+    looked_at: list[int] = []
+    arrived, turn = threading.Semaphore(0), threading.Semaphore(0)
+
+    class EndOfTime(threading.Event):
+        """Each wait expires while the thread is at the next process, or returns once it has ended."""
+
+        is_first = True
+
+        def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+            if not self.is_first:
+                turn.release()
+            self.is_first = False
+            assert arrived.acquire(timeout=60)
+            return self.is_set()
+
+        def set(self) -> None:
+            super().set()
+            arrived.release()
+
+    class Watched(proc._Pass[int]):
+        def __init__(self, pids: Collection[int], work: Callable[[int], int]) -> None:
+            super().__init__(pids, work)
+            self.is_over = EndOfTime()
+
+    def work(pid: int) -> int:
+        looked_at.append(pid)
+        arrived.release()
+        assert turn.acquire(timeout=60)
+        return pid
+
+    monkeypatch.setattr(proc, "_Pass", Watched)
+
+    assert proc._of_each([1, 2, 3, 4], work) == {1: 1, 2: 2, 3: 3, 4: 4}
+    assert looked_at == [1, 2, 3, 4]
 
 
 def test_a_reader_that_hangs_holds_no_end_of_the_process() -> None:
