@@ -1068,6 +1068,19 @@ async def test_dynamic_disks_are_linked_and_unlinked(instance: Instance) -> None
         assert not link.is_symlink()
 
 
+async def test_a_dynamic_disk_that_is_late_is_waited_for(instance: Instance) -> None:
+    """The CPI may attach it after the request."""
+    volume = instance.attach("a")
+    instance.paths.dynamic_disks.mkdir()
+    looks = [True, False]
+    instance.disks._places.is_bare = lambda place: bool(looks) and looks.pop(0)  # type: ignore[method-assign]  # noqa: ARG005
+
+    await instance.disks.add_dynamic("a", str(volume))
+
+    assert looks == []
+    assert (instance.paths.dynamic_disks / "a").readlink() == volume
+
+
 async def test_a_dynamic_disk_whose_volume_has_not_arrived_is_not_linked(instance: Instance) -> None:
     """Files would stay on the node."""
     volume = instance.attach("a")
