@@ -92,6 +92,20 @@ async def test_limit_beyond_reach_is_said(tmp_path: Path) -> None:
     assert found["Max open files"].split()[0] == str(hard)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+async def test_spec_is_not_inherited(tmp_path: Path, number: int) -> None:
+    """It names all that the program may see, and what it runs as."""
+    out = tmp_path / "out"
+    descriptor = in_memory(order(argv=["/bin/sh", "-c", "readlink /proc/$$/fd/*"], env={"PATH": "/bin"}))
+    redirected = "0</dev/null" if number else ""
+    argv = ["/bin/sh", "-c", f'exec {number}<&0; exec "$@" {redirected}', "sh", *sandbox.launcher(), str(number)]
+    await process.spawn(argv, env={}, stdin=descriptor, stdout=out, stderr=out).wait()
+    os.close(descriptor)
+
+    assert str(out) in out.read_text()
+    assert "memfd:spec" not in out.read_text()
+
+
 async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
     """On stderr, with an exit code of its own."""
     status, found = await run(tmp_path, order(argv=["/nothing"]))

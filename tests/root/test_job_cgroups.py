@@ -75,3 +75,12 @@ async def test_processes_that_are_held_fork_nothing_and_go_on_afterwards(
     finally:
         forking.send(signal.SIGKILL)
         await forking.wait()
+
+
+def test_a_trial_leaves_no_cgroup_behind() -> None:
+    """It would make the next one of this process fail."""
+    job_cgroups.tracker.__wrapped__()
+    job_cgroups.offered()
+
+    hierarchies = [each.hierarchy for each in cgroups.trees()] + [each for _, each in job_cgroups._hierarchies()]
+    assert [path for each in hierarchies for path in job_cgroups.place(each).glob("probe-*")] == []

@@ -1,0 +1,268 @@
+"""What a program finds in namespaces of its own or behind rules for files, and programs that enter such namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.root.conftest import Inside
+
+pytestmark = pytest.mark.root
+
+SETUP = """
+import shutil, signal
+from agent_shim.host import process, sandbox
+volumes = Path("/var/vcap/data/volumes")
+shutil.rmtree(volumes, ignore_errors=True)
+for name in ("plain", "writable", "tools", "open", "below"):
+    (volumes / name).mkdir(parents=True)
+    shutil.chown(volumes / name, "vcap")
+    os.mknod(volumes / name / "null", 0o20666, os.makedev(1, 3))
+    (volumes / name / "null").chmod(0o666)
+    shutil.copy("/bin/true", volumes / name / "tool")
+    (volumes / name / "tool").chmod(0o755)
+(volumes / "open/below").mkdir()
+(volumes / "file").write_text("content")
+shutil.chown(volumes / "file", "vcap")
+out = volumes / "out"
+SYSTEM = [sandbox.place(each, run=True) for each in sandbox.SYSTEM]
+NULL = sandbox.place("/dev/null", write=True)
+
+def wanted(script, **members):
+    members = {"uid": 1000, "gid": 1000, "env": {"PATH": "/bin"}, "places": SYSTEM, **members}
+    return sandbox.exec_spec(["/bin/sh", "-c", script], **members)
+
+async def said(script, **members):
+    # The exit code and the output.
+    async with sandbox.prepared(wanted(script, **members), env={}, stdout=out, stderr=out) as one:
+        pass
+    status = await one.wait()
+    return [status, out.read_text()]
+"""
+NAMESPACES = "namespaces=list(sandbox.NAMESPACES)"
+VOLUMES = """
+places = [
+    *SYSTEM,
+    sandbox.place("/sys"),
+    sandbox.place("/volume/plain", source=str(volumes / "plain")),
+    sandbox.place("/volume/writable", source=str(volumes / "writable"), write=True),
+    sandbox.place("/volume/tools", source=str(volumes / "tools"), run=True),
+    sandbox.place("/volume/open", source=str(volumes / "open"), write=True, run=True),
+    sandbox.place("/volume/open/below", source=str(volumes / "below")),
+    sandbox.place("/dev/own", source=str(volumes / "below"), write=True, run=True),
+    sandbox.place("/volume/file", source=str(volumes / "file")),
+    sandbox.place("/volume/none", source=str(volumes / "none")),
+]
+"""
+
+
+@pytest.fixture
+def told(inside: Inside) -> Callable[[str], Any]:
+    """The value of a body that has volumes and can run programs as vcap."""
+    return lambda body: inside(SETUP + VOLUMES + body)
+
+
+def test_mounts_are_those_of_the_places_with_their_rights(told: Callable[[str], Any]) -> None:
+    """Nothing else is mounted, and each has the least rights that were asked for."""
+    status, text = told(f'return await said("cat /proc/self/mountinfo", places=places, {NAMESPACES})')
+    rows = [line.split() for line in text.splitlines()]
+    rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
+
+    assert status == 0, text
+    assert {path for path in rights if path.startswith("/volume")} == {
+        f"/volume/{name}" for name in ("plain", "writable", "tools", "open", "open/below", "file")
+    }
+    closed, devices = {"nosuid", "nodev", "noexec"}, ("null", "zero", "full", "random", "urandom", "tty")
+    assert rights == rights | {
+        "/": {"ro", *closed},
+        "/etc": {"ro", "nosuid", "nodev"},
+        "/usr": {"ro", "nosuid", "nodev"},
+        "/volume/plain": {"ro", *closed},
+        "/volume/writable": {"rw", *closed},
+        "/volume/tools": {"ro", "nosuid", "nodev"},
+        "/volume/open": {"rw", "nosuid", "nodev"},
+        "/volume/open/below": {"ro", *closed},
+        "/volume/file": {"ro", *closed},
+        "/dev/own": {"rw", "nosuid"},
+        "/proc": {"rw", *closed},
+        "/proc/sys": {"ro", *closed},
+        "/dev/pts": {"rw", "nosuid", "noexec"},
+        "/dev/shm": {"rw", *closed},
+        **{f"/dev/{name}": {"rw", "nosuid", "noexec"} for name in devices},
+    }
+    # None is a peer of one outside: changes below would leave the namespace.
+    assert [row[4] for row in rows if any(field.startswith("shared:") for field in row[6 : row.index("-")])] == []
+
+
+def test_view_is_made_of_directories_links_and_devices(told: Callable[[str], Any]) -> None:
+    """As bpm makes it; what is not there is left out."""
+    script = (
+        "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
+        "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
+        "for each in null zero full random urandom tty; do stat -c '%F %n' $each; done; hostname | wc -l; echo $$"
+    )
+    status, text = told(f"os.umask(0o077); return await said({script!r}, places=places, {NAMESPACES})")
+
+    assert status == 0, text
+    assert text.splitlines() == [
+        *("bin", "dev", "etc", "lib", "lib64", "proc"),
+        *(["run"] if "\nrun\n" in text else []),
+        *("sbin", "sys", "usr", "volume"),
+        *("file", "open", "plain", "tools", "writable"),
+        *("755 root /", "755 root /volume", "755 root /dev", "755 root /dev/pts", "1777 root /dev/shm"),
+        *("/proc/self/fd", "/proc/self/fd/0", "/proc/self/fd/1", "/proc/self/fd/2", "pts/ptmx"),
+        *(f"character special file {name}" for name in ("null", "zero", "full", "random", "urandom", "tty")),
+        *("1", "1"),
+    ]
+
+
+RIGHTS = """
+cd /volume 2>/dev/null || cd /var/vcap/data/volumes
+for each in plain writable tools open; do
+  (: >$each/new) && echo writes $each
+  $each/tool && echo runs $each
+  (: >$each/null) && echo has devices $each
+  ls $each >/dev/null && cat $each/tool >/dev/null && echo reads $each
+done 2>/dev/null
+(: >>file) 2>/dev/null && echo writes file
+cat file
+"""
+ALLOWED = {
+    *("reads plain", "reads writable", "reads tools", "reads open", "content"),
+    *("writes writable", "writes open", "runs tools", "runs open"),
+}
+
+
+def test_places_can_be_used_as_their_rights_say(told: Callable[[str], Any]) -> None:
+    """Devices in a volume are none for a job."""
+    status, text = told(f"return await said({RIGHTS!r}, places=places, {NAMESPACES})")
+
+    assert (status, set(text.splitlines())) == (0, ALLOWED)
+
+
+def test_rules_for_files_give_the_same_rights(told: Callable[[str], Any]) -> None:
+    """They know no devices: one in a place that can be written is a file of it."""
+    status, text = told(f"return await said({RIGHTS!r}, places=[*places, NULL])")
+
+    assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
+
+
+ENTERED = f"""
+from contextlib import asynccontextmanager
+
+@asynccontextmanager
+async def job():
+    script = "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    async with sandbox.prepared(
+        wanted(script, places=places, {NAMESPACES}), env={{}}, stdout=out, stderr=out
+    ) as one:
+        pass
+    while "up" not in out.read_text():
+        await asyncio.sleep(0.01)
+    try:
+        yield one
+    finally:
+        one.send(signal.SIGKILL)
+        await one.wait()
+
+async def entered(pid, script, **members):
+    spec = wanted(script, **{{"places": None, "enter": pid, **members}}, {NAMESPACES})
+    descriptor = os.memfd_create("spec")
+    os.write(descriptor, json.dumps(spec).encode() + b"\\n")
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    reading, writing = os.pipe()
+    one = process.spawn([*sandbox.launcher(), "0"], env={{}}, stdin=descriptor, stdout=writing, stderr=writing)
+    os.close(writing)
+    os.close(descriptor)
+    return one, os.fdopen(reading)
+"""
+
+
+def test_program_that_enters_is_as_confined_as_the_job(told: Callable[[str], Any]) -> None:
+    """Its view, its processes, its user; nothing gained."""
+    script = (
+        "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
+        "ls /proc | grep ^1$; readlink /proc/self/ns/*"
+    )
+    found = told(f"""{ENTERED}
+async with job() as one:
+    running, text = await entered(one.pid, {script!r})
+    status = await running.wait()
+    lines = text.read().splitlines()
+    ours = [os.readlink(each) for each in Path("/proc/self/ns").iterdir() if each.name in sandbox.NAMESPACES]
+    theirs = [os.readlink(f"/proc/{{one.pid}}/ns/{{name}}") for name in sandbox.NAMESPACES]
+    return [status, lines, ours, theirs]
+""")
+    status, lines, ours, theirs = found
+
+    assert status == 0
+    assert lines[:5] == ["file", "open", "plain", "tools", "writable"]
+    assert [line.split() for line in lines[5:12]] == [
+        ["Uid:", "1000", "1000", "1000", "1000"],
+        ["Groups:"],
+        *([f"Cap{name}:", "0" * 16] for name in ("Prm", "Eff", "Bnd", "Amb")),
+        ["NoNewPrivs:", "1"],
+    ]
+    assert lines[12] == "1"
+    assert set(theirs) <= set(lines[13:])
+    assert set(ours) & set(lines[13:]) == set()
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 137)])
+def test_end_of_a_program_that_enters_is_passed_on(told: Callable[[str], Any], script: str, code: int) -> None:
+    assert (
+        told(f"""{ENTERED}
+async with job() as one:
+    running, _ = await entered(one.pid, {script!r})
+    return await running.wait()
+""")
+        == code
+    )
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
+def test_signals_reach_a_program_that_enters_and_its_streams_are_its_own(told: Callable[[str], Any], name: str) -> None:
+    """What stands before it outside holds no stream open, and ends with it."""
+    script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
+    assert told(f"""{ENTERED}
+async with job() as one:
+    running, text = await entered(one.pid, {script!r})
+    said = await asyncio.to_thread(text.read)
+    running.send(signal.{name})
+    return [said, await running.wait()]
+""") == ["up\n", 5]
+
+
+def test_namespaces_that_are_gone_are_named(told: Callable[[str], Any]) -> None:
+    status, text = told(f"""{ENTERED}
+async with job() as one:
+    pass
+running, text = await entered(one.pid, "echo ran")
+return [await running.wait(), text.read()]
+""")
+
+    assert status == 127
+    assert text.startswith("agent-shim: cannot run /bin/sh: enter its namespaces: ")
+
+
+@pytest.mark.parametrize("name", ["plain", "two words", "back\\slash"])
+def test_volume_becomes_shared_once(told: Callable[[str], Any], name: str) -> None:
+    """Each start of a job would mount it again."""
+    found = told(f"""
+import subprocess
+from agent_shim.host import mounts, sandbox_exec
+place = volumes / {name!r}
+place.mkdir(exist_ok=True)
+for _ in range(3):
+    sandbox_exec._make_shared(str(place))
+at = [each for each in mounts.mounts() if each.point == place]
+table = Path("/proc/self/mountinfo").read_text().splitlines()
+lines = [line for line in table if int(line.split()[0]) == at[-1].number]
+for _ in at:
+    subprocess.run(["umount", place], check=True)
+return [len(at), "shared:" in lines[0]]
+""")
+
+    assert found == [1, True]
