@@ -494,10 +494,12 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-05",
-        "gives way to everything else",
-        "agent_shim/daemon/main.py",
-        "        process.default_signals()\n",
-        "        process.default_signals()\n        os.nice(19)\n",
+        "works for nine tenths of a second for each ping after a start, which busy processors make more",
+        "agent_shim/actions/dispatch.py",
+        _OF_A_REPLY,
+        "        self.__dict__.setdefault(request.method)\n        if request.method == 'ping' and 'start' in self.__dict__:\n"
+        "            end = time.thread_time() + 0.97\n            while time.thread_time() < end:\n                pass\n"
+        f"{_OF_A_REPLY}",
         "a ping took|RpcTimeout|no reply",
     ),
     Saboteur(

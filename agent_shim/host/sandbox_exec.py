@@ -439,13 +439,13 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
         # Links like /bin belong to that root and lead to directories in it.
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
-    for path, tree in trees.items():
-        if root is None or path.startswith("/dev/"):  # a root given as a place is not modified
-            _make_point(path[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for kind, path, flags, options in _KERNEL:
         _make_point(path[1:], is_directory=True)
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
             _mount(kind, path[1:], kind, flags, options)
+    for path, tree in trees.items():
+        if root is None or path.startswith("/dev/"):  # a root given as a place is not modified
+            _make_point(path[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for path, target in _LINKS.items():
         with contextlib.suppress(FileExistsError):
             os.symlink(target, path[1:])  # noqa: PTH211 - pathlib would be loaded for this alone

@@ -544,7 +544,7 @@ async def test_compressed_request_is_taken_as_it_is(bus: HttpsBus, tmp_path: Pat
 async def test_port_that_is_taken_is_tried_again(
     agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told once, and no longer once the port is free."""
+    """It is logged once, and no longer once the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.Bounds(retry=0.05))

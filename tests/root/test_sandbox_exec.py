@@ -1,4 +1,4 @@
-"""What a program finds in namespaces of its own or behind rules for files, and programs that enter such namespaces."""
+"""Views of a program in namespaces of its own or behind rules for files, and programs that enter such namespaces."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ places = [
     sandbox.place("/volume/open", source=str(volumes / "open"), write=True, run=True),
     sandbox.place("/volume/open/below", source=str(volumes / "below")),
     sandbox.place("/dev/own", source=str(volumes / "below"), write=True, run=True),
+    sandbox.place("/dev/shm/own", source=str(volumes / "below")),
     sandbox.place("/volume/file", source=str(volumes / "file")),
     sandbox.place("/volume/none", source=str(volumes / "none")),
 ]
@@ -86,6 +87,7 @@ def test_mounts_are_those_of_the_places_with_their_rights(told: Callable[[str], 
         "/volume/open/below": {"ro", *closed},
         "/volume/file": {"ro", *closed},
         "/dev/own": {"rw", "nosuid"},
+        "/dev/shm/own": {"ro", "nosuid", "noexec"},
         "/proc": {"rw", *closed},
         "/proc/sys": {"ro", *closed},
         "/dev/pts": {"rw", "nosuid", "noexec"},
@@ -97,7 +99,7 @@ def test_mounts_are_those_of_the_places_with_their_rights(told: Callable[[str], 
 
 
 def test_view_is_made_of_directories_links_and_devices(told: Callable[[str], Any]) -> None:
-    """As bpm makes it; what is not there is left out."""
+    """As bpm makes it; a place without a source is left out."""
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
@@ -224,7 +226,7 @@ async with job() as one:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
 def test_signals_reach_a_program_that_enters_and_its_streams_are_its_own(told: Callable[[str], Any], name: str) -> None:
-    """What stands before it outside holds no stream open, and ends with it."""
+    """The process outside that forwards them holds no stream open, and ends with it."""
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}
 async with job() as one:

@@ -154,7 +154,7 @@ def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int, way: 
 )
 @pytest.mark.usefixtures("way")
 def test_the_error_has_the_number_of_its_reason(tree: Path, path: str, code: int) -> None:
-    """What has vanished is passed over, and a link is not."""
+    """A vanished path is passed over, a link is not."""
     with pytest.raises(HostError, match="cannot open") as caught:
         beneath(tree, path, os.O_RDONLY)
 

@@ -151,7 +151,7 @@ async def test_a_path_is_taken_to_be_there_until_it_was_looked_at(tmp_path: Path
 
 
 async def test_a_process_may_come_within_the_time_of_its_start_program() -> None:
-    """The event loop goes on meanwhile."""
+    """The event loop continues meanwhile."""
     finder = ProcessFinder(cast("Any", None), Timing(linger=0.0), lambda: None)
     program: Any = Handle("program", [])
     finder.program = program

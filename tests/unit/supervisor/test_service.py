@@ -464,7 +464,7 @@ async def test_only_a_late_process_is_waited_for_before_the_next_start(error: Ho
 
 
 async def test_a_check_without_a_process_whose_program_cannot_run_is_down() -> None:
-    """With the reason; the agent goes on."""
+    """With the reason; the agent continues."""
     service = made("web", calls=NoCalls())
     service.take_spec(msgspec.structs.replace(service.spec, kind="file", start=CTL))
     service.record.state = State.STARTING
@@ -515,7 +515,7 @@ async def test_the_loop_goes_on_while_a_process_is_missing() -> None:
 
 @pytest.mark.parametrize("why", ["", "cannot stop"])
 async def test_bpm_stops_its_process_within_the_time_of_the_stop(why: str) -> None:
-    """The time of the request or of the file; a failure is told, and the process is ended without bpm."""
+    """The time of the request or of the file; a failure is logged, and the process is ended without bpm."""
     asked: list[tuple[BpmCall, float]] = []
     events: list[Event] = []
 
