@@ -75,6 +75,11 @@ def by_links(scratch: Path) -> Instance:
 # --- whole stories --------------------------------------------------------------------------------------------------
 
 
+def mounted_at(place: Path) -> int:
+    points = [line.split()[4] for line in mounts.MOUNTINFO.read_text().splitlines()]
+    return points.count(str(place).replace(" ", r"\040"))
+
+
 async def resize(instance: Instance, between: Callable[[], None], *, as_root: bool) -> None:
     """As a Director does it, with whatever happens to the agent between any two of its requests."""
     agent: Any = Asked(instance)
@@ -92,6 +97,7 @@ async def resize(instance: Instance, between: Callable[[], None], *, as_root: bo
         await request(agent, *arguments)
         assert await actions.list_disk(agent) == listed
         assert fingerprint(instance.paths.store) == wanted, request
+        assert mounted_at(instance.paths.store) <= 1, request  # the former one would be below
         between()
         assert await actions.list_disk(Asked(instance)) == listed
         assert fingerprint(instance.paths.store) == wanted
