@@ -494,7 +494,7 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-05",
-        "works for nine tenths of a second for each ping after a start, which busy processors make more",
+        "works almost a second for each ping after a start, which busy processors make more",
         "agent_shim/actions/dispatch.py",
         _OF_A_REPLY,
         "        self.__dict__.setdefault(request.method)\n        if request.method == 'ping' and 'start' in self.__dict__:\n"

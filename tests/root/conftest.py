@@ -14,6 +14,8 @@ import pytest
 from tests.support.machine import Machine, machine
 
 Inside = Callable[..., Any]
+UNPRIVILEGED = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+"""Prefix of a command that runs as an ordinary user with no other group."""
 
 _PRELUDE = """
 import asyncio, json, os, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.root.conftest import Inside
+from tests.root.conftest import UNPRIVILEGED, Inside
 from tests.support.machine import Machine
 
 pytestmark = pytest.mark.root
@@ -17,7 +17,6 @@ for place in (source, target):
     place.mkdir(parents=True, exist_ok=True)
 (source / "file").write_text("content")
 """
-NOBODY = ("setpriv", "--reuid", "65534", "--clear-groups")
 
 
 def test_a_bind_shows_the_source(inside: Inside) -> None:
@@ -103,7 +102,7 @@ def test_whether_binds_are_allowed_is_tried(box: Machine, inside: Inside) -> Non
 
     assert inside(ask) is True
     assert inside(ask, "setpriv", "--bounding-set", "-sys_admin") is False
-    assert inside(ask, *NOBODY) is False
+    assert inside(ask, *UNPRIVILEGED) is False
     assert list((box.vcap / "probe").iterdir()) == []
     assert "probe" not in box.run("cat /proc/self/mountinfo")
 
