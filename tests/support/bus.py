@@ -109,6 +109,8 @@ class Wire:
     async def push(self, data: bytes) -> None:
         """Send, and wait until the client takes it."""
         self._writer.write(data)
+        # Without a turn of the loop, which reports that the connection is lost, drain() accepts data for ever.
+        await asyncio.sleep(0)
         await self._writer.drain()
 
     async def expect(self, start: str) -> str:
