@@ -41,14 +41,31 @@ def test_a_figure_has_three_digits_and_a_unit_that_suits_it(value: float, unit: 
 
 def test_a_line_has_the_spread_the_floor_its_ratio_and_the_budget() -> None:
     text = table.render(OURS, [])
-    assert "| ping | 310 µs | 300 µs to 2 ms | 200 µs (1) | 1.55 | 500 / 300 µs, **aim missed** |" in text
+    assert "| ping | 310 µs | 300 µs to 2 ms | 200 µs (1) | 1.55 | 1.2 / 1.1 of the floor, **limit missed** |" in text
     assert "Floors: (1) an echo." in text
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "verdict"),
+    [
+        ("pipelined_pings_per_second", figure([69.0], "1/s", floor=[100.0], floor_is="an echo"), "limit missed"),
+        ("pipelined_pings_per_second", figure([79.0], "1/s", floor=[100.0], floor_is="an echo"), "aim missed"),
+        ("pipelined_pings_per_second", figure([81.0], "1/s", floor=[100.0], floor_is="an echo"), ""),
+        ("pipelined_pings_per_second", figure([69.0], "1/s"), ""),
+        ("fetch_logs_of_400_MB", figure([299.0], "MB/s"), "limit missed"),
+        ("fetch_logs_of_400_MB", figure([300.0], "MB/s"), "aim missed"),
+        ("start_answered", figure([0.0101], "s", floor=[1.0], floor_is="a script"), "limit missed"),
+        ("start_answered", figure([0.0099], "s"), ""),
+    ],
+)
+def test_a_budget_is_an_absolute_value_or_a_multiple_of_the_floor(name: str, samples: Any, verdict: str) -> None:
+    assert table.BUDGETS[name].verdict(samples) == verdict
 
 
 def test_another_agent_stands_beside_with_how_many_times_ours() -> None:
     theirs = document("theirs", {"ping": figure([0.0651], "s")}, **{"from": "05:00", "to": "05:40"})
     text = table.render(OURS, [theirs])
-    assert "**aim missed** | 65.1 ms (×210) |" in text
+    assert "**limit missed** | 65.1 ms (×210) |" in text
     assert "; on the same machine theirs from 05:00 to 05:40 (load 0.1)." in text
 
 
@@ -61,15 +78,17 @@ def test_another_machine_is_said_to_be_another() -> None:
 def test_what_was_not_measured_is_said_with_the_reason() -> None:
     theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
     text = table.render(OURS, [theirs])
-    assert "**aim missed** | not measured |" in text
+    assert "**limit missed** | not measured |" in text
     assert "Not measured of theirs, in all or in part: `boots`: HostError: it has ended" in text
 
 
 def test_the_boot_as_root_is_a_line_and_its_steps_are_named() -> None:
-    boot = figure([0.2914, 0.267, 0.347], "s") | {"steps_ms": {"own names": 2.5, "ssh server": 7.3}}
+    boot = figure([0.2914, 0.267, 0.347], "s", floor=[0.1], floor_is="an interpreter") | {
+        "steps_ms": {"own names": 2.5, "ssh server": 7.3}
+    }
     text = table.render(document("ours", {"exec_to_first_pong_as_root": boot}), [])
 
-    assert "| exec to first pong as root | 291 ms | 267 to 347 ms |  |  |  |" in text
+    assert "| 291 ms | 267 to 347 ms | 100 ms (1) | 2.91 | 3 / 2.5 of the floor, **aim missed** |" in text
     assert "*exec to first pong as root*: own names 2.5 ms, ssh server 7.3 ms." in text
 
 
