@@ -61,9 +61,12 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     with closing(fd):
         if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            if found.st_size > limit or len(content := file.read(limit + 1)) > limit:
-                raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+        # By the size of the file: a buffer of the limit would be mapped each time. Files of the kernel have no size.
+        content, size = b"", max(found.st_size, CHUNK_BYTES)
+        while max(found.st_size, len(content)) <= limit and (chunk := os.read(fd, size)):
+            content += chunk
+        if max(found.st_size, len(content)) > limit:
+            raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
     return content
 
 

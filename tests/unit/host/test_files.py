@@ -394,6 +394,24 @@ def test_a_directory_in_the_place_of_a_file_costs_no_descriptor(tmp_path: Path) 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.parametrize("size", [0, 4, files.CHUNK_BYTES, files.CHUNK_BYTES + 1, 5 * files.CHUNK_BYTES])
+def test_a_file_of_the_size_of_the_limit_is_read_whole(tmp_path: Path, size: int) -> None:
+    content = os.urandom(size)
+    (tmp_path / "f").write_bytes(content)
+
+    assert files.read(tmp_path / "f", size) == content
+    assert files.read(tmp_path / "f") == content
+
+
+def test_a_file_of_the_kernel_which_has_no_size_is_read_whole_and_bounded() -> None:
+    mappings = Path("/proc/self/smaps")
+
+    assert mappings.stat().st_size == 0
+    assert files.read(mappings).endswith(mappings.read_bytes()[-20:])
+    with pytest.raises(OSError, match="more than 100 bytes"):
+        files.read(mappings, 100)
+
+
 def test_a_file_may_be_as_large_as_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"12345")
