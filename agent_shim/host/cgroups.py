@@ -151,17 +151,17 @@ def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
     return max(0, limit - of_memory), max(0, used - current)
 
 
-def oom_kills(cgroup: Cgroup, host: host_stats.Memory) -> int | None:
-    """Return the number of OOM kills in the container; None where the kernel does not report it."""
+def oom_kills(cgroup: Cgroup, host: int) -> int | None:
+    """Return the OOM kills in the container on a host of that many bytes; None where the kernel reports none."""
     level = oom_level(cgroup, host)
     return oom_kills_of(*level) if level else None
 
 
-def oom_level(cgroup: Cgroup, host: host_stats.Memory) -> tuple[int, Path] | None:
+def oom_level(cgroup: Cgroup, host: int) -> tuple[int, Path] | None:
     """Return the level that counts as the container for ``oom_kills_of``; None where no kills are reported."""
     if cgroup.memory is None:
         return None
-    return cgroup.memory.version, _tightest(cgroup.memory, host.total) or cgroup.memory.levels[0]
+    return cgroup.memory.version, _tightest(cgroup.memory, host) or cgroup.memory.levels[0]
 
 
 def oom_kills_of(version: int, level: Path) -> int | None:

@@ -6,6 +6,7 @@ psutil reads processor times and memory. Figures that no kernel writes raise ``V
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +59,11 @@ def memory(proc: Path = PROC) -> Memory:
     found = Memory(ram.total, max(0, ram.total - ram.available), swap.total, max(0, swap.total - swap.free))
     _require_natural(found.total, found.used, found.swap_total, found.swap_used)
     return found
+
+
+def memory_total() -> int:
+    """Memory alone, without psutil: the supervisor needs it before the first answer."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:

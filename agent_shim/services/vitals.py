@@ -88,7 +88,7 @@ class Vitals:
         with contextlib.suppress(OSError, ValueError):
             memory[HOST] = host_stats.memory(self._proc)
             memory[CONTAINER] = cgroups.memory(self._cgroup, memory[HOST]) or memory[HOST]
-            oom_kills = cgroups.oom_kills(self._cgroup, memory[HOST])
+            oom_kills = cgroups.oom_kills(self._cgroup, memory[HOST].total)
         with contextlib.suppress(OSError, ValueError):
             cpu[HOST] = host_stats.cpu_times(self._proc)
         if (used := cgroups.cpu_used(self._cgroup)) is not None:

@@ -40,7 +40,7 @@ class Kills:
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
     # Found once: the counter is read at each of many exits.
-    level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory()))
+    level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory_total()))
 
     def read() -> int | None:
         try:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from agent_shim.host import cgroups, clock, proc
+from agent_shim.host import cgroups, clock, host_stats, proc
 from agent_shim.supervisor.event_kinds import ORDER
 from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.service import Service
@@ -219,6 +219,5 @@ class _ContainerMemory:
         now = time.monotonic()
         if now - self._read_at > MEMORY_TTL_S:
             self._read_at = now
-            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            self._total = cgroups.memory_total(self._cgroup, host)
+            self._total = cgroups.memory_total(self._cgroup, host_stats.memory_total())
         return self._total

@@ -158,10 +158,10 @@ def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
     write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
 
-    assert cgroups.oom_kills(version_2(tmp_path, "leaf"), HOST) == 3
-    assert cgroups.oom_kills(version_1(tmp_path), HOST) == 2
-    assert cgroups.oom_kills(version_2(tmp_path / "none"), HOST) is None
-    assert cgroups.oom_kills(cgroups.Cgroup(), HOST) is None
+    assert cgroups.oom_kills(version_2(tmp_path, "leaf"), HOST.total) == 3
+    assert cgroups.oom_kills(version_1(tmp_path), HOST.total) == 2
+    assert cgroups.oom_kills(version_2(tmp_path / "none"), HOST.total) is None
+    assert cgroups.oom_kills(cgroups.Cgroup(), HOST.total) is None
 
 
 UNIFIED = b"31 23 0:28 / /sys/fs/cgroup ro - cgroup2 cgroup rw,nsdelegate\n"
