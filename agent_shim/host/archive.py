@@ -209,7 +209,7 @@ class _Inflated:
             if not packed and not piece:
                 raise EOFError("the gzip data ended before their end marker")
             self._ahead += piece
-        if len(self._ahead) < size and self._inflater.unused_data:
+        if len(self._ahead) < size and (self._inflater.unused_data or self._source.read(1)):
             raise ArchiveError("more follows the gzip data")
         piece, self._ahead = self._ahead[:size], self._ahead[size:]
         return piece
@@ -257,6 +257,9 @@ class _Reader:
                 yield member
                 for _ in self.data():
                     pass
+        self._room += tarfile.RECORDSIZE  # the padding
+        while piece := self._stream.read(CHUNK_BYTES):  # to the check of gzip, which follows the last byte
+            self._take(len(piece))
 
     def data(self) -> Iterator[bytes]:
         """Yield the remaining data of the current member in chunks."""
@@ -296,11 +299,14 @@ class _Reader:
         return records
 
     def _begin(self, size: int) -> None:
+        self._take(size)
+        self._left = size
+        self._padding = -size % BLOCK_BYTES
+
+    def _take(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
             raise ArchiveError("it is too large when unpacked")
-        self._left = size
-        self._padding = -size % BLOCK_BYTES
 
 
 def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:

@@ -386,6 +386,67 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])
+@pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
+@pytest.mark.parametrize("padding", [0, 100_000])
+def test_gzip_data_are_whole_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, most_for_zlib: int, padding: int
+) -> None:
+    """The last member of the archive ends before the check at the end, which covers all."""
+    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_zlib)
+    packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
+    match kind:
+        case "check":
+            packed[-8] ^= 1
+        case "length":
+            packed[-4] ^= 1
+        case "cut":
+            del packed[-8:]
+        case "cut before the check":
+            del packed[-10:]
+        case "garbage":
+            packed += b"garbage"
+    (source := tmp_path / "archive").write_bytes(packed)
+    (tmp_path / "by-tar").mkdir()
+
+    with pytest.raises(ArchiveError, match="cannot unpack the archive: "):
+        unpack(bytes(packed), tmp_path / "o", limits=archive.Limits(size=200_000))
+
+    assert not (tmp_path / "o").exists()
+    if not padding:  # with more of it tar does not read to the end
+        assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
+
+
+@pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])
+def test_what_follows_the_last_member_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_for_zlib: int
+) -> None:
+    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_zlib)
+    packed = zipped(member("a", b"x") + END + bytes(200_000))
+
+    unpack(packed, tmp_path / "whole", limits=archive.Limits(size=300_000, ratio=1))
+    with pytest.raises(ArchiveError, match="it is too large when unpacked"):
+        unpack(packed, tmp_path / "o", limits=archive.Limits(size=190_000, ratio=1))
+
+    assert (tmp_path / "whole/a").read_bytes() == b"x"
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_gzip_member_that_ends_with_a_chunk_hides_no_further_one(tmp_path: Path) -> None:
+    """The rest of the archive was taken for absent."""
+    first = member("a", os.urandom(archive.CHUNK_BYTES - 4096))
+    head = zipped(first)
+    head = head[:3] + b"\x08" + head[4:10] + b"n" * (archive.CHUNK_BYTES - len(head) - 1) + b"\0" + head[10:]
+    packed = head + zipped(member("b", b"y") + END)
+    assert len(head) == archive.CHUNK_BYTES
+
+    unpack(packed, tmp_path / "large")
+    with pytest.raises(ArchiveError, match="more follows the gzip data"):
+        unpack(packed, tmp_path / "small", limits=archive.Limits(size=200_000))
+
+    assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["a", "b"]
+
+
 @pytest.mark.parametrize("cut", [10, 1000, 70_000])
 def test_small_archives_of_one_gzip_member_are_read_without_isal(tmp_path: Path, cut: int) -> None:
     """A reader of several members, which are rare, is a worker's."""
