@@ -59,9 +59,30 @@ async def killed_often(stand: Stand) -> str:
     is_long=True,
 )
 async def killed_in_apply(stand: Stand) -> str:
+    return await _killed_in_applies(stand, SMALL, stand.of(8, 1))
+
+
+@case(
+    "C-11",
+    "SIGKILL at every system call by which an apply changes a file, its worker included (2 packages of 9 MB, 2 jobs)",
+    scale="each twentieth",
+    has_full=True,
+    is_long=True,
+)
+async def killed_in_apply_by_worker(stand: Stand) -> str:
+    return await _killed_in_applies(stand, LARGE, stand.of(20, 1))
+
+
+SMALL: Final = MB // 4
+"""Bytes of a package that a thread of the agent installs."""
+LARGE: Final = 9 * MB
+"""Half of them are random: two packages have more packed bytes than ``small_installs`` takes."""
+
+
+async def _killed_in_applies(stand: Stand, size: int, step: int) -> str:
     world = stand.world
     await stand.boot()
-    spec = world.spec(2, 2, MB // 4)
+    spec = world.spec(2, 2, size)
     await world.run("prepare", spec)
     await world.run("apply", spec)
     await world.run("stop")
@@ -69,7 +90,7 @@ async def killed_in_apply(stand: Stand) -> str:
     clean = _installed(world, "1")
 
     async def apply(version: str) -> Told:
-        spec = world.spec(2, 2, MB // 4, version=version)
+        spec = world.spec(2, 2, size, version=version)
         number = int(version[1:])
         told = await killed(stand, number, WHO[number % 3], [world.base], partial(_ask, stand, "apply", spec))
         await world.run("apply", spec)
@@ -81,7 +102,7 @@ async def killed_in_apply(stand: Stand) -> str:
             path.unlink()
         return told
 
-    count, last = await _sweep(apply, stand.of(8, 1))
+    count, last = await _sweep(apply, step)
     return f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
 
 

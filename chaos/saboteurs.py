@@ -25,6 +25,15 @@ CRASHES: Final = (
         "not as after an apply|is not",
     ),
     Saboteur(
+        "C-11",
+        "takes a directory for an installed bundle before its worker has completed it",
+        "agent_shim/daemon/worker.py",
+        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
+        "    temps += [piece.temp for piece in pieces]\n",
+        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
+        "not as after an apply|is not",
+    ),
+    Saboteur(
         "C-03",
         "writes state in place, cut first",
         "agent_shim/host/files.py",
