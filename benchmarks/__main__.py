@@ -107,10 +107,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--agent-name", metavar="NAME", help="heading of the figures (default: the command)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor for counts, sizes and times (default: 1)")
     parser.add_argument("--into-docs", action="store_true", help="also write the tables of the docs")
-    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="use the JSON of an earlier run")
-    parser.add_argument(
-        "--beside", type=Path, action="append", default=[], metavar="FILE", help="add a column from this JSON"
-    )
+    words = "use the JSON of an earlier run; of several with different parts, in several options"
+    parser.add_argument("--from", dest="earlier", type=Path, action="append", metavar="FILE", help=words)
+    words = "add a column from this JSON; files of one agent make one column"
+    parser.add_argument("--beside", type=Path, action="append", default=[], metavar="FILE", help=words)
     args = parser.parse_args()
     args.parts = dict.fromkeys(args.parts or PARTS)
     if unknown := args.parts.keys() - (PARTS | ON_DEMAND).keys():
@@ -123,7 +123,7 @@ def main() -> int:
     args = parsed()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or started processes remain
     if args.earlier:
-        document = json.loads(args.earlier.read_text())
+        document = table.merged([json.loads(path.read_text()) for path in args.earlier])[0]
     else:
         load = os.getloadavg()[0]
         begun = datetime.now(UTC)
@@ -148,7 +148,7 @@ def main() -> int:
         json.dump(document, sys.stdout, indent=2)
         print()
     if args.into_docs:
-        table.write(document, [json.loads(path.read_text()) for path in args.beside])
+        table.write(document, table.merged([json.loads(path.read_text()) for path in args.beside]))
     return 0
 
 

@@ -73,6 +73,20 @@ IN_SHORT: Final = {
 """Rows of the table in README.md."""
 
 
+def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the results of each agent, whose parts may have been measured in several runs, in turn with other agents."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in documents:
+        joined = found.setdefault(one["agent"], {**one, "figures": {}, "missing": {}, "runs": 0})
+        joined["figures"] |= one["figures"]
+        joined["missing"] |= one["missing"]
+        joined["runs"] += 1
+        joined["from"], joined["to"] = min(joined["from"], one["from"]), max(joined["to"], one["to"])
+        load = max(joined["machine"]["load_before"], one["machine"]["load_before"])
+        joined["machine"] = {**joined["machine"], "load_before": load}
+    return list(found.values())
+
+
 def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Write the tables between the markers of the pages."""
     _fill(PAGE, render(document, others))
@@ -137,7 +151,8 @@ class _Floors:
 def _measured(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     machine = document["machine"]
     on = f"{machine['cores']} cores (Linux {machine['kernel']}, Python {machine['python']})"
-    each = "each agent in one run of `./dev bench`"
+    is_whole = document.get("runs", 1) == 1
+    each = "each agent in one run of `./dev bench`" if is_whole else "each part in a run of its own, the agents in turn"
     said = [f"Measured on {document['date']} on a machine with {on}, {each}: {_run(document)}"]
     for other in others:
         is_same = all(machine[fact] == other["machine"][fact] for fact in ("cores", "kernel"))
@@ -149,7 +164,8 @@ def _measured(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
 def _run(document: dict[str, Any]) -> str:
     scale = "" if document["scale"] == 1 else f", at a scale of {document['scale']:g}"
     load = document["machine"]["load_before"]
-    return f"{document['agent']} from {document['from']} to {document['to']} (load {load}{scale})"
+    least = "" if document.get("runs", 1) == 1 else "at most "
+    return f"{document['agent']} from {document['from']} to {document['to']} (load {least}{load}{scale})"
 
 
 def _row(name: str, figure: dict[str, Any], floors: _Floors) -> list[str]:

@@ -18,12 +18,13 @@ from tests.support.programs.jobs import World
 from tests.support.residue import remove_cgroups
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Undo the ignored SIGINT of a background run; every process that a test interrupts would inherit it."""
     process.default_signals()
-    # A slow machine fails no example.
-    hypothesis.settings.register_profile("no deadline", deadline=None)
-    hypothesis.settings.load_profile("no deadline")
+    # A slow machine fails no example. The daily tests try five times as many examples as the unit ring.
+    hypothesis.settings.register_profile("daily", deadline=None)
+    hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
+    hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
 
 
 @pytest.fixture

@@ -69,6 +69,22 @@ def test_another_agent_stands_beside_with_how_many_times_ours() -> None:
     assert "; on the same machine theirs from 05:00 to 05:40 (load 0.1)." in text
 
 
+def test_parts_of_several_runs_are_one_column() -> None:
+    ping = {"ping": {**figure([0.0004], "s"), "part": "pings"}}
+    later = {**document("ours", {}), "from": "05:00", "to": "05:01", "machine": {**MACHINE, "load_before": 2.5}}
+    runs = [
+        document("ours", {"stop_of_5": figure([0.1], "s")}),
+        {**later, "figures": ping, "missing": {"idle": "gone"}},
+    ]
+    [joined] = table.merged(runs)
+    text = table.render(joined, [])
+
+    assert "| stop of 5 | 100 ms |" in text
+    assert "| ping | 400 µs |" in text
+    assert "`idle`: gone" in text
+    assert "each part in a run of its own, the agents in turn: ours from 04:00 to 05:01 (load at most 2.5)." in text
+
+
 def test_another_machine_is_said_to_be_another() -> None:
     theirs = document("theirs", {}, machine={**MACHINE, "kernel": "5.10"}, scale=0.5)
     text = table.render(OURS, [theirs])

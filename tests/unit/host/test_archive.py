@@ -562,7 +562,7 @@ def base_archives() -> list[bytes]:
 
 
 @given(which=st.integers(0, 1), changes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=4))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:

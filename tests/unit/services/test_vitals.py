@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_shim.core.paths import Paths
@@ -200,7 +200,6 @@ names = st.sampled_from(["MemTotal", "MemAvailable", "MemFree", "SwapTotal", "Sw
 meminfos = st.lists(st.tuples(names, numbers).map("{0[0]}: {0[1]} kB".format)).map("\n".join)
 
 
-@settings(max_examples=50)
 @given(
     stat=st.tuples(rows, rows).map("cpu {0[0]}\ncpu {0[1]}".format) | st.text(),
     meminfo=meminfos | st.text(),

@@ -490,7 +490,7 @@ def go(taken: list[Step]) -> None:
 
 
 @given(steps(1))
-@settings(max_examples=40, derandomize=True)
+@settings(derandomize=True)
 def test_state_is_what_the_model_says(taken: list[Step]) -> None:
     """A few thousand events."""
     go(taken)
