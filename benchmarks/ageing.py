@@ -18,7 +18,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.broker import NatsServer
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from benchmarks.crowds import FIRST_FAILURE_S
-from benchmarks.measuring import Figure, Figures, figure, pss
+from benchmarks.measuring import Figure, Figures, figure, own_memory
 from benchmarks.world import AGENT, COMMAND, World, world
 
 ACTIONS: Final = 10_000
@@ -51,10 +51,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def grown(w: World, work: object) -> Figure:
     """Return the MB by which the agent grows."""
     await asyncio.sleep(CALM_S)
-    before = w.pss()
+    before = w.own_memory()
     await work  # type: ignore[misc]
     await asyncio.sleep(CALM_S)
-    return figure([w.pss() - before], "MB")
+    return figure([w.own_memory() - before], "MB")
 
 
 async def act(w: World, count: int) -> None:
@@ -114,13 +114,13 @@ async def lose_links(own: dict[str, object], count: int) -> float:
     while bus.stats.connects < count:
         await bus.wait_connected()
         if bus.stats.connects >= count // 10 and not before:
-            before = pss(os.getpid())
+            before = own_memory(os.getpid())
         cut(bus)
         while bus.is_connected:
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait([running])
-    return pss(os.getpid()) - before
+    return own_memory(os.getpid()) - before
 
 
 def cut(bus: NatsBus) -> None:

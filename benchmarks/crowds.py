@@ -43,7 +43,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
     async with world(command) as w:
         await w.start_agent()
         await asyncio.sleep(CALM_S)
-        empty = w.pss()
+        empty = w.own_memory()
         await w.director.run(AGENT, "apply", w.spec(jobs, 0))
         begun_at = time.monotonic()
         await w.run("start")
@@ -60,7 +60,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
         name = f"{size}_processes"
         found[f"{name}_started"] = figure([started], "s")
         found[f"{name}_idle_cpu"] = figure([cpu], "%", floor=[alone], floor_is="the agent without any")
-        found[f"{name}_memory_added"] = figure([w.pss() - empty], "MB")
+        found[f"{name}_memory_added"] = figure([w.own_memory() - empty], "MB")
         found[f"{name}_slowest_ping"] = figure([max(lags)], "s")
         if size == KILLED:
             firsts, lasts, floors = [], [], []

@@ -26,7 +26,7 @@ from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.host import guarded, process
-from benchmarks.measuring import cpu_seconds, pss
+from benchmarks.measuring import cpu_seconds, own_memory, pss
 from tests.support.residue import remove_cgroups
 
 AGENT: Final = "bench-agent"
@@ -100,6 +100,10 @@ class World:
     def pss(self) -> float:
         """Return the memory (MB) of the agent and of the programs beside it."""
         return sum(map(pss, self.together()))
+
+    def own_memory(self) -> float:
+        """Return the memory (MB) that the same have written and share with none; for differences."""
+        return sum(map(own_memory, self.together()))
 
     def cpu_seconds(self) -> float:
         """Return the processor time of the same, in seconds."""
