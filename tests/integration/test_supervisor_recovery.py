@@ -13,6 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.process_finder import ProcessFinder
+from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import eventually, is_alive, kill, number_in
 from tests.support.programs.jobs import World, info, program, until
@@ -91,8 +94,15 @@ async def test_what_died_meanwhile_is_started_again(world: World) -> None:
         assert world.events[0].event == "Does not exist"
 
 
-async def test_start_that_goes_on_is_not_begun_again(world: World) -> None:
+async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start program outlives the agent, and is waited for by the next one."""
+    waits = asyncio.Event()
+    real = ProcessFinder.arrival
+
+    async def arrival(finder: ProcessFinder, spec: ProcessSpec, traces: ProcessRecord) -> None:
+        waits.set()
+        await real(finder, spec, traces)
+
     start = f"echo once >>$log; while [ ! -e $log.go ]; do sleep 0.01; done; {program('fork_twice.py', '$pidfile')}"
     async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
         await eventually(world.lines)
@@ -100,8 +110,10 @@ async def test_start_that_goes_on_is_not_begun_again(world: World) -> None:
         assert info(supervisor, "web").state == "starting"
     with reaper.reaping():
         async with world.supervisor() as supervisor:
+            monkeypatch.setattr(ProcessFinder, "arrival", arrival)
             await supervisor.recover()
             assert info(supervisor, "web").state == "starting"
+            await waits.wait()
             Path(f"{world.log}.go").touch()
             await until(supervisor, "web", "running")
 
