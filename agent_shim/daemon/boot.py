@@ -74,6 +74,10 @@ async def boot(steps: list[Step]) -> None:
         logger.info("boot step %s: %s (%.1f ms)", step.name, outcome, milliseconds)
 
 
+RUN: Final = Path("/run")
+"""Directory of root's daemons, an emptyDir where the root file system is read-only."""
+
+
 def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
     """Directories with modes and owners, as after the Go agent's bootstrap."""
     own = "root:root" if paths.is_system else None
@@ -105,7 +109,17 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 
 
 def make_tree(paths: Paths) -> None:
-    """Create the directories and the link ``sys``; a volume of the kubelet keeps its mode."""
+    """Create the directories and the link ``sys``.
+
+    A volume keeps its mode but for the right of others to write, with which the kubelet makes an emptyDir: a job could
+    exchange the directories of programs that root runs.
+    """
+    if os.geteuid() == 0:
+        for path in filter(Path.is_dir, (paths.base, paths.data)):
+            try:
+                files.close_to_others(path, "root:root" if paths.is_system else None)
+            except HostError as exc:
+                logger.warning("%s: jobs may exchange what root runs", exc)
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue
@@ -123,6 +137,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
     async def temporary_files() -> None:
         for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
             files.make_dir(path, 0o1777, paths.shared_owner)
+        files.make_dir(RUN, 0o755, "root:root")
 
     async def leftovers() -> None:
         await agent.bundles.sweep()

@@ -274,6 +274,18 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
     raise HostError(f"cannot make the directory {path}: another user keeps putting something there")
 
 
+def close_to_others(path: Path, owner: str | None) -> None:
+    """Give an existing directory to ``owner``, and take the right to make entries in it from all others.
+
+    Only root's links are followed. Raises ``HostError``.
+    """
+    try:
+        with guarded.held(path) as held, closing(guarded.open_directory(held, "")) as fd:
+            _settle(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH), owner)
+    except OSError as exc:
+        raise failed(f"close the directory {path} to others", exc) from exc
+
+
 def move_away(path: Path) -> None:
     """Rename what neither root nor this user has put at ``path``, whatever it is."""
     try:

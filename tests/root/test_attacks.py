@@ -84,6 +84,13 @@ esac
 """,
 }
 """Six thousand processes; those that a stop program overlooks are left."""
+EXCHANGE: Final = """
+mv jobs others && cp -rL others jobs
+for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do
+  test -f $ctl || continue
+  printf '#!/bin/sh\\nid >/tmp/run-by\\n' >new && tail -n +2 $ctl >>new && chmod 755 new && mv -f new $ctl
+done
+"""
 BPM: Final = {
     "monit": """
 check process caged
@@ -380,3 +387,28 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
     assert pod.machine.run(f"{living} || true") == "0\n"
     pod.machine.run("until ! pgrep -u vcap perl >/dev/null; do sleep 0.1; done")
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
+
+
+@pytest.mark.parametrize("place", ["/var/vcap", "/var/vcap/data"])
+async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root(pod: Pod, place: str) -> None:
+    """The kubelet makes an emptyDir with mode 0777, where a job could exchange the directories of root's programs."""
+    pod.start_container()
+    pod.machine.run(f"chmod 777 {place}")
+    await pod.start_agent()
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    (pod.machine.root / "mnt/exchange").write_text(EXCHANGE)
+    pod.machine.run(f"cd {place}; {AS_VCAP} sh /mnt/exchange || true")
+
+    await pod.run("start")
+    await pod.until("running")
+
+    assert pod.machine.run("cat /tmp/run-by || true") == ""
+
+
+async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(pod: Pod) -> None:
+    """``/run`` is an emptyDir where the root file system is read-only."""
+    pod.start_container()
+    pod.machine.run("chmod 777 /run")
+    await pod.start_agent()
+
+    assert pod.machine.run(f"{AS_VCAP} mkdir /run/sshd 2>/dev/null || stat -c %U%a /run") == "root755\n"
