@@ -351,6 +351,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "file for a directory": (directory("a") + member("a"), "'a': it is a directory as well"),
     "too deep": (pax(record("path", "a/" * 300 + "b")) + member("a"), "it lies too deep"),
     "name too long": (member("a" * 300), "File name too long"),
+    "name of many points": (pax(record("path", "./" * 2_100 + "a")) + member("b"), "it is too long"),
+    "link to a name of many points": (
+        member("a") + pax(record("linkpath", "./" * 2_100 + "a")) + link("b", "a", hard=True),
+        "it is too long",
+    ),
     "many members": (b"".join(member(str(number)) for number in range(21)), "it has too many members"),
     "many extended headers": (pax(record("path", "a")) * 21 + member("a"), "it has too many members"),
     "many records": (
