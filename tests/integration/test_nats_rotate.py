@@ -58,7 +58,8 @@ async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> N
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
 
-    assert (found["links"], found["links_lost"], found["replies_lost"]) == (51, 0, 0)
+    assert (found["links_lost"], found["replies_lost"]) == (0, 0)
+    assert 51 <= found["links"] <= 100  # a server that is slow to answer is dialled again
     assert found["replies"] > 5000
     assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
 
