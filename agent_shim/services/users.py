@@ -13,6 +13,7 @@ import logging
 import os
 import pwd
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -35,11 +36,22 @@ _KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}
 _WORD: Final = re.compile(r"[A-Za-z0-9@._-]+")
 _HASH: Final = re.compile(r"[^\s:\0]+")
 
+KEYS_TIMEOUT_S: Final = 10.0
+"""For keys to be written as a user, whose processes may stop the one that writes."""
 EXIT_TIMEOUT_S: Final = 5.0
 """For the processes of a removed user to end after KILL."""
 _POLL_S: Final = 0.05
-_KILL_ALL: Final = "kill -s KILL -- -1 2>/dev/null || :"
-"""Run as a user: one system call signals all processes of the user, so that none escapes by a fork."""
+_KILL_ALL: Final = """
+import os, sys
+user, unused = map(int, sys.argv[1:])
+os.setresuid(unused, user, unused)
+try:
+    os.kill(-1, 9)
+except ProcessLookupError:
+    pass
+"""
+"""One system call signals all processes of the effective user, so that none escapes by a fork. Its real and saved user
+has no other process: one of the effective user may not signal it, and could otherwise kill it first."""
 
 _REPLACE_KEYS: Final = """
 umask 077 && cd "$HOME" && mkdir -p .ssh && chmod 700 .ssh &&
@@ -184,14 +196,20 @@ async def _remove(user: str) -> None:
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", user)
         return
-    number = str(account.pw_uid)
-    await command.run("/bin/sh", "-c", _KILL_ALL, user=number, group=str(account.pw_gid))
+    unused = await asyncio.to_thread(_unused, account.pw_uid)
+    await command.run(sys.executable, "-I", "-S", "-c", _KILL_ALL, str(account.pw_uid), str(unused))
     try:
         async with asyncio.timeout(EXIT_TIMEOUT_S):
             while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise HostError(f"cannot end all processes of {user}: some do not end when they are killed") from None
+
+
+def _unused(below: int) -> int:
+    """Return the highest uid below one that has neither an account nor a process. Blocks."""
+    used = {entry.pw_uid for entry in pwd.getpwall()} | {proc.user(pid) for pid in proc.table()}
+    return next(number for number in range(below - 1, 0, -1) if number not in used)
 
 
 def _has_processes(number: int) -> bool:
@@ -201,4 +219,5 @@ def _has_processes(number: int) -> bool:
 async def _authorize(user: str, home: Path, keys: str) -> None:
     """Replace the authorized keys of ``user``, as that user."""
     env = command.ENVIRONMENT | {"HOME": str(home)}
-    await command.run("/bin/sh", "-c", _REPLACE_KEYS, given=keys, user=user, env=env)
+    argv = ["/bin/sh", "-c", _REPLACE_KEYS]
+    await command.run(*argv, given=keys, user=user, env=env, timeout=KEYS_TIMEOUT_S)

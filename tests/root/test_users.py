@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import sys
+import time
 
 import pytest
 
@@ -12,6 +14,13 @@ from tests.support.machine import CODE, Machine
 pytestmark = pytest.mark.root
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAA jane"
+KILLING = """
+import ctypes
+while True:
+    ctypes.CDLL(None).kill(-1, 9)
+"""
+"""All other processes of its user, again and again."""
+AS_VCAP = ("setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups")
 USERS = "from agent_shim.services.users import Users\nusers = Users(Paths())\n"
 
 
@@ -139,6 +148,22 @@ def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None
             each.wait()
 
 
+def test_a_process_of_a_removed_user_that_kills_whoever_becomes_the_user_is_ended(box: Machine, inside: Inside) -> None:
+    """It killed each program that ran as the user to end it."""
+    inside(setup("bosh_kills"))
+    number = box.run("id -u bosh_kills").strip()
+    as_user = ["setpriv", "--reuid", "bosh_kills", "--regid", "bosh_kills", "--clear-groups"]
+    killing = box.popen([*as_user, "setsid", sys.executable, "-S", "-c", KILLING])
+    try:
+        box.run(f"until test $(pgrep -cu {number}) -ge 1; do sleep 0.02; done")
+
+        assert inside(cleanup("^bosh_kills")) == ["bosh_kills"]
+        assert box.run(f"pgrep -u {number} || true") == ""
+    finally:
+        box.run(f"pkill -KILL -u {number} || true")
+        killing.wait()
+
+
 def test_where_process_numbers_are_those_of_the_host_no_process_is_ended(box: Machine, inside: Inside) -> None:
     """Another container may have a user with the same number: process 1 has another root directory then."""
     inside(setup("bosh_seen"))
@@ -261,6 +286,21 @@ def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, 
 
     assert box.run("cat /home/vcap/.ssh/authorized_keys") == "ssh-rsa AAAA"
     assert not (box.root / "etc/led-to").exists()
+
+
+def test_a_user_that_stops_what_writes_keys_holds_nobody_for_long(box: Machine, inside: Inside) -> None:
+    """A minute for each, during which no other user was made."""
+    stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
+    try:
+        box.run("until pgrep -u vcap >/dev/null; do sleep 0.02; done")
+        begun_at = time.monotonic()
+        error = inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
+    finally:
+        box.run("pkill -KILL -u vcap || true")
+        stopping.wait()
+
+    assert error == "cannot authorize keys for vcap: cannot run /bin/sh: no result within 10 seconds"
+    assert time.monotonic() - begun_at < 30
 
 
 @pytest.mark.parametrize("keep_root", [True, False])
