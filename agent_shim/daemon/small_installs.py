@@ -81,7 +81,7 @@ def _install(paths: Paths, request: Install, downloads: Mapping[_Key, bytes]) ->
     # Only a part of all agents needs them, and an import takes too long for the event loop.
     from agent_shim.daemon import worker
     from agent_shim.host import archive
-    from agent_shim.services.blobstore import blobs
+    from agent_shim.services.blobstore import blobs, providers
 
     limits = archive.Limits(MAX_MEMBERS, MAX_UNPACKED_BYTES, records=MAX_RECORDS)
     pieces = [worker.Piece(target, files.sibling(Path(target.path))) for target in request.targets]
@@ -90,7 +90,7 @@ def _install(paths: Paths, request: Install, downloads: Mapping[_Key, bytes]) ->
         for piece in pieces:
             ref = piece.target.source
             path = blobs.on_this_machine(ref, request.store, paths)
-            with path.open("rb") if path is not None else _in_memory(downloads.get(_key(ref), b"")) as file:
+            with providers.open_blob(path) if path is not None else _in_memory(downloads.get(_key(ref), b"")) as file:
                 room -= os.fstat(file.fileno()).st_size
                 if room < 0:
                     raise ValueError("the blobs are too large")

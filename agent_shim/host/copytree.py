@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,8 @@ PIECE_BYTES: Final = 4000
 """Part of a path that the kernel takes at once: at most 4096 bytes with the end."""
 COARSE_NS: Final = 2_000_000_000
 """Rounding of timestamps by file systems, in nanoseconds."""
+_EXTREME_NS: Final = 2**62 * 10**9
+"""Beyond the times of every file system."""
 
 _READ_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
@@ -93,6 +95,13 @@ def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
         return all(entry.name in spared for entry in entries)
 
 
+class _Times(NamedTuple):
+    """The earliest and the latest modification time of a file system, in nanoseconds."""
+
+    first: int
+    last: int
+
+
 class _Places:
     """Directories of a tree by number, each as the number of the one above and its name.
 
@@ -128,6 +137,7 @@ class _Mirror:
         self._report = report
         self._reported_at = 0.0
         self._progress = Progress("counting")
+        self._times = _kept_times(target)
 
     def count(self) -> None:
         """Count files and bytes of the source."""
@@ -149,7 +159,7 @@ class _Mirror:
                     status = _status(source, name)
                     other = first.get(_inode(status)) if _is_shared(status) else None
                     if other is None:
-                        _copy_entry(source, target, name, status)
+                        _copy_entry(source, target, name, status, self._times)
                         if _is_shared(status):
                             first[_inode(status)] = number, name
                     else:
@@ -172,7 +182,7 @@ class _Mirror:
                 with _errors_as("compare", path, name):
                     wanted = None if name in surplus else _status(source, name)
                     there = _status_or_none(target, name)
-                    if wanted and there and _same_entry(source, target, name, wanted, there):
+                    if wanted and there and _same_entry(source, target, name, wanted, there, self._times):
                         one, other = _inode(wanted), _inode(there)
                         alone = not (_is_shared(wanted) or _is_shared(there))
                         # The hard links must be the same on both sides.
@@ -245,10 +255,24 @@ class _Mirror:
 # --- one entry ------------------------------------------------------------------------------------------------------
 
 
-def _copy_entry(source: int, target: int, name: str, status: os.stat_result) -> None:
+def _kept_times(directory: int) -> _Times:
+    """Find the earliest and the latest time that the file system of an open directory keeps; changes its times.
+
+    A job may set the times of its files: those that the other disk cannot have must not end the copy.
+    """
+    found = []
+    for extreme in (-_EXTREME_NS, _EXTREME_NS):
+        with suppress(OSError):
+            os.utime(directory, ns=(extreme, extreme))
+            found.append(os.fstat(directory).st_mtime_ns)
+    first, last = found if len(found) == 2 else (-_EXTREME_NS, _EXTREME_NS)
+    return _Times(first, last)
+
+
+def _copy_entry(source: int, target: int, name: str, status: os.stat_result, times: _Times) -> None:
     """Copy ``name`` from the directory ``source`` to ``target``; a directory without its content."""
     if (found := _status_or_none(target, name)) is not None:
-        if (stat.S_ISDIR(status.st_mode) and stat.S_ISDIR(found.st_mode)) or _looks_same(status, found):
+        if (stat.S_ISDIR(status.st_mode) and stat.S_ISDIR(found.st_mode)) or _looks_same(status, found, times):
             return
         _remove(target, name)
     if stat.S_ISDIR(status.st_mode):
@@ -311,20 +335,23 @@ def _attributes(fd: int) -> dict[str, bytes]:
         raise
 
 
-def _looks_same(one: os.stat_result, other: os.stat_result) -> bool:
+def _looks_same(one: os.stat_result, other: os.stat_result, times: _Times) -> bool:
     """Compare all attributes that are visible without reading."""
+    wanted = min(max(one.st_mtime_ns, times.first), times.last)
     return (
         one.st_mode == other.st_mode
         and (one.st_uid, one.st_gid) == (other.st_uid, other.st_gid)
         and (stat.S_ISDIR(one.st_mode) or one.st_size == other.st_size)
         and one.st_rdev == other.st_rdev
-        and abs(one.st_mtime_ns - other.st_mtime_ns) < (COARSE_NS if other.st_mtime_ns % 1000 == 0 else 1)
+        and abs(wanted - other.st_mtime_ns) < (COARSE_NS if other.st_mtime_ns % 1000 == 0 else 1)
     )
 
 
-def _same_entry(source: int, target: int, name: str, wanted: os.stat_result, there: os.stat_result) -> bool:
+def _same_entry(
+    source: int, target: int, name: str, wanted: os.stat_result, there: os.stat_result, times: _Times
+) -> bool:
     """Compare everything that is copied, including the content."""
-    if not _looks_same(wanted, there):
+    if not _looks_same(wanted, there, times):
         return False
     if stat.S_ISLNK(wanted.st_mode):
         return os.readlink(name, dir_fd=source) == os.readlink(name, dir_fd=target)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -328,3 +329,24 @@ def test_a_tree_deeper_than_a_path_may_be_long_is_copied(tmp_path: Path) -> None
 
     done = subprocess.run(["tar", "-C", target, "-c", "."], check=True, capture_output=True)
     assert b"content" in done.stdout
+
+
+@pytest.mark.parametrize("seconds", [1, 2_000_000_000])
+def test_a_time_that_the_other_disk_cannot_have_does_not_end_the_copy(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    """On ext4 with small inodes times end in 2038; here they begin in 2001 and end in 2020. A job sets any time."""
+    source, target = pair
+    (source / "odd").write_text("text")
+    os.utime(source / "odd", (seconds, seconds))
+    within = os.utime
+
+    def utime(path: Any, *, ns: tuple[int, int], **options: Any) -> None:
+        accessed, modified = (min(max(each, 10**18), 1_600_000_000 * 10**9) for each in ns)
+        within(path, ns=(accessed, modified), **options)
+
+    monkeypatch.setattr(os, "utime", utime)
+    copytree.mirror(source, target)
+
+    assert (target / "odd").read_text() == "text"
+    assert (target / "odd").stat().st_mtime in (1_000_000_000, 1_600_000_000)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import io
 import os
+import signal
 import tarfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -151,6 +154,31 @@ def remote(paths: Paths, server: Server, size: int = 1, ca: str = "") -> tuple[T
     options = {"endpoint": server.url, "user": "u", "password": "secret", "tls": {"cert": {"ca": ca}}}
     ref = BlobRef(signed_url=f"{server.url}/blob?signature=%2f", digest=local.source.digest)
     return msgspec.structs.replace(local, source=ref), Blobstore("dav", options)
+
+
+@pytest.mark.parametrize("planted", ["lease", "link"])
+async def test_a_job_that_owns_a_local_store_holds_no_install(
+    paths: Paths, asked: Asked, tmp_path: Path, planted: str
+) -> None:
+    """An open waits for 45 s on a file under a lease of its owner."""
+    wanted = target(paths, {"file": b"content"})
+    store = tmp_path / "store"
+    store.mkdir()
+    (paths.sensitive_blobs / "p").rename(store / ("p" if planted == "lease" else "other"))
+    if planted == "link":
+        (store / "p").symlink_to("other")
+    request = Install(str(paths.base), Blobstore("local", {"blobstore_path": str(store)}), 5, [wanted])
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
+    with (store / "p").open("rb+") as owner:
+        if planted == "lease":
+            fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        begun_at = time.monotonic()
+        done = await small_installs.work(paths, request)
+    signal.signal(signal.SIGIO, before)
+
+    assert time.monotonic() - begun_at < 30
+    assert asked.count == 1
+    assert "cannot open" in done.outcomes[0].error
 
 
 @pytest.mark.parametrize("is_signed", [True, False])

@@ -49,7 +49,7 @@ PROBE = "whether something is there; nothing of it is read or written"
 RAW: Mapping[str, Raw] = {
     "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
     "services.blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put", "on_this_machine"})),
-    "services.blobstore.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "_open"})),
+    "services.blobstore.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
     "services.blobstore.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
     "daemon.boot": Raw(OWN, frozenset({"_put_in_memory", "make_tree"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
@@ -262,7 +262,6 @@ RAW: Mapping[str, Raw] = {
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
-    "daemon.small_installs": Raw(SCRATCH, frozenset({"_install"})),
     "daemon.worker": Raw(SCRATCH, frozenset({"finish", "_copy_tree.report", "_newest", "_rotate"})),
 }
 """Functions that open what no job can influence, or what the door has opened for them."""

@@ -201,7 +201,7 @@ class External:
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:
     """Open a blob in one of our directories and feed it to ``hasher``; links and directories are refused."""
-    file = _open(path)
+    file = open_blob(path)
 
     def feed() -> None:
         while chunk := file.read(files.CHUNK_BYTES):
@@ -215,7 +215,10 @@ async def opened(path: Path, hasher: Hasher) -> BinaryIO:
     return file
 
 
-def _open(path: Path) -> BinaryIO:
+def open_blob(path: Path) -> BinaryIO:
+    """Open a blob in one of our directories or a local store, which may be a job's: no link is followed, no lease of
+    its owner is waited for. Raises ``BlobError``.
+    """
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
     except OSError as exc:
