@@ -144,26 +144,38 @@ def _code(status: int) -> int:
 def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
     """Copy until the program has ended, for some seconds after a signal to hang it up, or until the operator's terminal
     is gone.
+
+    A program that reads no keys keeps nobody waiting: no more are read until it has taken the former ones.
     """
-    poll = select.poll()
-    poll.register(master, select.POLLIN)
-    if keys:
-        poll.register(0, select.POLLIN)
+    os.set_blocking(master, False)
+    poll, typed = select.poll(), b""
     while True:
+        poll.register(master, select.POLLIN | (select.POLLOUT if typed else 0))
+        if keys:
+            poll.register(0, 0 if typed else select.POLLIN)  # its end is reported in any case
         has_ended = running.has_ended()
-        ready = [descriptor for descriptor, _ in poll.poll(0 if has_ended else POLL_MS)]
-        if has_ended and master not in ready:
+        ready = dict(poll.poll(0 if has_ended else POLL_MS))
+        if has_ended and not ready.get(master, 0) & ~select.POLLOUT:
             return
         if running.hung_up_at is not None and time.monotonic() > running.hung_up_at + HANG_UP_TIMEOUT_S:
             return
-        for descriptor in ready:
+        for descriptor in [each for each, events in ready.items() if events & ~select.POLLOUT]:
             try:
                 chunk = os.read(descriptor, CHUNK_BYTES)
             except OSError:
                 chunk = b""  # EIO of a master: no process has the other end open
             if not chunk:
                 return
-            _write(out if descriptor == master else master, chunk)
+            if descriptor == master:
+                _write(out, chunk)
+            else:
+                typed += chunk
+        try:
+            typed = typed[os.write(master, typed) :] if typed else b""
+        except BlockingIOError:
+            continue
+        except OSError:
+            typed = b""
 
 
 def _write(descriptor: int, chunk: bytes) -> None:

@@ -75,8 +75,9 @@ class Operator:
     def resize(self, rows: int, columns: int) -> None:
         ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
-    def type(self, keys: bytes) -> None:
-        os.write(self._master, keys)
+    def type(self, keys: bytes) -> int:
+        """Return how many the terminal has taken."""
+        return os.write(self._master, keys)
 
     def hang_up(self) -> None:
         os.close(self.terminal)
@@ -266,6 +267,35 @@ def test_a_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> Non
 
     assert operator.ended()[0] == 137
     assert b"last words" in operator.seen()
+
+
+@pytest.mark.parametrize("is_signal", [True, False])
+def test_a_program_that_reads_no_keys_is_killed_all_the_same(operator: Operator, is_signal: bool) -> None:
+    """The write of the keys waited for it, whatever became of the operator's terminal."""
+    operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
+    operator.told("up")
+    for _ in range(100):
+        with contextlib.suppress(BlockingIOError):
+            operator.type(b"x" * 2000)
+        time.sleep(0.005)
+    if is_signal:
+        operator.running.terminate()
+    else:
+        operator.hang_up()
+
+    assert operator.ended()[0] == 137
+
+
+def test_keys_beyond_what_a_terminal_holds_arrive_once_they_are_read(operator: Operator) -> None:
+    operator.call("stty raw -echo; echo up >&3; sleep 1; head -c 200000 | cksum >&3")
+    operator.told("up")
+    keys, left = b"".join(b"%07d\n" % number for number in range(25_000)), 0
+    while left < len(keys):
+        with contextlib.suppress(BlockingIOError):
+            left += operator.type(keys[left : left + 4000])
+
+    assert operator.ended()[0] == 0
+    assert operator.told("\n").split()[1:] == subprocess.check_output("cksum", input=keys).decode().split()
 
 
 def test_lines_of_a_program_without_keys_are_processed_once(operator: Operator) -> None:
