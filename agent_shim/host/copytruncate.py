@@ -60,8 +60,7 @@ def _rotate(directory: int, name: str, keep: int, most: int) -> Moved:
 def _move(directory: int, name: str, source: int, status: os.stat_result, keep: int, most: int) -> Moved:
     _shift(directory, name, keep)
     fresh = f"{name}.1.gz"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with closing(os.open(fresh, flags, 0o600, dir_fd=directory)) as target:
+    with closing(guarded.create(fresh, directory, 0o600)) as target:
         try:
             with suppress(PermissionError):  # root without the right to chown
                 os.fchown(target, status.st_uid, status.st_gid)

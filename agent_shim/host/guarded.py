@@ -23,7 +23,7 @@ import functools
 import os
 import stat
 from collections import deque, namedtuple
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import user_namespace
@@ -349,13 +349,31 @@ def open_log(path: Path, mode: int, root: Path | None = None, *, owner: tuple[in
     with _named(path), held(path.parent, root) as directory:
         for _ in range(3):  # removed between two steps: once by a rotation, any number of times by an attacker
             with suppress(FileExistsError):
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                descriptor = os.open(path.name, flags, mode, dir_fd=directory)
-                os.fchown(descriptor, *owner)
-                return descriptor
+                return create(path.name, directory, mode, owner)
             with suppress(FileNotFoundError):
                 return _append_to(path.name, directory)
         raise OSError(errno.EAGAIN, "it is removed and created repeatedly")
+
+
+def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -1)) -> int:
+    """Create a file in an open directory, for appending, with ``mode`` and for ``owner``, by default this process.
+
+    A job may give its directory the set-group-ID bit, or a default access list that lets it read all new files: until
+    both are without effect, the mode is 0.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0, dir_fd=directory)
+    try:
+        uid, gid = owner
+        with suppress(PermissionError) if gid == -1 else nullcontext():  # on a volume that maps all owners to one
+            os.fchown(descriptor, uid, os.getegid() if gid == -1 else gid)
+        with suppress(OSError):  # none, or a file system without
+            os.removexattr(descriptor, "system.posix_acl_access")
+        os.fchmod(descriptor, mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _append_to(name: str, directory: int) -> int:

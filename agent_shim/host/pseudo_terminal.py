@@ -145,7 +145,7 @@ def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
     """Copy until the program has ended, for some seconds after a signal to hang it up, or until the operator's terminal
     is gone.
 
-    A program that reads no keys keeps nobody waiting: no more are read until it has taken the former ones.
+    A program that reads no keys delays nothing else: no more are read until it has taken the former ones.
     """
     os.set_blocking(master, False)
     poll, typed = select.poll(), b""

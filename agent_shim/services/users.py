@@ -50,8 +50,9 @@ try:
 except ProcessLookupError:
     pass
 """
-"""One system call signals all processes of the effective user, so that none escapes by a fork. Its real and saved user
-has no other process: one of the effective user may not signal it, and could otherwise kill it first."""
+"""One system call signals all processes of the effective user, so that none escapes by a fork. The real and the saved
+user are unused: a process of the user, which could kill this one first, may not signal it.
+"""
 
 _REPLACE_KEYS: Final = """
 umask 077 && cd "$HOME" && mkdir -p .ssh && chmod 700 .ssh &&

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import struct
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
-from agent_shim.host import files, guarded
+from agent_shim.host import copytruncate, files, guarded
 from agent_shim.services.logs import tail
 from agent_shim.supervisor import filesystem_usage, process_record
 from tests.support import jobs
@@ -62,6 +64,8 @@ check process liar
   stop program "/var/vcap/jobs/liar/bin/ctl stop"
   group vcap
 """
+ALL_FOR_VCAP: Final = struct.pack("<I" + 5 * "HHI", 2, 1, 7, 0, 2, 7, VCAP, 4, 7, 0, 16, 7, 0, 32, 7, 0)
+"""A default access list: all rights for the user vcap, within those of a file's group."""
 NAMES_ANOTHER = """#!/bin/sh
 cat /var/vcap/data/victim >/var/vcap/sys/run/liar/liar.pid
 """
@@ -412,3 +416,32 @@ async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(p
     await pod.start_agent()
 
     assert pod.machine.run(f"{AS_VCAP} mkdir /run/sshd 2>/dev/null || stat -c %U%a /run") == "root755\n"
+
+
+@pytest.mark.parametrize("planted", ["set-group-id", "access list"])
+@pytest.mark.parametrize("kind", ["log", "archive"])
+def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
+    tmp_path: Path, kind: str, planted: str
+) -> None:
+    """Logs of root's scripts hold secrets; the directory of logs of a bpm job belongs to vcap."""
+    place = tmp_path / "log"
+    place.mkdir(0o750)
+    os.chown(place, VCAP, VCAP)
+    if planted == "access list":
+        os.setxattr(place, "system.posix_acl_default", ALL_FOR_VCAP)
+    else:
+        place.chmod(0o2750)
+    os.close(guarded.open_log(place / "x.log", 0o640))
+    if kind == "archive":
+        (place / "x.log").write_text("secret")
+        top = os.open(place, os.O_PATH)
+        copytruncate.rotate(top, "x.log", 7, 1000)
+        os.close(top)
+
+    (place / ("x.log.1.gz" if kind == "archive" else "x.log")).rename(tmp_path / "made")
+
+    status = (tmp_path / "made").stat()
+    assert (status.st_uid, status.st_gid) == (0, 0)
+    assert os.listxattr(tmp_path / "made") == []
+    if kind == "archive":
+        assert gzip.decompress((tmp_path / "made").read_bytes()) == b"secret"

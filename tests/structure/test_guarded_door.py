@@ -215,7 +215,7 @@ RAW: Mapping[str, Raw] = {
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "host.copytruncate": Raw(
         "within a directory that the door has opened, by descriptor, O_EXCL or no link followed",
-        frozenset({"_is_there", "_move"}),
+        frozenset({"_is_there"}),
     ),
     "host.privilege_probes": Raw(SCRATCH, frozenset({"change_owner", "open_for_writing", "user_namespace", "write"})),
     "host.volumes": Raw(
