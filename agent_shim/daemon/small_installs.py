@@ -38,6 +38,8 @@ MAX_MEMBERS: Final = 200
 """Limit of each target: a member takes the interpreter for 0.1 ms."""
 MAX_RECORDS: Final = 2000
 """Limit of each target's records in extended headers: ten for each member."""
+MAX_NAMES_BYTES: Final = 256 * 1024
+"""Limit of the paths of each target's directories and links: one member may have 250 directories above it."""
 
 _Key = tuple[str, str]
 """Id and signed URL of a blob."""
@@ -83,7 +85,7 @@ def _install(paths: Paths, request: Install, downloads: Mapping[_Key, bytes]) ->
     from agent_shim.host import archive
     from agent_shim.services.blobstore import blobs, providers
 
-    limits = archive.Limits(MAX_MEMBERS, MAX_UNPACKED_BYTES, records=MAX_RECORDS)
+    limits = archive.Limits(MAX_MEMBERS, MAX_UNPACKED_BYTES, names=MAX_NAMES_BYTES, records=MAX_RECORDS)
     pieces = [worker.Piece(target, files.sibling(Path(target.path))) for target in request.targets]
     room = MAX_PACKED_BYTES
     try:

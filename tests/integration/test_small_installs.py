@@ -138,6 +138,14 @@ async def test_extended_headers_of_many_records_are_read_by_a_worker(paths: Path
     assert Path(wanted.path, "file").exists()
 
 
+async def test_members_with_many_directories_above_them_are_unpacked_by_a_worker(paths: Paths, asked: Asked) -> None:
+    """A blob of a kilobyte makes tens of thousands of directories."""
+    wanted = target(paths, {f"{number}/{'d/' * 200}file": b"" for number in range(10)})
+
+    assert await installed(paths, wanted) == [""]
+    assert asked.count == 1
+
+
 async def test_many_go_to_a_worker(paths: Paths, asked: Asked) -> None:
     many = [target(paths, {"file": b"x"}, f"p{number}") for number in range(MAX_TARGETS + 1)]
 
