@@ -20,7 +20,7 @@ from typing import Final
 
 from agent_shim.core.errors import ActionError, HostError, errors_as
 from agent_shim.core.paths import Paths
-from agent_shim.host import command, files, proc
+from agent_shim.host import command, files, guarded, proc
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 async def _remove(user: str) -> None:
     """Remove a user with home and processes, after a second check of the prefix.
 
-    Without an account no process can start as the user, whose uid may be reused: kill before the removal and after it.
+    Without an account no log-in is possible, and without processes nothing changes the home during its removal.
     """
     if not user.startswith(PREFIX):
         raise HostError(f"cannot remove {user}: not a user of ours")
@@ -191,11 +191,19 @@ async def _remove(user: str) -> None:
         account = pwd.getpwnam(user)
     except KeyError:
         raise HostError(f"cannot remove {user}: its entry cannot be read") from None
-    await command.run("userdel", "-rf", user)
+    await command.run("userdel", "-f", user)
+    try:
+        await _end_processes(account)
+    finally:
+        await asyncio.to_thread(_remove_files, account)
+
+
+async def _end_processes(account: pwd.struct_passwd) -> None:
+    """End the processes of a removed account, whose uid may be reused."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
         return  # an account made by hand shares its number with others
     if not proc.has_our_root(1):
-        logger.warning("processes of %s may continue: the container shares the pids of the host", user)
+        logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return
     unused = await asyncio.to_thread(_unused, account.pw_uid)
     await command.run(sys.executable, "-I", "-S", "-c", _KILL_ALL, str(account.pw_uid), str(unused))
@@ -204,13 +212,25 @@ async def _remove(user: str) -> None:
             while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise HostError(f"cannot end all processes of {user}: some do not end when they are killed") from None
+        why = "some do not end when they are killed"
+        raise HostError(f"cannot end all processes of {account.pw_name}: {why}") from None
 
 
 def _unused(below: int) -> int:
     """Return the highest uid below one that has neither an account nor a process. Blocks."""
     used = {entry.pw_uid for entry in pwd.getpwall()} | {proc.user(pid) for pid in proc.table()}
     return next(number for number in range(below - 1, 0, -1) if number not in used)
+
+
+def _remove_files(account: pwd.struct_passwd) -> None:
+    """Remove home and mail of a removed account, as ``userdel -r``: only the account's own. Blocks."""
+    for path in (Path(account.pw_dir), Path("/var/mail", account.pw_name)):
+        try:
+            owner = guarded.status(path).st_uid
+        except OSError:  # missing
+            continue
+        if owner == account.pw_uid and path.name == account.pw_name:
+            files.remove_tree(path)
 
 
 def _has_processes(number: int) -> bool:

@@ -21,6 +21,18 @@ while True:
 """
 """All other processes of its user, again and again."""
 AS_VCAP = ("setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups")
+FILLING = """
+import os, sys
+number = 0
+while True:
+    number += 1
+    try:
+        os.chdir(sys.argv[1])
+        os.makedirs("a/b", exist_ok=True)
+        open(f"a/b/{number}", "w").close()
+    except OSError:
+        pass
+"""
 USERS = "from agent_shim.services.users import Users\nusers = Users(Paths())\n"
 
 
@@ -162,6 +174,24 @@ def test_a_process_of_a_removed_user_that_kills_whoever_becomes_the_user_is_ende
     finally:
         box.run(f"pkill -KILL -u {number} || true")
         killing.wait()
+
+
+def test_a_user_that_fills_its_home_while_it_is_removed_is_removed(box: Machine, inside: Inside) -> None:
+    """The removal of the home failed, and processes without an account remained."""
+    inside(setup("bosh_fills"))
+    number, home = box.run("id -u bosh_fills").strip(), "/var/vcap/bosh_ssh/bosh_fills"
+    as_user = ["setpriv", "--reuid", "bosh_fills", "--regid", "bosh_fills", "--clear-groups"]
+    filling = [box.popen([*as_user, "setsid", sys.executable, "-S", "-c", FILLING, home]) for _ in range(2)]
+    try:
+        box.run(f"until test -d {home}/a/b; do sleep 0.02; done")
+
+        assert inside(cleanup("^bosh_fills")) == ["bosh_fills"]
+        assert box.run(f"pgrep -u {number} || true") == ""
+        assert not (box.root / home[1:]).exists()
+    finally:
+        box.run(f"pkill -KILL -u {number} || true")
+        for each in filling:
+            each.wait()
 
 
 def test_where_process_numbers_are_those_of_the_host_no_process_is_ended(box: Machine, inside: Inside) -> None:
