@@ -6,7 +6,9 @@ import gzip
 import json
 import os
 import re
+import stat
 import struct
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.host import copytruncate, files, guarded
+from agent_shim.services.disks import markers
 from agent_shim.services.logs import tail
 from agent_shim.supervisor import filesystem_usage, process_record
 from tests.support import jobs
@@ -445,3 +448,17 @@ def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
     assert os.listxattr(tmp_path / "made") == []
     if kind == "archive":
         assert gzip.decompress((tmp_path / "made").read_bytes()) == b"secret"
+
+
+def test_no_job_exchanges_the_marker_of_a_disk_that_all_users_may_write(tmp_path: Path) -> None:
+    """Some provisioners make volumes with mode 0777. With a marker of another disk, none is mounted then."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o777)
+    markers.write(volume, markers.Marker("disk-1", "store"))
+
+    as_vcap = ["setpriv", f"--reuid={VCAP}", f"--regid={VCAP}", "--clear-groups"]
+    subprocess.run([*as_vcap, "mv", ".agent_shim", "other"], cwd=volume, capture_output=True, check=False)
+
+    assert markers.read(volume) == markers.Marker("disk-1", "store")
+    assert stat.S_IMODE(volume.stat().st_mode) == 0o755

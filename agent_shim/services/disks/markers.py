@@ -27,6 +27,7 @@ from typing import Final, Literal
 import msgspec
 
 from agent_shim.core import wire
+from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,16 @@ def read(volume: Path) -> Marker | None:
 
 
 def write(volume: Path, marker: Marker) -> None:
-    """Write the marker atomically; raises ``HostError``."""
+    """Write the marker atomically; raises ``HostError``.
+
+    Where root writes it, the right of others to write at the top of the volume, with which some provisioners make it,
+    is taken: a job could exchange the directory of the marker.
+    """
+    if os.geteuid() == 0:
+        try:
+            files.close_to_others(volume, None)
+        except HostError as exc:
+            logger.warning("%s: jobs may exchange its marker", exc)
     try:
         files.make_dir(volume / DIRECTORY, 0o700)
         # Through a descriptor: a directory that replaced it meanwhile is not written to.
