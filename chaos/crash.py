@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -13,13 +14,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
+from agent_shim.daemon import small_installs
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.release import archive
 from benchmarks.world import AGENT, World
@@ -53,36 +57,15 @@ async def killed_often(stand: Stand) -> str:
 
 @case(
     "C-02",
-    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs)",
+    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs, unpacked by the agent)",
     scale="each eighth",
     has_full=True,
     is_long=True,
 )
 async def killed_in_apply(stand: Stand) -> str:
-    return await _killed_in_applies(stand, SMALL, stand.of(8, 1))
-
-
-@case(
-    "C-11",
-    "SIGKILL at every system call by which an apply changes a file, its worker included (2 packages of 9 MB, 2 jobs)",
-    scale="each twentieth",
-    has_full=True,
-    is_long=True,
-)
-async def killed_in_apply_by_worker(stand: Stand) -> str:
-    return await _killed_in_applies(stand, LARGE, stand.of(20, 1))
-
-
-SMALL: Final = MB // 4
-"""Bytes of a package that a thread of the agent installs."""
-LARGE: Final = 9 * MB
-"""Half of them are random: two packages have more packed bytes than ``small_installs`` takes."""
-
-
-async def _killed_in_applies(stand: Stand, size: int, step: int) -> str:
     world = stand.world
     await stand.boot()
-    spec = world.spec(2, 2, size)
+    spec = world.spec(2, 2, MB // 4)
     await world.run("prepare", spec)
     await world.run("apply", spec)
     await world.run("stop")
@@ -90,9 +73,8 @@ async def _killed_in_applies(stand: Stand, size: int, step: int) -> str:
     clean = _installed(world, "1")
 
     async def apply(version: str) -> Told:
-        spec = world.spec(2, 2, size, version=version)
-        number = int(version[1:])
-        told = await killed(stand, number, WHO[number % 3], [world.base], partial(_ask, stand, "apply", spec))
+        spec = world.spec(2, 2, MB // 4, version=version)
+        told = await killed(stand, int(version[1:]), "root", [world.base], partial(_ask, stand, "apply", spec))
         await world.run("apply", spec)
         where = f"after the kill at {told.get('call')} of {told.get('path')}"
         expect(_installed(world, version) == clean, f"{where} something is not as after an apply without a kill")
@@ -102,14 +84,12 @@ async def _killed_in_applies(stand: Stand, size: int, step: int) -> str:
             path.unlink()
         return told
 
-    count, last = await _sweep(apply, step)
+    count, last = await _sweep(apply, stand.of(8, 1))
     return f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
 
 
 Told = dict[str, Any]
 """Report of a tracer about a kill; empty if there are fewer calls."""
-WHO: Final = ("caller", "all", "root")
-"""Victims in turn: the worker alone where it makes the call, the agent and its worker, the agent alone."""
 
 
 async def killed(
@@ -120,15 +100,9 @@ async def killed(
     Returns when a killed agent runs again; ``work`` may have failed or be unfinished.
     """
     pid = stand.pid
-    argv = ["-m", "chaos.tracer", str(pid), str(number), who, *map(str, places)]
-    tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert tracer.stdout is not None
-    assert tracer.stderr is not None
-    try:
-        if await tracer.stdout.readline() != b"following\n":
-            raise CannotInjectError((await tracer.stderr.read()).decode()[-200:].strip() or "no tracer")
+    async with _tracing(pid, number, who, places) as lines:
         working = asyncio.ensure_future(work())
-        telling = asyncio.create_task(tracer.stdout.readline())
+        telling = asyncio.create_task(lines.readline())
         await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
         if not telling.done() and working.exception() is None:
             telling.cancel()
@@ -142,6 +116,27 @@ async def killed(
         with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
             await working
         return told
+
+
+async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
+    """Return the reports of all calls of ``work`` that change a file below ``places``; none is killed."""
+    async with _tracing(stand.pid, 0, "root", places) as lines:
+        reading = asyncio.create_task(lines.read())
+        await work()
+    return [json.loads(line) for line in (await reading).splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def _tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
+    """Yield the lines of a tracer of a process that is followed."""
+    argv = ["-m", "chaos.tracer", str(pid), str(number), who, *map(str, places)]
+    tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert tracer.stdout is not None
+    assert tracer.stderr is not None
+    try:
+        if await tracer.stdout.readline() != b"following\n":
+            raise CannotInjectError((await tracer.stderr.read()).decode()[-200:].strip() or "no tracer")
+        yield tracer.stdout
     finally:
         if tracer.returncode is None:
             tracer.terminate()
@@ -172,7 +167,7 @@ async def _tidied(places: Sequence[Path], where: str) -> None:
     """Check that no half-written file remains; a file that is being written has another name each time."""
 
     def left() -> set[Path]:
-        return {path for place in places for path in place.rglob(".*.tmp-*")}
+        return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
 
     first = left()
     await until(lambda: not first & left(), 5, f"{where} {len(first)} temporary files go")
@@ -476,3 +471,122 @@ async def twice(stand: Stand) -> str:
     expect(done.returncode == 3, f"it ended with {done.returncode}")
     expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
     return f"ends with 3 after {took:.2f} s and names the other"
+
+
+VICTIMS: Final = ("caller", "all", "root")
+"""In turn: the worker alone, which makes the calls, the agent and its worker, the agent alone."""
+
+
+@case(
+    "C-11",
+    "SIGKILL of a worker, of the agent, or of both, at every system call by which the worker installs packages",
+    scale="3 calls of each kind",
+    has_full=True,
+    is_long=True,
+)
+async def killed_in_worker(stand: Stand) -> str:
+    world = stand.world
+    await stand.boot()
+    spec = await stand.deploy(2)
+    places = [world.base / "data/packages", world.base / "data/tmp"]
+    answers: dict[str, str] = {}
+
+    async def apply(version: str) -> None:
+        try:
+            packages = {name: {**package, "version": version} for name, package in packed.items()}
+            await world.run("apply", {**spec, "configuration_hash": version, "packages": packages})
+        except RpcRemoteError as exc:
+            answers[version] = str(exc)
+            raise
+
+    # Two of one blob are unpacked one after the other, in the same order each time.
+    blob = world.blob("large", _large())
+    packed = {name: {"name": name, **blob} for name in ("large0", "large1")}
+    await apply("first")
+    clean = _tree(world.base / "packages/large0")
+    stand.remember()
+    jobs = stand.live()
+    calls = await recorded(stand, places, partial(apply, "second"))
+    chosen = list(_chosen(calls, stand.pid, stand.of(len(VICTIMS), len(calls))))
+    kills, kinds = Counter[str](), set[str]()
+    for number, victim in chosen:
+        version, agent = f"{victim}-{number}", stand.pid
+        told = await killed(stand, number, victim, places, partial(apply, version))
+        where = f"after the kill of {victim} at {told.get('call')} of {told.get('path')}"
+        expect(told != {}, f"{where}: there is no call {number} of {len(calls)}")
+        half = [path for path in places[0].glob("*/[!.]*") if _tree(path) != clean]
+        expect(not half, f"{where} a part of a package has the name of a whole one: {half[:1]}")
+        if agent not in told["killed"]:
+            expect("was killed by SIGKILL" in answers.get(version, ""), f"{where} the agent says: {answers}")
+            kinds.add(told["call"])
+        kills[victim] += 1
+        await apply(version)
+        expect(
+            all(_tree(world.base / "packages" / name) == clean for name in packed),
+            f"{where} something is not as after an apply without a kill",
+        )
+        expect(len(list(places[0].glob("*/*"))) == len(packed), f"{where} another version is left")
+        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
+        await _tidied([world.base], where)
+    _check_syncs(calls, places[0])
+    done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
+    return f"{done}; each package whole or absent, each repeated apply the same"
+
+
+def _large() -> bytes:
+    """Return a package of which two are too large for the agent itself."""
+    content = random.Random(11).randbytes(small_installs.MAX_PACKED_BYTES // 2 + 1)
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
+        for number in range(3):
+            kinds = {"": tarfile.DIRTYPE, "/file": tarfile.REGTYPE, "/link": tarfile.SYMTYPE, "/hard": tarfile.LNKTYPE}
+            for name, kind in kinds.items():
+                member = tarfile.TarInfo(f"{number}{name}")
+                member.type, member.mode = kind, 0o755
+                member.linkname = f"{number}/file" if kind == tarfile.LNKTYPE else "file"
+                member.size = len(content) // 3 + 1 if kind == tarfile.REGTYPE else 0
+                tar.addfile(member, io.BytesIO(content[number * len(content) // 3 :] + b"....."))
+    return out.getvalue()
+
+
+def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
+    """Return mode and content of all below ``top``."""
+    found = {}
+    for path in top.rglob("*"):
+        content = os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(top))] = path.lstat().st_mode, content
+    return found
+
+
+def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
+    """Yield numbers of calls of workers and victims: of each kind of call, ``most`` at even distances."""
+    kinds = defaultdict[str, list[int]](list)
+    for told in calls:
+        if told["pid"] != agent:
+            kinds[told["call"]].append(told["number"])
+    for numbers in kinds.values():
+        count = min(most, len(numbers))
+        for turn in range(count):
+            yield numbers[turn * (len(numbers) - 1) // max(1, count - 1)], VICTIMS[turn % len(VICTIMS)]
+    expect({"rename", "syncfs", "fsync", "symlinkat", "mkdirat", "openat"} <= set(kinds), f"only {sorted(kinds)}")
+
+
+def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
+    """Check that a file system is synced between the last change of a package and its renaming, and the name after it.
+
+    A kill leaves written data to the kernel; the end of a machine does not.
+    """
+    renamed = 0
+    for at, told in enumerate(calls):
+        path = Path(told["path"])
+        if told["call"] != "rename" or not path.is_relative_to(packages) or not path.name.startswith("."):
+            continue
+        renamed += 1
+        before = [
+            one["call"] for one in calls[:at] if Path(one["path"]).is_relative_to(path) or one["call"] == "syncfs"
+        ]
+        expect(before[-1:] == ["syncfs"], f"{path.name} is renamed after {before[-1:]}, before it is on disk")
+        after = [one["call"] for one in calls[at:] if one["path"] == str(path.parent)]
+        expect("fsync" in after or "syncfs" in after, f"the new name of {path.name} is not on disk")
+    expect(renamed == 2, f"{renamed} packages are renamed")

@@ -25,15 +25,6 @@ CRASHES: Final = (
         "not as after an apply|is not",
     ),
     Saboteur(
-        "C-11",
-        "takes a directory for an installed bundle before its worker has completed it",
-        "agent_shim/daemon/worker.py",
-        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
-        "    temps += [piece.temp for piece in pieces]\n",
-        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
-        "not as after an apply|is not",
-    ),
-    Saboteur(
         "C-03",
         "writes state in place, cut first",
         "agent_shim/host/files.py",
@@ -106,6 +97,15 @@ CRASHES: Final = (
         "            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "            pass\n",
         "TimeoutExpired|it ended with|does not name",
+    ),
+    Saboteur(
+        "C-11",
+        "has workers unpack a bundle in its own place",
+        "agent_shim/daemon/worker.py",
+        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
+        "    temps += [piece.temp for piece in pieces]\n",
+        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
+        "a part of a package has the name of a whole one",
     ),
 )
 

@@ -19,6 +19,12 @@ def test_mutated_input_is_read_or_refused(name: str) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_the_first_seed_is_read(name: str) -> None:
+    """A target that refuses good input reads no other: archives in memory were refused before their first byte."""
+    fuzz.TARGETS[name].read(fuzz.TARGETS[name].seeds[0])
+
+
 @pytest.mark.parametrize(
     ("piece", "size"),
     [(b"1e308,", 1 << 20), (b"[],", 16 << 20), (b'"\\ud800",', 16 << 20), (b'"\xff",', 16 << 20)],
