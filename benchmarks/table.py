@@ -152,7 +152,7 @@ def _measured(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     machine = document["machine"]
     on = f"{machine['cores']} cores (Linux {machine['kernel']}, Python {machine['python']})"
     is_whole = document.get("runs", 1) == 1
-    each = "each agent in one run of `./dev bench`" if is_whole else "each part in a run of its own, the agents in turn"
+    each = "each agent in one run of `./dev bench`" if is_whole else "each part in a run of its own"
     said = [f"Measured on {document['date']} on a machine with {on}, {each}: {_run(document)}"]
     for other in others:
         is_same = all(machine[fact] == other["machine"][fact] for fact in ("cores", "kernel"))

@@ -44,6 +44,9 @@ LEFT_TO_THE_CONTAINER: Final = (
 GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
 """The Go agent's fixed password in monit.user."""
 
+RUN: Final = Path("/run")
+"""Directory of root's daemons, an emptyDir where the root file system is read-only."""
+
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
 
@@ -72,10 +75,6 @@ async def boot(steps: list[Step]) -> None:
         milliseconds = (time.monotonic() - begun_at) * 1000
         outcome = f"skipped: {skipped}" if skipped else "done"
         logger.info("boot step %s: %s (%.1f ms)", step.name, outcome, milliseconds)
-
-
-RUN: Final = Path("/run")
-"""Directory of root's daemons, an emptyDir where the root file system is read-only."""
 
 
 def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:

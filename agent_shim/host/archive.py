@@ -259,8 +259,9 @@ class _Reader:
                 yield member
                 for _ in self.data():
                     pass
-        self._room += tarfile.RECORDSIZE  # the padding
-        while piece := self._stream.read(CHUNK_BYTES):  # to the check of gzip, which follows the last byte
+        # To the end, as the check of gzip follows the last byte. The padding of a tar file has at most a record.
+        self._room += tarfile.RECORDSIZE
+        while piece := self._stream.read(CHUNK_BYTES):
             self._take(len(piece))
 
     def data(self) -> Iterator[bytes]:

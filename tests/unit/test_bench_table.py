@@ -82,7 +82,7 @@ def test_parts_of_several_runs_are_one_column() -> None:
     assert "| stop of 5 | 100 ms |" in text
     assert "| ping | 400 µs |" in text
     assert "`idle`: gone" in text
-    assert "each part in a run of its own, the agents in turn: ours from 04:00 to 05:01 (load at most 2.5)." in text
+    assert "each part in a run of its own: ours from 04:00 to 05:01 (load at most 2.5)." in text
 
 
 def test_another_machine_is_said_to_be_another() -> None:
