@@ -14,7 +14,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -22,8 +21,9 @@ from typing import Final
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from agent_shim.host import cgroups, mounts
+from agent_shim.host import mounts
 from chaos import namespaces
+from tests.support.own_cgroups import joining, own_cgroups
 
 ROOT: Final = Path(__file__).parents[1]
 MAX_PROCESSES: Final = 2000
@@ -107,11 +107,10 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _cgroups() as places:
         inside = {_INSIDE: " ".join(f"{ours}:{top}" for ours, top in places)}
-        join = "".join(f"echo $$ >{ours}/cgroup.procs; " for ours, _ in places)
         enter = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--mount-proc", "--kill-child"]
         again = [sys.executable, __file__, str(scratch), *argv]
         running = subprocess.Popen(
-            ["sh", "-c", f'{join} exec "$@"', "sh", *enter, "--", *again],
+            joining(places, [*enter, "--", *again]),
             env={**os.environ, **inside},
             preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no threads here
         )
@@ -124,41 +123,17 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
-    """Make a cgroup in each hierarchy that tracks processes; yield its directory and the top of the hierarchy."""
-    made = []
-    for tree in cgroups.trees():
-        for former in tree.hierarchy.levels[0].glob("confined-*"):
-            if not Path(f"/proc/{former.name.partition('-')[2]}").exists():
-                _remove(former)
-        ours = tree.hierarchy.levels[0] / f"confined-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            ours.mkdir()
-            made.append((ours, tree.hierarchy.levels[-1]))
-        for name, value in (
-            ("pids.max", MAX_PROCESSES),
-            ("memory.max", MAX_MEMORY),
-            ("memory.limit_in_bytes", MAX_MEMORY),
-        ):
-            if (ours / name).exists():
-                (ours / name).write_text(str(value))
-    try:
-        yield made
-    finally:
+    """Make limited cgroups; yield the directory of each and the top of its hierarchy."""
+    with own_cgroups("confined") as made:
         for ours, _ in made:
-            _remove(ours)
-
-
-def _remove(cgroup: Path) -> None:
-    """Remove a cgroup and those below it; its processes have been killed and may still be ending."""
-    give_up_at = time.monotonic() + 10
-    while cgroup.exists() and time.monotonic() < give_up_at:
-        for below in sorted(cgroup.rglob("*/"), reverse=True):
-            with contextlib.suppress(OSError):
-                below.rmdir()
-        with contextlib.suppress(OSError):
-            cgroup.rmdir()
-            return
-        time.sleep(0.05)
+            for name, value in (
+                ("pids.max", MAX_PROCESSES),
+                ("memory.max", MAX_MEMORY),
+                ("memory.limit_in_bytes", MAX_MEMORY),
+            ):
+                if (ours / name).exists():
+                    (ours / name).write_text(str(value))
+        yield made
 
 
 def _enter(scratch: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sys
 import tarfile
 import zlib
@@ -30,6 +29,9 @@ CHUNK_BYTES: Final = files.CHUNK_BYTES
 BLOCK_BYTES: Final = tarfile.BLOCKSIZE
 
 GZIP: Final = b"\x1f\x8b"
+_GZIP_FLAGS_AT: Final = 3
+_GZIP_RESERVED: Final = 0xE0
+"""Flags without a meaning in RFC 1952, which demands an error; isal ignores them."""
 
 REGULAR: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
 LONG_NAMES: Final = frozenset({tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK})
@@ -39,6 +41,7 @@ LABEL: Final = b"V"
 
 MAX_EXTENSION_BYTES: Final = 1024 * 1024
 """Limit of one extended header; real ones hold a path or two."""
+MODE_BITS: Final = 0o7777
 MAX_TARGET_BYTES: Final = 4095
 """Limit of the kernel for the target of a symbolic link."""
 SMALL_BYTES: Final = 16 * 1024 * 1024
@@ -188,6 +191,10 @@ class _Source(Protocol):
 
 def _inflated(source: BinaryIO, limits: Limits) -> _Source:
     """Inflate ``source``: isal takes a third of the time of zlib, and half a megabyte of memory."""
+    head = source.read(_GZIP_FLAGS_AT + 1)
+    source.seek(0)
+    if head[_GZIP_FLAGS_AT:] and head[_GZIP_FLAGS_AT] & _GZIP_RESERVED:
+        raise ArchiveError("its gzip data have unknown flags")
     if limits.size <= SMALL_BYTES:
         return _Inflated(source)
     from isal import igzip
@@ -327,7 +334,7 @@ def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:
     if size < 0:
         raise ArchiveError(f"{_quoted(name)}: its size is negative")
     kind = tarfile.DIRTYPE if is_directory else header.type
-    return Member(kind, name, extended.get("linkpath", header.linkname), stat.S_IMODE(header.mode), size, mtime)
+    return Member(kind, name, extended.get("linkpath", header.linkname), header.mode & MODE_BITS, size, mtime)
 
 
 _PAX_KEYS: Final = frozenset({b"path", b"linkpath", b"size", b"mtime"})

@@ -43,6 +43,7 @@ while :; do sleep 0.05; done
 
 
 TRACED = f"""
+rm -f /tmp/trace  # of the former trace, whose calls are not those of this one
 setsid {TOOL} trace web >/tmp/trace 2>&1 & until grep -qs 'execve.*"sleep"' /tmp/trace; do sleep 0.05; done
 grep -om1 '"sleep", "0.05"' /tmp/trace | tr -d '",'
 kill -INT -$!; wait $!; echo $?

@@ -1,4 +1,4 @@
-"""A machine in private mount and pid namespaces, with a real ``/var/vcap`` and ``/etc``. Needs root.
+"""A machine in private mount and pid namespaces and cgroups, with a real ``/var/vcap`` and ``/etc``. Needs root.
 
 It shares the rest of the disk with the machine that runs the tests, and a tool with a wrong name could remove a home:
 so all else is read-only except fresh ``/home``, ``/tmp``, ``/var/log`` and similar directories, and no home is at its
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
+
+from tests.support.own_cgroups import joining, own_cgroups
 
 _INIT = """
 import os, signal, sys
@@ -53,6 +55,9 @@ exec {python} -c "$INIT" {ready}
 CODE = Path(__file__).parents[2]
 """Where the agent is."""
 
+COMMAND_TIMEOUT_S = 100
+"""Less than the time after which a hanging test ends the whole run: its test alone fails."""
+
 NEEDED = (CODE, Path(sys.base_prefix))
 """Directories that every user of a machine must see: those of the agent and the interpreter."""
 
@@ -67,6 +72,8 @@ class Machine:
     """Where the test's scratch directory is inside."""
 
     pid: int
+    cgroups: list[tuple[Path, Path]]
+    """Those in which its programs run."""
 
     @property
     def root(self) -> Path:
@@ -79,12 +86,13 @@ class Machine:
 
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Run a program inside."""
-        return subprocess.Popen(["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "--", *argv], **options)
+        inside = ["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "--", *argv]
+        return subprocess.Popen(joining(self.cgroups, inside), **options)
 
     def run(self, command: str) -> str:
         """Run a shell command inside; its output, and a test failure if it fails."""
         done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = done.communicate(timeout=300)
+        out, err = done.communicate(timeout=COMMAND_TIMEOUT_S)
         assert done.returncode == 0, f"{command}: {err.decode()}"
         return out.decode()
 
@@ -125,20 +133,21 @@ def machine(
         ready=writing,
     )
     namespaces = ["--mount", "--pid", *(["--net"] if has_network else [])]
-    keeper = subprocess.Popen(
-        ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child", "sh", "-c", setup],
-        env={**os.environ, "INIT": _INIT},
-        pass_fds=[writing],
-    )
-    os.close(writing)
-    try:
-        assert os.read(reading, 2) == b"up", "the machine did not come up"
-        children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
-        yield Machine(int(children[0]))
-    finally:
-        os.close(reading)
-        keeper.kill()
-        keeper.wait()
+    with own_cgroups("machine") as places:
+        keeper = subprocess.Popen(
+            joining(places, ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child", "sh", "-c", setup]),
+            env={**os.environ, "INIT": _INIT},
+            pass_fds=[writing],
+        )
+        os.close(writing)
+        try:
+            assert os.read(reading, 2) == b"up", "the machine did not come up"
+            children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+            yield Machine(int(children[0]), places)
+        finally:
+            os.close(reading)
+            keeper.kill()
+            keeper.wait()
 
 
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:

@@ -282,11 +282,16 @@ def test_what_is_there_already_is_not_touched(tmp_path: Path) -> None:
 
 def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     """A header that claims a size its number field cannot hold in octal."""
+    return with_number(124, 12, size, kind)
+
+
+def with_number(at: int, width: int, number: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A header of ``a`` with a number in base 256 in one of its fields."""
     info = tarfile.TarInfo("a")
     info.type = kind
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    block[124:136] = (size % 2**96).to_bytes(12, "big")
-    block[124] |= 0x80
+    block[at : at + width] = (number % 2 ** (8 * width)).to_bytes(width, "big")
+    block[at] |= 0x80
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block)
@@ -380,6 +385,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "cut in a file": (member("a", b"x" * 5000)[:2000], "'a': it ends in the middle of a file"),
     "cut in the padding": (member("a", b"x" * 5000)[:5600], "'a': it ends too early"),
     "cut gzip": (zipped(member("a", os.urandom(5000)))[:3000], "ended before"),
+    "reserved flag of gzip": (
+        zipped(member("a"))[:3] + b"\x20" + zipped(member("a"))[4:],
+        "its gzip data have unknown flags",
+    ),
     "broken gzip": (zipped(member("a"))[:10] + b"\xff" * 600, "cannot unpack the archive"),
     "garbage after gzip": (zipped(member("a")) + b"garbage" * 100, "cannot unpack the archive"),
     "no archive": (b"<html>404 not found</html>" * 100, "cannot unpack the archive"),
@@ -389,6 +398,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "'b': it is stored as a file with holes",
     ),
 }
+
+
+def test_a_mode_beyond_its_field_counts_in_its_last_twelve_bits(tmp_path: Path) -> None:
+    """A field in base 256 holds 56 bits, and the interpreter's reading of a mode 32: the error was no refusal."""
+    unpack(with_number(100, 8, 2**40 + 0o640), tmp_path / "into")
+    assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
 
 
 @pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])

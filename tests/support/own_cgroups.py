@@ -1,0 +1,59 @@
+"""Cgroups for one run alone: two agents in one would count, freeze and kill each other's jobs of the same name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from agent_shim.host import cgroups
+
+_NUMBERS: Final = itertools.count()
+_END_TIMEOUT_S: Final = 10
+"""For processes that have been killed to leave a cgroup."""
+
+
+@contextlib.contextmanager
+def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
+    """Make a cgroup in each hierarchy that tracks processes; yield its directory and the top of the hierarchy.
+
+    All are removed at the end, as are those of the same ``kind`` that a killed process left.
+    """
+    made = []
+    name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
+    for tree in cgroups.trees():
+        here = tree.hierarchy.levels[0]
+        for former in here.glob(f"{kind}-*"):
+            if not Path(f"/proc/{former.name.split('-')[1]}").exists():
+                _remove(former)
+        with contextlib.suppress(OSError):
+            (here / name).mkdir()
+            made.append((here / name, tree.hierarchy.levels[-1]))
+    try:
+        yield made
+    finally:
+        for ours, _ in made:
+            _remove(ours)
+
+
+def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
+    """Return the command that runs ``argv`` in these cgroups."""
+    join = "".join(f"echo 0 >{ours}/cgroup.procs; " for ours, _ in directories)
+    return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]
+
+
+def _remove(cgroup: Path) -> None:
+    """Remove a cgroup and those below it; its processes have been killed and may still be ending."""
+    give_up_at = time.monotonic() + _END_TIMEOUT_S
+    while cgroup.exists() and time.monotonic() < give_up_at:
+        for below in sorted(cgroup.rglob("*/"), reverse=True):
+            with contextlib.suppress(OSError):
+                below.rmdir()
+        with contextlib.suppress(OSError):
+            cgroup.rmdir()
+            return
+        time.sleep(0.05)
