@@ -29,7 +29,7 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
         here = tree.hierarchy.levels[0]
         for former in here.glob(f"{kind}-*"):
             if not Path(f"/proc/{former.name.split('-')[1]}").exists():
-                _remove(former)
+                _remove(former, timeout=0)
         with contextlib.suppress(OSError):
             (here / name).mkdir()
             made.append((here / name, tree.hierarchy.levels[-1]))
@@ -37,7 +37,7 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
         yield made
     finally:
         for ours, _ in made:
-            _remove(ours)
+            _remove(ours, timeout=_END_TIMEOUT_S)
 
 
 def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
@@ -46,14 +46,16 @@ def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
     return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]
 
 
-def _remove(cgroup: Path) -> None:
+def _remove(cgroup: Path, *, timeout: float) -> None:
     """Remove a cgroup and those below it; its processes have been killed and may still be ending."""
-    give_up_at = time.monotonic() + _END_TIMEOUT_S
-    while cgroup.exists() and time.monotonic() < give_up_at:
+    give_up_at = time.monotonic() + timeout
+    while cgroup.exists():
         for below in sorted(cgroup.rglob("*/"), reverse=True):
             with contextlib.suppress(OSError):
                 below.rmdir()
         with contextlib.suppress(OSError):
             cgroup.rmdir()
+            return
+        if time.monotonic() > give_up_at:
             return
         time.sleep(0.05)
