@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.broker import NatsServer
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from benchmarks.crowds import FIRST_FAILURE_S
 from benchmarks.measuring import Figure, Figures, figure, own_memory
 from benchmarks.world import AGENT, COMMAND, World, world
+from tests.support.broker import NatsServer
 
 ACTIONS: Final = 10_000
 RESTARTS: Final = 1000

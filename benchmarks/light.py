@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.broker import NatsServer
 from agent_shim.edges.bus import tls
 from agent_shim.edges.bus.nats import Timing
 from benchmarks import scale_model
 from benchmarks.measuring import Figures, Stopwatch, cpu_seconds, figure, pss
 from benchmarks.scale import BEAT, TICK_S, Crowds, Point, storm
+from tests.support.broker import NatsServer
 
 SIZES: Final = (1000, 10_000)
 USERS: Final = (100, 1000, 3000, 10_000)

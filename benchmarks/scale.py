@@ -27,13 +27,13 @@ from typing import Any, Final
 import msgspec
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import heartbeat
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from benchmarks import scale_model, scale_page
 from benchmarks.measuring import Stopwatch, cpu_seconds, pss
+from tests.support.broker import NatsServer
 
 COUNTS: Final = (10, 50, 200, 500, 1000)
 AGENTS_PER_PROCESS: Final = 50

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -37,36 +37,22 @@ def nats_server() -> str:
 class NatsServer:
     """One server on a free port of the loopback, with files in ``where``; an async context manager.
 
-    The port stays the same after the first start. ``ping_interval`` (seconds) and ``ping_max`` decide when the server
-    drops a silent client; the defaults are those of the Director.
+    The port stays the same after the first start. A silent client is dropped when a Director's server would drop it.
     """
 
-    def __init__(
-        self,
-        where: Path,
-        authority: Authority | None = None,
-        *,
-        pair: Pair | None = None,
-        ping_interval: float = 5.0,
-        ping_max: int = 2,
-    ) -> None:
+    def __init__(self, where: Path, authority: Authority | None = None) -> None:
         self.authority = authority or Authority()
         self.log = where / "nats.log"
         self.port = -1
         self._where = where
-        self._pair = pair or self.authority.server()
-        self._ping = {"ping_interval": f"{ping_interval}s", "ping_max": ping_max}
+        self._pair = self.authority.server()
+        self._ping: Mapping[str, str | int] = {"ping_interval": "5s", "ping_max": 2}
         self._agents: dict[str, tuple[bool, bool]] = {}
         self._process: process.Process | None = None
 
     @property
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Process id of the running server."""
-        return self._running.pid
 
     def mbus(self, agent_id: str, *, bootstrap: bool = False) -> Mbus:
         """Return the address and new credentials for an agent."""
@@ -81,16 +67,7 @@ class NatsServer:
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
         """Admit an agent by its two certificates or one of them; effective at once on a running server."""
-        await self.add_agents([agent_id], bootstrap=bootstrap, permanent=permanent)
-
-    async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True, permanent: bool = True) -> None:
-        """Admit many agents in one reload."""
-        self._agents.update(dict.fromkeys(agent_ids, (bootstrap, permanent)))
-        await self.reload()
-
-    async def remove_agent(self, agent_id: str) -> None:
-        """Remove an agent; its connection is cut."""
-        del self._agents[agent_id]
+        self._agents[agent_id] = bootstrap, permanent
         await self.reload()
 
     async def __aenter__(self) -> Self:
@@ -114,23 +91,8 @@ class NatsServer:
     async def stop(self) -> None:
         """Stop the server in order; does nothing if none is running."""
         if self._process is not None:
-            self._process.send(signal.SIGCONT)
             await self._process.terminate(SERVER_TIMEOUT_S)
             self._process = None
-
-    async def kill(self) -> None:
-        """Kill the server."""
-        if self._process is not None:
-            self._process.send(signal.SIGKILL)
-            await self._process.wait()
-            self._process = None
-
-    def pause(self) -> None:
-        """Stop the server by SIGSTOP: connections stay open, requests get no reply."""
-        self._running.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._running.send(signal.SIGCONT)
 
     async def reload(self) -> None:
         """Reload the users, as nats-sync does, and wait for the end of the reload."""
@@ -139,12 +101,6 @@ class NatsServer:
             before = self._reloads()
             self._process.send(signal.SIGHUP)
             await self._until(lambda: self._reloads() > before, "reload")
-
-    @property
-    def _running(self) -> process.Process:
-        if self._process is None:
-            raise ShimError("cannot signal nats-server: it does not run")
-        return self._process
 
     @property
     def _config(self) -> Path:

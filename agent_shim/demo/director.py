@@ -200,12 +200,12 @@ class Director:
                 await asyncio.sleep(self.poll)
         return answer
 
-    async def wait_until_ready(self, agent_id: str, *, timeout: float = 600.0) -> None:
-        """Ping once a second until the agent answers."""
+    async def wait_until_ready(self, agent_id: str, *, timeout: float = 600.0, patience: float = 1.0) -> None:
+        """Ping every ``patience`` seconds until the agent answers."""
         async with asyncio.timeout(timeout):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
-                    await self.value(agent_id, "ping", timeout=1.0)
+                    await self.value(agent_id, "ping", timeout=patience)
                     return
 
     async def _send(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:

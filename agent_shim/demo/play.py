@@ -121,18 +121,12 @@ class Story:
                 stdout=_log(self.scratch),
                 stderr=_log(self.scratch),
             )
-            await self._until_pong()
+            await self.director.wait_until_ready(AGENT, patience=0.05)
             details.append(f"pid {agent.pid}, user {os.geteuid()}, all files below {self.base}")
         with self.step("first heartbeat") as details:
             notice = await self.monitor.wait_for("heartbeat", AGENT)
             details.append(json.dumps(notice.body))
         return agent
-
-    async def _until_pong(self) -> None:
-        while True:
-            with contextlib.suppress(ShimError):
-                await self.director.value(AGENT, "ping", timeout=0.05)
-                return
 
     def _write_settings(self) -> None:
         blobs = self.scratch / "blobs"

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.demo.release import archive
@@ -26,6 +25,7 @@ from benchmarks.idle import free_port
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 from tests.support import jobs
+from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus
 from tests.support.world import world as contract_world
 

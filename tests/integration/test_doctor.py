@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agent_shim.demo import pki
-from agent_shim.demo.broker import NatsServer
+from tests.support.broker import NatsServer
 
 
 def examined(base: Path, *words: str) -> tuple[int, dict[str, Any]]:

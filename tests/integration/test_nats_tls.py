@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import SettingsError
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.pki import EXPIRED, NOT_YET_VALID, Authority, Pair
+from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus, until
 
 AUTHORITY = Authority()

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.pki import Authority
 from agent_shim.services.firewall import AWAITED
+from tests.support.broker import NatsServer
 from tests.support.pod import AGENT, Pod
 from tests.support.proxy import Proxy
 

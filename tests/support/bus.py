@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR, Authority, Pair
 from agent_shim.edges.bus import Handle, tls
 from agent_shim.edges.bus.nats import NatsBus, Timing
+from tests.support.broker import NatsServer
 from tests.support.serving import serving
 
 FAST = Timing(

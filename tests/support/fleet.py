@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director
+from tests.support.broker import NatsServer
 from tests.support.machine import Machine, machine
 
 BLOBS = Machine.SCRATCH / "blobs"

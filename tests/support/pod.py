@@ -20,8 +20,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, RpcTimeoutError
+from tests.support.broker import NatsServer
 from tests.support.cpi import Cpi
 from tests.support.machine import Machine, machine
 

@@ -1,0 +1,72 @@
+"""The nats-server of the demonstration, with other settings of it, and the faults that a server can have."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from agent_shim.demo import broker
+from agent_shim.demo.broker import SERVER_TIMEOUT_S, nats_server
+from agent_shim.demo.pki import Authority, Pair
+
+__all__ = ["SERVER_TIMEOUT_S", "NatsServer", "nats_server"]
+
+
+class NatsServer(broker.NatsServer):
+    """A server whose clients are dropped after ``ping_max`` pings, one in ``ping_interval`` seconds, without an answer.
+
+    The defaults are those of the Director.
+    """
+
+    def __init__(
+        self,
+        where: Path,
+        authority: Authority | None = None,
+        *,
+        pair: Pair | None = None,
+        ping_interval: float = 5.0,
+        ping_max: int = 2,
+    ) -> None:
+        super().__init__(where, authority)
+        self._pair = pair or self._pair
+        self._ping = {"ping_interval": f"{ping_interval}s", "ping_max": ping_max}
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        assert self._process is not None, "nats-server does not run"
+        return self._process.pid
+
+    async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True) -> None:
+        """Admit many agents in one reload."""
+        self._agents.update(dict.fromkeys(agent_ids, (bootstrap, True)))
+        await self.reload()
+
+    async def remove_agent(self, agent_id: str) -> None:
+        """Remove an agent; its connection is cut."""
+        del self._agents[agent_id]
+        await self.reload()
+
+    async def kill(self) -> None:
+        """Kill the server."""
+        if self._process is not None:
+            self._process.send(signal.SIGKILL)
+            await self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Stop the server by SIGSTOP: connections stay open, requests get no reply."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            self._process.send(signal.SIGCONT)
+        await super().stop()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None, "nats-server does not run"
+        self._process.send(number)
