@@ -6,9 +6,11 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from agent_shim.core.errors import ShimError
 from agent_shim.demo import broker
 from agent_shim.demo.broker import SERVER_TIMEOUT_S, nats_server
 from agent_shim.demo.pki import Authority, Pair
+from agent_shim.host import process
 
 __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "nats_server"]
 
@@ -35,8 +37,7 @@ class NatsServer(broker.NatsServer):
     @property
     def pid(self) -> int:
         """Process id of the running server."""
-        assert self._process is not None, "nats-server does not run"
-        return self._process.pid
+        return self._running.pid
 
     async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True) -> None:
         """Admit many agents in one reload."""
@@ -68,5 +69,10 @@ class NatsServer(broker.NatsServer):
         await super().stop()
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None, "nats-server does not run"
-        self._process.send(number)
+        self._running.send(number)
+
+    @property
+    def _running(self) -> process.Process:
+        if self._process is None:
+            raise ShimError("cannot signal nats-server: it does not run")
+        return self._process
