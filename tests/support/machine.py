@@ -17,7 +17,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +84,17 @@ class Machine:
     def vcap(self) -> Path:
         return self.root / "var/vcap"
 
+    def pids(self) -> list[int]:
+        """Its processes, but not those of jobs in cgroups of their own; as numbers from outside.
+
+        By its cgroup: a look at all processes of a busy machine takes longer than some of them live.
+        """
+        if self.cgroups:
+            return list(map(int, (self.cgroups[0][0] / "cgroup.procs").read_text().split()))
+        inside = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [pid for pid in found if _namespace(pid) == inside]
+
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Run a program inside."""
         inside = ["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "--", *argv]
@@ -102,6 +113,12 @@ class Machine:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(document))
         place.chmod(mode)
+
+
+def _namespace(pid: int) -> Path | None:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/ns/pid").readlink()
+    return None
 
 
 @contextmanager

@@ -222,14 +222,10 @@ class Pod:
                 await asyncio.sleep(0)
 
     def _worker(self) -> int:
-        world = Path(f"/proc/{self.machine.pid}/ns/pid").readlink()
-        for path in Path("/proc").glob("[0-9]*"):
+        for pid in self.machine.pids():
             with suppress(OSError):
-                if (
-                    b"agent_shim.daemon.worker" in (path / "cmdline").read_bytes()
-                    and (path / "ns/pid").readlink() == world
-                ):
-                    return int(path.name)
+                if b"agent_shim.daemon.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
         return 0
 
     async def run(self, method: str, *arguments: Any) -> Any:
