@@ -87,7 +87,8 @@ class HttpsBus:
         bounds: Bounds | None = None,
     ) -> None:
         self.stats = Stats()
-        self._mbus = mbus
+        self.mbus = mbus
+        """Address and certificate in use."""
         self._handle = handle
         self._blobs = blobs
         self._on_connected = on_connected
@@ -108,11 +109,6 @@ class HttpsBus:
         """Authenticated connections."""
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
         self._kept_bytes = 0
-
-    @property
-    def mbus(self) -> Mbus:
-        """Address and certificate in use."""
-        return self._mbus
 
     @property
     def is_connected(self) -> bool:
@@ -153,11 +149,11 @@ class HttpsBus:
     async def rotate(self, mbus: Mbus) -> None:
         """Switch certificate or address, keeping connections; ``ActionError`` and no change if they are unusable."""
         async with self._changing:
-            before, self._mbus = self._mbus, mbus
+            before, self.mbus = self.mbus, mbus
             try:
                 await self._listen()
             except BusError as exc:
-                self._mbus = before
+                self.mbus = before
                 if self._server is None:
                     await self._try_to_listen()
                 raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
@@ -175,8 +171,8 @@ class HttpsBus:
     async def _listen(self) -> None:
         """Listen at the address of the settings only; raises ``BusError``."""
         self.stats.attempts += 1
-        context = tls.server_context(self._mbus)
-        host, port = _host_port(self._mbus)
+        context = tls.server_context(self.mbus)
+        host, port = _host_port(self.mbus)
         self._stop_listening()
         try:
             self._server = await accepting.listen(lambda: _Arrival(partial(self._admit, context)), host, port)
@@ -184,7 +180,7 @@ class HttpsBus:
             raise BusError(f"cannot listen at {host or '*'}:{port}: {exc.strerror or exc}") from exc
         self.stats.connects += 1
         self.stats.last_error = ""
-        if not _credentials(self._mbus):
+        if not _credentials(self.mbus):
             self.stats.last_error = "cannot authenticate callers: the bus address in the settings has no password"
             logger.error("%s", self.stats.last_error)
         logger.info("listening at %s:%d", host or "*", self.port)
@@ -260,7 +256,7 @@ class HttpsBus:
     def _is_known(self, request: web.BaseRequest) -> bool:
         """True if the caller has the password; takes constant time."""
         shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        expected = _credentials(self._mbus)
+        expected = _credentials(self.mbus)
         if not expected or not hmac.compare_digest(shown, expected):
             return False
         self._known.add(request.protocol)

@@ -486,7 +486,8 @@ class NatsBus:
     ) -> None:
         self.stats = Stats()
         self._agent_id = agent_id
-        self._mbus = mbus
+        self.mbus = mbus
+        """Addresses and credentials in use."""
         self._handle = handle
         self._on_connected = on_connected
         self._reread = reread
@@ -505,11 +506,6 @@ class NatsBus:
         """Limits rotation to two connections, which the detection of duplicates requires."""
         self._retiring: asyncio.Task[None] | None = None
         self._seen: Counter[int | tuple[_Link, int]] | None = None
-
-    @property
-    def mbus(self) -> Mbus:
-        """Addresses and credentials in use."""
-        return self._mbus
 
     @property
     def is_connected(self) -> bool:
@@ -603,14 +599,14 @@ class NatsBus:
             except BaseException:
                 self._seen = None
                 raise
-            old, self._mbus = self._link, mbus
+            old, self.mbus = self._link, mbus
             self._activate(new)
             self._retiring = asyncio.create_task(self._retire(old, new), name="bus rotation")
 
     # --- links ---
 
     async def _relink(self) -> None:
-        link = await self._connect(self._mbus)
+        link = await self._connect(self.mbus)
         if self._link is None:
             self._activate(link)
         else:  # a rotation was faster
@@ -634,7 +630,7 @@ class NatsBus:
 
     def _reread_credentials(self) -> None:
         try:
-            self._mbus = self._reread(self._mbus)
+            self.mbus = self._reread(self.mbus)
         except (ShimError, OSError) as exc:
             self._log_once(f"cannot read the bus credentials again: {exc}")
 
@@ -713,7 +709,7 @@ class NatsBus:
                 logger.info("%s no longer resolves to %s, reconnecting", link.address, link.peer)
                 gone = 0
                 try:
-                    await self.rotate(self._mbus)
+                    await self.rotate(self.mbus)
                 except ActionError as exc:
                     self._log_once(f"cannot follow {link.address}: {exc}")
 
