@@ -11,10 +11,10 @@ from typing import Any
 
 @contextmanager
 def without(*absent: str, empty: Sequence[str] = ()) -> Iterator[None]:
-    """Import as if some modules were not installed, and all members of others were ``object``."""
+    """Import as if some modules were not installed, and all members of others were empty classes."""
     stand_ins: dict[str, Any] = dict.fromkeys(absent) | {name: ModuleType(name) for name in empty}
     for name in empty:
-        stand_ins[name].__getattr__ = lambda _: object
+        stand_ins[name].__getattr__ = lambda member: type(member, (), {})
     own = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     sys.modules.update(own)
     try:

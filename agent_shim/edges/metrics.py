@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from agent_shim import __version__
-from agent_shim.core import safetext
+from agent_shim.core import lean_imports, safetext
 from agent_shim.edges import http_server
 from agent_shim.edges.bus import Stats
 from agent_shim.edges.http_server import Request, Response
@@ -32,15 +32,6 @@ from agent_shim.host import clock
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.process_finder import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
-
-
-class _Placeholder(ModuleType):
-    """Placeholder for an unwanted module: every name in it is an empty class."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
 
 
 @contextmanager
@@ -56,13 +47,8 @@ def _bare(package: str, unwanted: Sequence[str]) -> Iterator[None]:
     shell = ModuleType(package)
     shell.__path__ = list(spec.submodule_search_locations or ())
     sys.modules[package] = shell
-    placeholders = [name for name in unwanted if name not in sys.modules]
-    sys.modules.update({name: _Placeholder(name) for name in placeholders})
-    try:
+    with lean_imports.without(empty=unwanted):
         yield
-    finally:
-        for name in placeholders:
-            del sys.modules[name]
 
 
 _UNUSED: Final = ("gzip", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server")
