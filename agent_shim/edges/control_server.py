@@ -23,6 +23,7 @@ from agent_shim.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+PEER: Final = struct.Struct("3i")
 MAX_REQUEST_BYTES: Final = 4 * 1024 * 1024
 REQUEST_TIMEOUT_S: Final = 10.0
 """Seconds for a peer to send its request."""
@@ -48,10 +49,8 @@ async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
         task = asyncio.current_task()
         assert task is not None
         peers.add(task)
-        try:
-            await _serve(reader, writer, answer)
-        finally:
-            peers.discard(task)
+        task.add_done_callback(peers.discard)
+        await _serve(reader, writer, answer)
 
     _remove(path)
     before = os.umask(0o177)
@@ -77,7 +76,8 @@ def _remove(path: Path) -> None:
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
     try:
-        peer = _peer(writer.get_extra_info("socket"))
+        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        peer = Peer(*PEER.unpack(credentials))
         if peer.uid not in (0, os.geteuid()):
             logger.warning("refused a request on the control socket: its user is neither root nor the agent's")
             return
@@ -93,8 +93,3 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ans
         logger.info("cannot answer a request on the control socket: %s", exc)
     finally:
         writer.close()
-
-
-def _peer(connection: socket.socket) -> Peer:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return Peer(*struct.unpack("3i", credentials))
