@@ -130,21 +130,16 @@ def _settings(paths: Paths) -> Effective | None:
         source = parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
     except (OSError, ConfigError):
         return None
-    try:
-        return Effective(
-            source, parse_update(files.read(paths.update_settings, is_own=True), origin=str(paths.update_settings))
-        )
-    except (OSError, ConfigError):
-        return Effective(source, UpdateSettings())
+    update = UpdateSettings()
+    with contextlib.suppress(OSError, ConfigError):
+        update = parse_update(files.read(paths.update_settings, is_own=True), origin=str(paths.update_settings))
+    return Effective(source, update)
 
 
 def _status(paths: Paths) -> Mapping[str, Any]:
-    try:
-        found: dict[str, Any] = control_client.ask(
-            paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S
-        )
-    except NoAgentError:
-        return {}
+    found: Mapping[str, Any] = {}
+    with contextlib.suppress(NoAgentError):
+        found = control_client.ask(paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S)
     return found
 
 

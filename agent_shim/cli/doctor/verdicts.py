@@ -196,11 +196,8 @@ def directory(path: str, error: int, options: Collection[str], *, is_own_volume:
         return Finding(path, WRONG, f"cannot be written: {why}", follows, change)
     if "noexec" in options:
         follows = "no program of a job or package runs there"
-        pod, cpi = (
-            f"a volume on {path} that is mounted without noexec",
-            f"{_CPI}: no Tmpfs or Mounts on {path} with noexec",
-        )
-        change = Change(pod, cpi=cpi, engine=f"--volume=NAME:{path} without noexec")
+        pod, cpi = f"a volume on {path} that is mounted", f"{_CPI}: no Tmpfs or Mounts on {path} with noexec"
+        change = Change(f"{pod} without noexec", cpi=cpi, engine=f"--volume=NAME:{path} without noexec")
         return Finding(path, WRONG, "mounted noexec", follows, change)
     if not is_own_volume:
         follows = f"{needs} are gone with the container"
@@ -364,14 +361,13 @@ def bus(bus_errors: Mapping[str, str]) -> Finding | None:
     """Judge the addresses of the bus, each with an error or ""."""
     if not bus_errors:
         return None
-    failed = {place: why for place, why in bus_errors.items() if why}
-    if len(failed) == len(bus_errors):
-        found = "; ".join(f"{place}: {why}" for place, why in failed.items())
+    reached = [place for place, why in bus_errors.items() if not why]
+    if not reached:
         follows = "the Director does not reach this instance"
         advice = "firewall that lets port 4222 out; is the Director's NATS up?"
         change = Change(f"a NetworkPolicy or {advice}", cpi=f"a {advice}", engine=f"a {advice}")
-        return Finding("bus", WRONG, found, follows, change)
-    return Finding("bus", GOOD, f"{', '.join(place for place in bus_errors if place not in failed)} can be reached")
+        return Finding("bus", WRONG, _failures(bus_errors), follows, change)
+    return Finding("bus", GOOD, f"{', '.join(reached)} can be reached")
 
 
 def firewall(obstacle: str) -> Finding:
