@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -83,10 +84,8 @@ async def record_health(agent: Agent) -> None:
     It is not synced: another boot writes it again.
     """
     health = msgspec.json.encode({"state": agent.supervisor.job_state()})
-    try:
+    with suppress(HostError):
         await asyncio.to_thread(files.write_atomic, agent.paths.health, health, mode=0o644, is_synced=False)
-    except HostError:
-        return
 
 
 @action("update_settings", Mode.TASK, persistent=True)

@@ -347,10 +347,9 @@ def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
 
 
 def _argument(text: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def _drain(args: argparse.Namespace) -> int:

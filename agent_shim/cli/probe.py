@@ -17,13 +17,12 @@ NO, NO_AGENT = 1, 69
 
 def read(words: list[str]) -> tuple[str, str] | None:
     """Kind and base of a probe in the usual form of manifests; None for any other form, left to the full parser."""
-    if len(words) == 3 and words[1] == "-b":
-        kind, base = words[0], words[2]
-    elif len(words) == 1:
-        kind, base = words[0], "/var/vcap"
-    else:
-        return None
-    return (kind, base) if kind in ("live", "ready") else None
+    match words:
+        case ["live" | "ready" as kind]:
+            return kind, "/var/vcap"
+        case ["live" | "ready" as kind, "-b", base]:
+            return kind, base
+    return None
 
 
 def main(question: tuple[str, str]) -> int:

@@ -7,6 +7,7 @@ Unused keys are ignored; null means absent.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -442,12 +443,10 @@ def bus_address(url: str) -> SplitResult:
 
     If the password has a character that ends it early, the rest would be taken for host and port: it is invalid.
     """
-    try:
+    with suppress(ValueError):
         parts = urlsplit(url)
         if parts.port != 0 and "@" not in f"{parts.path}{parts.query}{parts.fragment}":
             return parts
-    except ValueError:
-        pass
     return urlsplit("")
 
 
