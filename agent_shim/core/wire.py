@@ -160,7 +160,7 @@ VALUE_BYTES: Final = 100
 
 def weight(data: bytes) -> int:
     """Bytes that a request takes in memory, about: a megabyte of empty lists becomes thirty."""
-    return len(data) + VALUE_BYTES * sum(map(data.count, (b"[", b"{", b",")))
+    return len(data) + VALUE_BYTES * _values(data)
 
 
 def _is_deep(document: Any) -> bool:
@@ -273,9 +273,8 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
         if origin in (list, frozenset, set) or (origin is tuple and arms[1:] == (...,)):
             return [normalized(member, arms[0], ignored) for member in value]
         if origin is tuple:
-            return [normalized(member, arm, ignored) for member, arm in zip(value, arms, strict=False)] + value[
-                len(arms) :
-            ]
+            pairs = zip(value, arms, strict=False)
+            return [*(normalized(member, arm, ignored) for member, arm in pairs), *value[len(arms) :]]
     return value
 
 

@@ -63,7 +63,9 @@ class Api:
         shown = await self._ask({"action": "show"})
         if name in ("_status", "_status2"):
             return self._status(name, urllib.parse.parse_qs(query), shown)
-        return _page(shown, name, "") if name else _listed(shown)
+        if name:
+            return _page(shown, name, "")
+        return _table((each["name"], monit_text.words(each)) for each in shown.get("services", ()))
 
     def _is_known(self, given: str) -> bool:
         kind, _, coded = given.partition(" ")
@@ -115,10 +117,6 @@ def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
 def _table(rows: Iterable[tuple[str, str]]) -> Response:
     text = "".join(f"<tr><td>{_escaped(name)}</td><td>{_escaped(value)}</td></tr>" for name, value in rows)
     return Response(200, f"<html><body><table>{text}</table></body></html>\n".encode(), HTML)
-
-
-def _listed(shown: Mapping[str, Any]) -> Response:
-    return _table((each["name"], monit_text.words(each)) for each in shown.get("services", ()))
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
