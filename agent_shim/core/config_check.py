@@ -40,13 +40,13 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     """Yield a text for each key of ``value`` that ``wanted`` lacks, with the nearest known key below ``path``."""
-    known = dict(_keys(wanted))
+    known = {field.encode_name.lower(): field for field in msgspec.structs.fields(wanted)}
     for name, member in value.items() if isinstance(value, dict) else ():
         inner = known.get(name.lower())
         if inner is None:
             yield f"unknown key `{path}.{name}`{did_you_mean(name, all_keys(wanted))}"
-        elif _is_struct(inner[1]):
-            yield from unknown_keys(member, inner[1], f"{path}.{inner[0]}")
+        elif _is_struct(inner.type):
+            yield from unknown_keys(member, inner.type, f"{path}.{inner.encode_name}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -66,17 +66,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {shown}?"
 
 
-def _keys(wanted: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
-    for field in msgspec.structs.fields(wanted):
-        yield field.encode_name.lower(), (field.encode_name, field.type)
-
-
 def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of all keys, those of inner objects too: ``monit.http`` for a key that was written flat."""
-    for _, (name, inner) in _keys(wanted):
-        yield f"{path}{name}"
-        if _is_struct(inner):
-            yield from all_keys(inner, f"{path}{name}.")
+    for field in msgspec.structs.fields(wanted):
+        yield f"{path}{field.encode_name}"
+        if _is_struct(field.type):
+            yield from all_keys(field.type, f"{path}{field.encode_name}.")
 
 
 def _is_struct(wanted: Any) -> bool:
