@@ -274,24 +274,21 @@ class HttpsBus:
                 size += len(chunk)
             body = b"".join(chunks)
             chunks.clear()
-            return await self._asked(body)
+            self.stats.received += 1
+            self.stats.received_bytes += len(body)
+            answer = await self._handled(body)
+            if answer is None:
+                self.stats.rejected += 1
+                return web.Response(status=500)
+            self.stats.sent += 1
+            self.stats.sent_bytes += len(answer[1])
+            return web.Response(body=answer[1], headers=TEXT)
         except _TooLargeError:
             return web.Response(status=413)
         except (web.RequestPayloadError, TimeoutError):
             return web.Response(status=400)
         finally:
             self._kept_bytes -= size
-
-    async def _asked(self, body: bytes) -> web.Response:
-        self.stats.received += 1
-        self.stats.received_bytes += len(body)
-        answer = await self._handled(body)
-        if answer is None:
-            self.stats.rejected += 1
-            return web.Response(status=500)
-        self.stats.sent += 1
-        self.stats.sent_bytes += len(answer[1])
-        return web.Response(body=answer[1], headers=TEXT)
 
     async def _handled(self, body: bytes) -> tuple[str, bytes] | None:
         """Answer a request. A started action continues after a disconnect; a mere poll is cancelled."""
