@@ -338,8 +338,7 @@ def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
     if action is None:
         grammar.error(f"there is no method {args.method}{_hint(args.method, dispatch.ACTIONS)}")
     if len(arguments) > (most := len(action.parameters)):
-        words = f"{most} argument{'s' * (most != 1)}"
-        grammar.error(f"{args.method} takes at most {words}, not {len(arguments)}")
+        grammar.error(f"{args.method} takes at most {most} argument{'s' * (most != 1)}, not {len(arguments)}")
     try:
         action.bind(arguments)
     except BadArgumentsError as exc:
@@ -501,8 +500,7 @@ def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) 
         with os.scandir(directory) as entries:
             known = [entry.name for entry in entries if entry.is_dir()]
     except FileNotFoundError as exc:
-        why = f"there is no directory {exc.filename} (-b names the base)"
-        raise NotThereError(f"cannot show {what}: {why}") from exc
+        raise NotThereError(f"cannot show {what}: there is no directory {exc.filename} (-b names the base)") from exc
     except OSError as exc:
         raise NotThereError(f"cannot show {what}: {exc.filename}: {exc.strerror}") from exc
     if job and job not in known:

@@ -175,12 +175,10 @@ class _Release:
 
     def _bundle(self, name: str) -> Bundle:
         package = self._compiled[name]
-        source = BlobRef(self._results[name].name, digest=package.sha1)
-        return Bundle("package", name, package.version, source)
+        return Bundle("package", name, package.version, BlobRef(self._results[name].name, digest=package.sha1))
 
     def _write(self, manifest: Manifest) -> Path:
-        name = f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-', 1)}.tgz"
-        path = self.output / name
+        path = self.output / f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-', 1)}.tgz"
         changed = release_tarball.compiled_manifest(manifest, list(self._compiled.values()))
         with errors_as(f"failed to write {path}", ShimError, OSError):
             release_tarball.write_compiled(self.tarball, path, changed, self._results)

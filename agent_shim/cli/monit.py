@@ -137,8 +137,7 @@ def _validate(command: Command) -> int:
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
-        text = f"'{service['name']}' {service['reason'] or 'process is not running'}"
-        print(safetext.line(text), file=sys.stderr)
+        print(safetext.line(f"'{service['name']}' {service['reason'] or 'process is not running'}"), file=sys.stderr)
     return FAILED if wrong else 0
 
 

@@ -265,8 +265,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 def _get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as reply:
-        text: str = reply.read().decode()
-    return text
+        return str(reply.read(), "utf-8")
 
 
 def _free_ports(number: int) -> list[int]:

@@ -147,9 +147,8 @@ class Release:
 
     def packages(self) -> dict[str, Any]:
         """Return the packages of the spec; their archives are in ``blobs`` afterwards."""
-        sources = {"keyvalue": _STORE, "greeter": _GREETER}
         found = {}
-        for name, source in sources.items():
+        for name, source in (("keyvalue", _STORE), ("greeter", _GREETER)):
             content = archive({"bin/server.py": source})
             blob_id = f"blob-{name}"
             self.blobs[blob_id] = content
