@@ -81,8 +81,7 @@ def _disks(paths: Paths) -> Iterator[str]:
     except (OSError, SettingsError) as exc:
         yield f"cannot look for disks: {exc}"
         return
-    known = hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints))
-    for cid, disk in known.items():
+    for cid, disk in hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints)).items():
         place = disk.place or paths.store
         if (marker := markers.read(place)) is not None:
             files.remove_tree(place / markers.DIRECTORY)

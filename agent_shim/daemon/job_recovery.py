@@ -146,8 +146,7 @@ def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
 
     Blocks on the disks. An unreadable disk counts as unused.
     """
-    known = hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints))
-    for cid, disk in known.items():
+    for cid, disk in hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints)).items():
         if disk.place is None or (marker := markers.read(disk.place)) is None or not marker.role:
             continue
         with suppress(OSError):

@@ -106,7 +106,8 @@ class Runtime:
         self.orderly_stop: OrderlyStop | None = None
         self.standalone: Standalone | None = None
         self.address_watch = AddressWatch(
-            lambda: expected(self.agent.settings.current, self.agent.spec.current.networks), self._address_missing
+            lambda: expected(self.agent.settings.current, self.agent.spec.current.networks),
+            lambda where, text: self._process_event(Event(where, "Connection changed", "alert", text)),
         )
         self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
         self._shim = shim
@@ -346,9 +347,6 @@ class Runtime:
             await self._reconnect(found.mbus)
         except ActionError as exc:
             logger.error("the settings have changed, and %s", exc)
-
-    def _address_missing(self, network: str, text: str) -> None:
-        self._process_event(Event(network, "Connection changed", "alert", text))
 
     def _process_event(self, event: Event) -> None:
         agent = self.agent
