@@ -73,19 +73,18 @@ def mirror(
     exactly, or the entries that keep changing.
     """
     what = f"copy {source} to {target}"
-    try:
-        with closing(os.open(source, _READ_DIR)) as below_source, closing(os.open(target, _READ_DIR)) as below_target:
-            work = _Mirror(below_source, below_target, frozenset(spared), report)
-            work.count()
-            for _ in range(MAX_ATTEMPTS):
-                work.copy()
-                files.sync_filesystem(target)
-                if not (differing := work.compare()):
-                    return
-    except HostError:
-        raise
-    except OSError as exc:
-        raise files.failed(what, exc) from exc
+    with (
+        _errors_as(what),
+        closing(os.open(source, _READ_DIR)) as below_source,
+        closing(os.open(target, _READ_DIR)) as below_target,
+    ):
+        work = _Mirror(below_source, below_target, frozenset(spared), report)
+        work.count()
+        for _ in range(MAX_ATTEMPTS):
+            work.copy()
+            files.sync_filesystem(target)
+            if not (differing := work.compare()):
+                return
     raise HostError(f"cannot {what}: after {MAX_ATTEMPTS} attempts these differ: {', '.join(differing[:5])}")
 
 
@@ -155,7 +154,7 @@ class _Mirror:
             for name in _names(target) - set(names) - self._spare(path):
                 _remove(target, name)
             for name in names:
-                with _errors_as("copy", path, name):
+                with _errors_as(f"copy {path}{name}"):
                     status = _status(source, name)
                     other = first.get(_inode(status)) if _is_shared(status) else None
                     if other is None:
@@ -167,7 +166,7 @@ class _Mirror:
                     self._advance(status)
         for number in reversed(range(len(places))):  # children first: an entry made in a directory changes its time
             path = places.path(number)
-            with self._both(path) as (source, target), _errors_as("copy", path, "."):
+            with self._both(path) as (source, target), _errors_as(f"copy {path}."):
                 _copy_attributes(source, target, os.fstat(source))
 
     def compare(self) -> list[str]:
@@ -179,7 +178,7 @@ class _Mirror:
         for _, path, source, target, names in self._pairs(_Places(), make=False):
             surplus = _names(target) - set(names) - self._spare(path)
             for name in (*names, *surplus):
-                with _errors_as("compare", path, name):
+                with _errors_as(f"compare {path}{name}"):
                     wanted = None if name in surplus else _status(source, name)
                     there = _status_or_none(target, name)
                     if wanted and there and _same_entry(source, target, name, wanted, there, self._times):
@@ -226,7 +225,7 @@ class _Mirror:
         while ahead:
             number = ahead.pop()
             path = places.path(number)
-            with _errors_as("read", path, "."), closing(_open_below(top, path)) as here:
+            with _errors_as(f"read {path}."), closing(_open_below(top, path)) as here:
                 names = sorted(_names(here) - self._spare(path))
                 yield here, names
                 ahead += [places.add(number, name) for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
@@ -433,11 +432,11 @@ def _open_file(directory: int, name: str) -> int:
 
 
 @contextmanager
-def _errors_as(what: str, path: str, name: str) -> Iterator[None]:
-    """Add the entry to errors of the block."""
+def _errors_as(what: str) -> Iterator[None]:
+    """Raise an ``OSError`` of the block as :func:`files.failed` describes it, unless it is a ``HostError`` already."""
     try:
         yield
     except HostError:
         raise
     except OSError as exc:
-        raise files.failed(f"{what} {path}{name}", exc) from exc
+        raise files.failed(what, exc) from exc

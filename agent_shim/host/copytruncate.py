@@ -40,11 +40,8 @@ def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     between the last read and the truncation are lost.
     """
     parent, _, name = path.rpartition("/")
-    try:
-        with closing(guarded.open_directory(root, parent)) as directory:
-            return _rotate(directory, name, keep, most)
-    except OSError as exc:
-        raise files.failed(f"rotate {guarded.shown(path)}", exc) from exc
+    with files.attempting(f"rotate {guarded.shown(path)}"), closing(guarded.open_directory(root, parent)) as directory:
+        return _rotate(directory, name, keep, most)
 
 
 def _rotate(directory: int, name: str, keep: int, most: int) -> Moved:

@@ -77,6 +77,15 @@ def failed(what: str, exc: OSError) -> HostError:
     return error
 
 
+@contextmanager
+def attempting(what: str) -> Iterator[None]:
+    """Raise an ``OSError`` of the block as :func:`failed` describes it."""
+    try:
+        yield
+    except OSError as exc:
+        raise failed(what, exc) from exc
+
+
 # --- owners ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,10 +109,8 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
 
 def chown(path: Path | str, owner: str) -> None:
     """Change the owner of ``path``, of a link itself, to ``user:group`` or to ``user`` with its own group."""
-    try:
+    with attempting(f"give {path} to {owner}"):
         os.chown(path, *owner_ids(owner), follow_symlinks=False)
-    except OSError as exc:
-        raise failed(f"give {path} to {owner}", exc) from exc
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
@@ -248,11 +255,8 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
     A link at ``path`` itself is refused, and above it one that neither root nor this user has made: where vcap can
     write, it could lead anywhere.
     """
-    try:
-        with closing(_make_way(path, mode & 0o700)) as fd:
-            _settle(fd, mode, owner)
-    except OSError as exc:
-        raise failed(f"make the directory {path}", exc) from exc
+    with attempting(f"make the directory {path}"), closing(_make_way(path, mode & 0o700)) as fd:
+        _settle(fd, mode, owner)
 
 
 def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
@@ -279,26 +283,21 @@ def close_to_others(path: Path, owner: str | None) -> None:
 
     Only root's links are followed. Raises ``HostError``.
     """
-    try:
-        with guarded.held(path) as held, closing(guarded.open_directory(held, "")) as fd:
-            _settle(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH), owner)
-    except OSError as exc:
-        raise failed(f"close the directory {path} to others", exc) from exc
+    with (
+        attempting(f"close the directory {path} to others"),
+        guarded.held(path) as held,
+        closing(guarded.open_directory(held, "")) as fd,
+    ):
+        _settle(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH), owner)
 
 
 def move_away(path: Path) -> None:
     """Rename what neither root nor this user has put at ``path``, whatever it is."""
-    try:
-        found = path.lstat()
-        if found.st_uid in guarded.trusted_users():
-            return
-        aside = sibling(path)
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    except OSError as exc:
-        raise failed(f"move {path} away", exc) from exc
-    logger.warning("%s was put there by user %d: it is %s now", path, found.st_uid, aside.name)
+    with attempting(f"move {path} away"), suppress(FileNotFoundError):
+        owner = path.lstat().st_uid
+        if owner not in guarded.trusted_users():
+            aside = path.rename(sibling(path))
+            logger.warning("%s was put there by user %d: it is %s now", path, owner, aside.name)
 
 
 def _make_way(path: Path, mode: int) -> int:
@@ -347,7 +346,7 @@ def swap_link(target: Path, link: Path) -> None:
         if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
             return
     temp = sibling(link)
-    try:
+    with attempting(f"link {link} to {target}"):
         with suppress(FileExistsError):
             os.symlink(target, link)  # noqa: PTH211 - the usual case, thousands of times
             return
@@ -359,13 +358,11 @@ def swap_link(target: Path, link: Path) -> None:
         except BaseException:
             temp.unlink()
             raise
-    except OSError as exc:
-        raise failed(f"link {link} to {target}", exc) from exc
 
 
 def remove_tree(path: Path) -> None:
     """Remove a file, a link or a whole directory without following links; a missing path is no error."""
-    try:
+    with attempting(f"remove {path}"), suppress(FileNotFoundError):
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
             return
@@ -376,10 +373,6 @@ def remove_tree(path: Path) -> None:
                 raise
             _let_owner_write(path)
             shutil.rmtree(path)
-    except FileNotFoundError:
-        return
-    except OSError as exc:
-        raise failed(f"remove {path}", exc) from exc
 
 
 def _let_owner_write(tree: Path) -> None:

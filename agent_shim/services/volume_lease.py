@@ -266,14 +266,12 @@ class exclusive_agent:  # noqa: N801 - reads as a phrase: with exclusive_agent(p
         self._held: int | None = None
 
     def __enter__(self) -> None:
-        try:
+        with files.attempting(f"{self._what}: {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._held = os.open(self._path, flags, 0o600)
             if not stat.S_ISREG(os.fstat(self._held).st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
-        except OSError as exc:
-            raise files.failed(f"{self._what}: {self._path}", exc) from exc
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

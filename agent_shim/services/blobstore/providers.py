@@ -91,12 +91,12 @@ class Local:
     def _copy(self, path: Path, target: Path) -> None:
         if not self._directory.is_dir():
             files.make_dir(self._directory, 0o770)
-        with path.open("rb") as source:
-            try:
-                with files.replacing(target, mode=0o640) as out:
-                    files.copy_data(source.fileno(), out.fileno())
-            except OSError as exc:
-                raise files.failed(f"write {target}", exc) from exc
+        with (
+            path.open("rb") as source,
+            files.attempting(f"write {target}"),
+            files.replacing(target, mode=0o640) as out,
+        ):
+            files.copy_data(source.fileno(), out.fileno())
 
 
 class DavOptions(msgspec.Struct, frozen=True):

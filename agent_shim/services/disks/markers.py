@@ -85,13 +85,11 @@ def write(volume: Path, marker: Marker) -> None:
             files.close_to_others(volume, None)
         except HostError as exc:
             logger.warning("%s: jobs may exchange its marker", exc)
-    try:
+    with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
         files.make_dir(volume / DIRECTORY, 0o700)
         # Through a descriptor: a directory that replaced it meanwhile is not written to.
         with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
-    except OSError as exc:
-        raise files.failed(f"mark the volume {volume} as disk {marker.cid}", exc) from exc
 
 
 def remove(volume: Path) -> None:

@@ -19,6 +19,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn, TypeAlias
@@ -198,12 +199,8 @@ def _put_out_of_force(rule: Path) -> bool:
 
 def put_into_force(rule: Path) -> None:
     """Let logrotate rotate the logs of jobs again, if it did before; raises ``HostError``."""
-    try:
+    with files.attempting(f"enable {rule}"), suppress(FileNotFoundError):
         rule.with_name(f"{rule.name}{OUT_OF_FORCE}").rename(rule)
-    except FileNotFoundError:
-        pass
-    except OSError as exc:
-        raise files.failed(f"enable {rule}", exc) from exc
 
 
 def leave_to_logrotate(rule: Path) -> None:

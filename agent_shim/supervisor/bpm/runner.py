@@ -407,10 +407,9 @@ class Bpm:
         """Make cgroups with the available limits of a process; returns the directories to join."""
         memory = wanted.limits.memory if isolation.memory else None
         processes = wanted.limits.processes if isolation.processes else None
-        try:
-            return self._cage(bpm_label(job, wanted.name)).make(memory=memory, processes=processes)
-        except OSError as exc:
-            raise files.failed(f"limit {bpm_label(job, wanted.name)}", exc) from exc
+        label = bpm_label(job, wanted.name)
+        with files.attempting(f"limit {label}"):
+            return self._cage(label).make(memory=memory, processes=processes)
 
     def _open_cage(self, job: str, name: str) -> None:
         """Remove the cgroups of an exited process, and keep the record of its OOM kill."""
@@ -477,10 +476,8 @@ class Bpm:
         from agent_shim.supervisor.bpm import config as bpm
 
         path = self._paths.jobs / job / "config/bpm.yml"
-        try:
+        with files.attempting(f"read {path}"):
             text = guarded.head(path, bpm.MAX_BYTES + 1).decode(errors="surrogateescape")
-        except OSError as exc:
-            raise files.failed(f"read {path}", exc) from exc
         unknown: list[str] = []
         found = bpm.parse(text, origin=str(path), job=job, root=PurePosixPath(self._paths.base), unknown=unknown)
         if unknown != self._unknown_keys.get(path, []):
@@ -603,7 +600,5 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
 
 
 def _make_log(path: Path, owner: str | None) -> None:
-    try:
+    with files.attempting(f"make the log file {path}"):
         os.close(guarded.open_log(path, 0o600, owner=files.owner_ids(owner)))
-    except OSError as exc:
-        raise files.failed(f"make the log file {path}", exc) from exc
