@@ -385,9 +385,7 @@ class _Tree(msgspec.Struct):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with closing(os.open(path, flags, 0o600, dir_fd=self.fd)) as fd:
             for piece in data:
-                view = memoryview(piece)
-                while view:
-                    view = view[os.write(fd, view) :]
+                files.write_all(fd, piece)
             os.fchmod(fd, member.mode)
             os.utime(fd, ns=(member.mtime, member.mtime))
 

@@ -96,29 +96,23 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
     runs = list(guarded.segments(source, 0, size))
     left_out = excess = max(0, sum(end - begin for begin, end in runs) - most)
     if left_out:
-        _write(target, packer.compress(f"({left_out} bytes before this were too many to keep)\n".encode()))
+        files.write_all(target, packer.compress(f"({left_out} bytes before this were too many to keep)\n".encode()))
     moved = 0
     for begin, end in runs:
         passed = min(excess, end - begin)
         excess -= passed
         for _, chunk in guarded.chunks(source, begin + passed, end):
             moved += len(chunk)
-            _write(target, packer.compress(chunk))
+            files.write_all(target, packer.compress(chunk))
     os.lseek(source, size, os.SEEK_SET)
     # Sync the archive before the truncation.
-    _write(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
+    files.write_all(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
     rest = 0
     # The sync may have taken seconds. Truncate only when a read finds no more data, not after a fixed size.
     while rest < most // 2 and (chunk := os.read(source, files.CHUNK_BYTES)):
         rest += len(chunk)
-        _write(target, packer.compress(chunk))
+        files.write_all(target, packer.compress(chunk))
     os.ftruncate(source, 0)
-    _write(target, packer.flush())
+    files.write_all(target, packer.flush())
     return Moved(moved + rest, left_out)
-
-
-def _write(target: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]

@@ -70,6 +70,14 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     return content
 
 
+def holds(path: Path, content: bytes) -> bool:
+    """Return True if ``path`` is a file of ours with this content; False also if it cannot be read."""
+    try:
+        return read(path, is_own=True) == content
+    except OSError:
+        return False
+
+
 def failed(what: str, exc: OSError) -> HostError:
     """Convert ``exc`` to ``HostError`` "cannot WHAT: why" with its ``errno``."""
     error = HostError(f"cannot {what}: {exc.strerror or exc}")
@@ -393,9 +401,14 @@ def copy_data(source: int, target: int) -> None:
             pass
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while count := os.readv(source, [buffer]):
-        view = buffer[:count]
-        while view:
-            view = view[os.write(target, view) :]
+        write_all(target, buffer[:count])
+
+
+def write_all(target: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``: one call may write a part of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
 
 
 def sync_filesystem(path: Path) -> None:

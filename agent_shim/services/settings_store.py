@@ -160,7 +160,7 @@ class SettingsStore:
 
     async def _keep(self, raw: bytes) -> None:
         """Cache the document, for use when its source is unavailable; the settings are used even if this fails."""
-        if self._current is not None and await asyncio.to_thread(_same, self._paths.settings_cache, raw):
+        if self._current is not None and await asyncio.to_thread(files.holds, self._paths.settings_cache, raw):
             return
         try:
             await asyncio.to_thread(files.write_atomic, files.behind(self._paths.settings_cache), raw, mode=0o600)
@@ -179,10 +179,3 @@ def _read_mbus(path: Path) -> settings.Mbus | None:
         return wire.decode(files.read(path, is_own=True), settings.Mbus)
     except (OSError, ValueError):
         return None
-
-
-def _same(path: Path, raw: bytes) -> bool:
-    try:
-        return files.read(path, is_own=True) == raw
-    except OSError:
-        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 
 import msgspec
 
@@ -48,7 +47,5 @@ class SpecStore:
         files.make_dir(self._paths.instance, 0o755)
         for name in ("id", "az", "name", "deployment"):
             path, text = self._paths.instance / name, getattr(self.current, name).encode()
-            with suppress(OSError):
-                if files.read(path, is_own=True) == text:
-                    continue
-            files.write_atomic(path, text, mode=0o644)
+            if not files.holds(path, text):
+                files.write_atomic(path, text, mode=0o644)

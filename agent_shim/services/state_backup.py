@@ -268,11 +268,8 @@ def _make_equal(copy: Path, path: Path) -> None:
             raw = files.read(path, is_own=True)
     if raw is None:
         copy.unlink(missing_ok=True)
-        return
-    with suppress(OSError):  # missing, or something else in its place
-        if files.read(copy, is_own=True) == raw:
-            return
-    files.write_atomic(copy, raw, mode=0o600)
+    elif not files.holds(copy, raw):
+        files.write_atomic(copy, raw, mode=0o600)
 
 
 def _empty(directory: Path) -> None:

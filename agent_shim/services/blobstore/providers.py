@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 from urllib.parse import quote
@@ -193,10 +192,8 @@ class External:
     async def _write_config(self) -> None:
         """Write the Go agent's file, readable only by root."""
         content = msgspec.json.encode(self._options)
-        with suppress(OSError):  # missing, or something else in its place
-            if files.read(self._config, is_own=True) == content:
-                return
-        await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
+        if not files.holds(self._config, content):
+            await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:

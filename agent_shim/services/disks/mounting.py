@@ -195,11 +195,8 @@ class DiskMounts:
             self._remember(disk.cid)
 
     def _remember(self, cid: str) -> None:
-        path = self._paths.managed_disk
-        with suppress(OSError):
-            if files.read(path, is_own=True) == cid.encode():
-                return
-        files.write_atomic(path, cid.encode())
+        if not files.holds(self._paths.managed_disk, cid.encode()):
+            files.write_atomic(self._paths.managed_disk, cid.encode())
 
     def _mark_unmounted(self, disk: Disk, volume: Path | None) -> None:
         """Mark a disk, visible at ``volume``, as unmounted, so that no restart mounts it."""
