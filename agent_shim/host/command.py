@@ -36,13 +36,9 @@ async def run(
         running = process.spawn(argv, env=env, stdin=stdin, stdout=output, stderr=output, user=user, group=group)
         try:
             async with asyncio.timeout(timeout):
-                status = await running.wait()
+                status = await running.wait_or_terminate(grace)
         except TimeoutError:
-            await running.terminate(grace)
             raise HostError(f"cannot run {program}: no result within {timeout:.0f} seconds") from None
-        except asyncio.CancelledError:
-            await running.terminate(grace)
-            raise
         printed = os.pread(output, MAX_OUTPUT_BYTES, 0).decode(errors="replace")
     if status != 0:
         raise HostError(f"cannot run {program}: exit status {status}: {printed.strip()[-500:]}")

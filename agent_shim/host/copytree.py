@@ -264,8 +264,7 @@ def _kept_times(directory: int) -> _Times:
         with suppress(OSError):
             os.utime(directory, ns=(extreme, extreme))
             found.append(os.fstat(directory).st_mtime_ns)
-    first, last = found if len(found) == 2 else (-_EXTREME_NS, _EXTREME_NS)
-    return _Times(first, last)
+    return _Times(*found) if len(found) == 2 else _Times(-_EXTREME_NS, _EXTREME_NS)
 
 
 def _copy_entry(source: int, target: int, name: str, status: os.stat_result, times: _Times) -> None:

@@ -70,6 +70,14 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     return content
 
 
+def text(path: Path) -> str:
+    """Return the text of a file; "" for one that cannot be read."""
+    try:
+        return read(path).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def holds(path: Path, content: bytes) -> bool:
     """Return True if ``path`` is a file of ours with this content; False also if it cannot be read."""
     try:

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import command
+from agent_shim.host import command, files
 
 _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFNETMASK: Final = 0x891B
@@ -43,7 +43,7 @@ def default_address(*, ipv6: bool = False) -> Address | None:
 
 
 def _default_ipv4() -> Address | None:
-    route = parse_route(_read("/proc/net/route"))
+    route = parse_route(files.text(Path("/proc/net/route")))
     if route is None:
         return None
     interface, gateway = route
@@ -71,11 +71,11 @@ def _ask(interface: str, request: int) -> str:
 
 
 def _default_ipv6() -> Address | None:
-    for line in _read("/proc/net/ipv6_route").splitlines():
+    for line in files.text(Path("/proc/net/ipv6_route")).splitlines():
         columns = line.split()
         if len(columns) == 10 and columns[0] == "0" * 32 and columns[1] == "00" and columns[9] != "lo":
             gateway = _ipv6(columns[4])
-            for entry in _read("/proc/net/if_inet6").splitlines():
+            for entry in files.text(Path("/proc/net/if_inet6")).splitlines():
                 address, _, prefix, scope, _, interface = entry.split()
                 if interface == columns[9] and int(scope, 16) == _GLOBAL_SCOPE:
                     mask = ipaddress.IPv6Network(f"::/{int(prefix, 16)}").netmask
@@ -85,13 +85,6 @@ def _default_ipv6() -> Address | None:
 
 def _ipv6(digits: str) -> str:
     return str(ipaddress.IPv6Address(int(digits, 16)))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except OSError:
-        return ""
 
 
 def listeners(port: int) -> set[int]:

@@ -125,6 +125,14 @@ class Process:
                 self._waiters.remove(waiter)
         return self._status
 
+    async def wait_or_terminate(self, grace: float) -> int | None:
+        """As ``wait``; a cancelled call terminates it first, with ``grace`` seconds between TERM and KILL."""
+        try:
+            return await self.wait()
+        except asyncio.CancelledError:
+            await self.terminate(grace)
+            raise
+
     def send(self, sig: int) -> bool:
         """Send it a signal; False if it is gone."""
         if self._pidfd is None:

@@ -30,7 +30,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
         return "no servers in the settings"
     if SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve"):
         return await _settle_resolved(wanted)
-    before = await asyncio.to_thread(_text, RESOLV_CONF)
+    before = await asyncio.to_thread(files.text, RESOLV_CONF)
     if (after := resolv_conf(before, wanted)) == before:
         return "they are there"
     await asyncio.to_thread(files.write_atomic, RESOLV_CONF, after.encode())
@@ -39,7 +39,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
 
 async def _settle_resolved(servers: Sequence[str]) -> str | None:
     drop_in = f"[Resolve]\nDNS={' '.join(servers)}\n"
-    if await asyncio.to_thread(_text, RESOLVED_DROP_IN) == drop_in:
+    if await asyncio.to_thread(files.text, RESOLVED_DROP_IN) == drop_in:
         return "they are there"
     files.make_dir(RESOLVED_DROP_IN.parent, 0o755)
     await asyncio.to_thread(files.write_atomic, RESOLVED_DROP_IN, drop_in.encode())
@@ -60,11 +60,3 @@ def resolv_conf(before: str, servers: Sequence[str]) -> str:
     first = [line for line in lines if line.endswith(FIRST)]
     others = [line for line in lines if line.split()[:1] != ["nameserver"]]
     return "\n".join([*first, *(f"nameserver {server}" for server in servers), *others, ""])
-
-
-def _text(path: Path) -> str:
-    """Read a small file; "" for a missing one or a dangling link."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

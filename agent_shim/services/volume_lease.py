@@ -68,13 +68,6 @@ class Pace(msgspec.Struct, frozen=True):
     """Time that a lock on this kernel must stay free: a restarting agent takes it again sooner."""
 
 
-class _Seen(msgspec.Struct):
-    """Lease of another agent, and the time of its last change."""
-
-    raw: bytes
-    since: float
-
-
 class _Hold(msgspec.Struct):
     """An open file, used by one thread at a time: a closed descriptor may be reused for another file."""
 
@@ -96,7 +89,8 @@ class VolumeLeases:
         self._host = socket.gethostname() if host is None else host
         self._boot = _boot() if boot is None else boot
         self._held: dict[Path, _Hold] = {}
-        self._seen: dict[Path, _Seen] = {}
+        self._seen: dict[Path, tuple[bytes, float]] = {}
+        """Leases of other agents, each with the time of its last change."""
 
     def introduce(self, agent_id: str) -> None:
         """Write the agent id into all leases. Blocks on the disks."""
@@ -132,13 +126,14 @@ class VolumeLeases:
         lease = _decoded(raw)
         if is_locked is not False and (not raw or (lease and lease.is_over)):
             return ""
-        seen = self._seen.get(directory)
+        before, since = self._seen.get(directory, (None, 0.0))
         is_local = is_locked and lease is not None and lease.boot == self._boot != ""
-        if is_local and seen is None:
+        if is_local and before is None:
             return ""
-        if seen is None or seen.raw != raw or is_locked is False:
-            seen = self._seen[directory] = _Seen(raw, time.monotonic())
-        is_over = time.monotonic() - seen.since > (self._pace.restart if is_local else self._pace.patience)
+        if before != raw or is_locked is False:
+            since = time.monotonic()
+            self._seen[directory] = raw, since
+        is_over = time.monotonic() - since > (self._pace.restart if is_local else self._pace.patience)
         return "" if is_over else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:

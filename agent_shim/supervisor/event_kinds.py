@@ -38,16 +38,9 @@ class Complaint(msgspec.Struct, frozen=True):
     text: str
 
 
+_KINDS: Final = {Limit: RESOURCE, PidChanged: PID, Connection: CONNECTION, Missing: EXISTENCE, Restarts: TIMEOUT}
+
+
 def kind_of(test: Test) -> Kind:
     """Return monit's event kind for the outcome of a test."""
-    match test:
-        case Limit():
-            return RESOURCE
-        case PidChanged():
-            return PID
-        case Connection():
-            return CONNECTION
-        case Missing():
-            return EXISTENCE
-        case Restarts():
-            return TIMEOUT
+    return _KINDS[type(test)]

@@ -186,7 +186,7 @@ RAW: Mapping[str, Raw] = {
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts", "is_mount_point"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
-    "host.network": Raw(KERNEL, frozenset({"_read", "listeners", "is_of_machine"})),
+    "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
     "host.packing": Raw(
         "roots that the agent names; below them the door, and what it holds",
         frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_listed", "pack"}),
@@ -233,7 +233,7 @@ RAW: Mapping[str, Raw] = {
     "cli.release_tarball": Raw(
         "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
     ),
-    "services.resolver": Raw(KERNEL, frozenset({"_text", "write_servers"})),
+    "services.resolver": Raw(KERNEL, frozenset({"write_servers"})),
     "daemon.runtime": Raw(NAMED, frozenset({"write_termination_log"})),
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})

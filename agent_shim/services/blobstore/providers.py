@@ -178,12 +178,9 @@ class External:
             running = process.spawn(argv, env=self._environment, stdout=said, stderr=said)
             try:
                 async with asyncio.timeout(PROGRAM_TIMEOUT_S):
-                    status = await running.wait()
-            except BaseException as exc:
-                await running.terminate(GRACE_S)
-                if isinstance(exc, TimeoutError):
-                    raise BlobError(f"{what}: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds") from exc
-                raise
+                    status = await running.wait_or_terminate(GRACE_S)
+            except TimeoutError as exc:
+                raise BlobError(f"{what}: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds") from exc
             if status != 0:
                 begin = max(0, os.fstat(said).st_size - MAX_OUTPUT_BYTES)
                 text = os.pread(said, MAX_OUTPUT_BYTES, begin).decode(errors="replace")

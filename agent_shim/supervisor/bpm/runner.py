@@ -217,10 +217,7 @@ class Bpm:
             running = await self._launch(call, wanted, has_pidfile=False)
             self._runs[call.job, call.process] = running
             try:
-                status = await running.wait()
-            except asyncio.CancelledError:
-                await running.terminate(QUIT_TIMEOUT_S)
-                raise
+                status = await running.wait_or_terminate(QUIT_TIMEOUT_S)
             finally:
                 del self._runs[call.job, call.process]
             await self._programs.sweep(bpm_label(call.job, call.process), ProcessRecord(), [], 0.0)
@@ -301,11 +298,7 @@ class Bpm:
             stdout=self._log(job, wanted.name, "stdout"),
             stderr=self._log(job, wanted.name, "stderr"),
         )
-        try:
-            status = await hook.wait()
-        except asyncio.CancelledError:
-            await hook.terminate(QUIT_TIMEOUT_S)
-            raise
+        status = await hook.wait_or_terminate(QUIT_TIMEOUT_S)
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")
 
