@@ -197,11 +197,19 @@ class StateBackup:
             await self.update()
 
     def _update(self) -> None:
+        """Make the copies of changed files equal to them; an equal copy is not written."""
         for name, file in self._files.items():
             if (seen := files.version(file.path)) == self._copied.get(name, ()):
                 continue
+            copy, raw = self._paths.mirror / name, None
             try:
-                _make_equal(self._paths.mirror / name, file.path)
+                with suppress(FileNotFoundError):
+                    if not file.path.is_symlink():  # a link leads to memory, where the content stays
+                        raw = files.read(file.path, is_own=True)
+                if raw is None:
+                    copy.unlink(missing_ok=True)
+                elif not files.holds(copy, raw):
+                    files.write_atomic(copy, raw, mode=0o600)
             except OSError as exc:
                 text = f"a restart of the container would lose {file.path}: {exc}"
                 if text != self._logged:
@@ -258,18 +266,6 @@ def _agent_id(settings_cache: Path) -> str:
 def _plain(agent_id: str) -> str:
     """Turn an id read from a file into a directory name."""
     return agent_id.replace("/", "_").replace("\0", "_").strip(".")[:100] or "unnamed"
-
-
-def _make_equal(copy: Path, path: Path) -> None:
-    """Make ``copy`` equal to ``path``, or remove it if that is absent; an equal copy is not written."""
-    raw = None
-    if not path.is_symlink():  # a link leads to memory, where the content stays
-        with suppress(FileNotFoundError):
-            raw = files.read(path, is_own=True)
-    if raw is None:
-        copy.unlink(missing_ok=True)
-    elif not files.holds(copy, raw):
-        files.write_atomic(copy, raw, mode=0o600)
 
 
 def _empty(directory: Path) -> None:

@@ -227,7 +227,7 @@ RAW: Mapping[str, Raw] = {
     "core.log": Raw(OWN, frozenset({"_File.write", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
-        OWN, frozenset({"StateBackup._move", "StateBackup._restore", "_empty", "_make_equal"})
+        OWN, frozenset({"StateBackup._move", "StateBackup._restore", "StateBackup._update", "_empty"})
     ),
     "cli.monit": Raw(NAMED, frozenset({"_check", "main"})),
     "cli.release_tarball": Raw(
