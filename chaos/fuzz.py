@@ -414,9 +414,9 @@ _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" 
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
 """A finding: each name was compared with all others."""
 _DAMAGED: Final = _tar("w:gz")[:-8], _tar("w:gz")[:-8] + bytes(8), _tar("w:gz")[:3] + b"\xa1" + _tar("w:gz")[4:]
+"""Findings: isal read past a wrong check and reserved flags, and zlib past an end before the check."""
 _WIDE: Final = _tar("w")[:100] + b"\x80" + _tar("w")[101:]
 """A mode in base 256."""
-"""Findings: isal read past a wrong check, and zlib past an end before the check."""
 _FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
 """A finding: the first request was taken for one of the second's method."""
 _METHODS: Final = tuple(

@@ -41,8 +41,8 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
-    """Return the command that runs ``argv`` in these cgroups."""
-    join = "".join(f"echo 0 >{ours}/cgroup.procs; " for ours, _ in directories)
+    """Return the command that runs ``argv`` in these cgroups, or fails."""
+    join = "".join(f"echo 0 >{ours}/cgroup.procs && " for ours, _ in directories)
     return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]
 
 
