@@ -4,6 +4,9 @@ Progress goes to stderr. A figure is a median with its minimum and maximum. Besi
 run: the cost of the smallest program that does the same. On a busy machine only the ratio of the two is meaningful. If
 a part fails, its figures so far are kept, and ``missing`` gives the reason.
 
+The agent is the program that the image has: an interpreter of its own, modules compiled without docstrings. ``./dev
+bench`` makes it in .venv-program.
+
 ``--agent-command`` measures another agent: ``{config}`` in the command is its agent.json, ``{base}`` its directory in
 place of /var/vcap. ``python -m benchmarks.go_agent`` does this for the Go agent.
 
@@ -23,6 +26,7 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -49,7 +53,7 @@ from benchmarks import (
     table,
 )
 from benchmarks.measuring import Figures
-from benchmarks.world import COMMAND
+from benchmarks.world import COMMAND, INTERPRETER
 
 Part = Callable[[str, float, Figures], Awaitable[None]]
 PARTS: Final[dict[str, Part]] = {
@@ -118,6 +122,12 @@ def parsed() -> argparse.Namespace:
     return args
 
 
+def python_version() -> str:
+    """Return the version of the interpreter that runs the agent."""
+    ask = [INTERPRETER, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     """Measure, print, draw."""
     args = parsed()
@@ -139,7 +149,7 @@ def main() -> int:
             "machine": {
                 "cores": os.cpu_count(),
                 "kernel": platform.release(),
-                "python": platform.python_version(),
+                "python": python_version(),
                 "load_before": round(load, 1),
             },
             "figures": figures,

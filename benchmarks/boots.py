@@ -8,13 +8,12 @@ import re
 import shlex
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Final
 
 from benchmarks.measuring import Figures, figure, timed
-from benchmarks.world import AGENT, ECHO, World, world
+from benchmarks.world import AGENT, ECHO, INTERPRETER, World, world
 
 ROUNDS: Final = 7
 OWN_MACHINE: Final = (
@@ -55,7 +54,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     interpreter: list[float] = []
     for _ in range(ROUNDS):
         with timed(interpreter):
-            subprocess.run([sys.executable, "-c", "import asyncio, ssl"], check=True)
+            subprocess.run([INTERPRETER, "-c", "import asyncio, ssl"], check=True)
     found["interpreter_with_asyncio_and_ssl"] = figure(interpreter, "s")
     if os.geteuid() != 0:
         raise PermissionError("exec to first pong as root: this user is not root")

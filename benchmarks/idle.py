@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import subprocess
-import sys
 import urllib.request
 from contextlib import suppress
 from typing import Final
@@ -14,7 +13,7 @@ from agent_shim.demo.director import HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from benchmarks.large import fill, watched
 from benchmarks.measuring import MB, Figures, Stopwatch, figure, pss
-from benchmarks.world import AGENT, BYSTANDER, ECHO, World, bystander, world
+from benchmarks.world import AGENT, BYSTANDER, ECHO, INTERPRETER, World, bystander, world
 
 JOBS: Final = 5
 CALM_S: Final = 3.0
@@ -26,7 +25,7 @@ LOGS: Final = 100 * MB
 
 async def measure(command: str, scale: float, found: Figures) -> None:
     """``scale`` multiplies the idle time and the size of the logs."""
-    interpreter = subprocess.Popen([sys.executable, "-c", "import asyncio, ssl; asyncio.run(asyncio.sleep(3600))"])
+    interpreter = subprocess.Popen([INTERPRETER, "-c", "import asyncio, ssl; asyncio.run(asyncio.sleep(3600))"])
     try:
         async with world(command) as w, world(ECHO) as least, bystander(w):
             await least.start_agent()

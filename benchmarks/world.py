@@ -32,9 +32,13 @@ from tests.support.residue import remove_cgroups
 AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
-COMMAND: Final = f"{shlex.quote(sys.executable)} -m agent_shim.cli run -C {{config}} -b {{base}}"
+PROGRAM: Final = os.environ.get("BENCH_PROGRAM", "")
+"""Directory of the program as the image has it, which ``./dev bench`` makes; "" for the checkout."""
+INTERPRETER: Final = f"{PROGRAM}/bin/python3" if PROGRAM else sys.executable
+_RUN: Final = f"{shlex.quote(PROGRAM)}/bin/agent-shim" if PROGRAM else f"{shlex.quote(INTERPRETER)} -m agent_shim.cli"
+COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
 
-ECHO: Final = f"{shlex.quote(sys.executable)} -m benchmarks.echo {{config}}"
+ECHO: Final = f"{shlex.quote(INTERPRETER)} -m benchmarks.echo {{config}}"
 """The floor of many figures; it runs as an agent does, from the top of the project."""
 
 ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import logging
 import time
 import types
@@ -109,13 +108,14 @@ def action(
 
     def register(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         hints = typing.get_type_hints(function, include_extras=True)
-        parameters, required, injected = [], 0, {}
-        for name, parameter in inspect.signature(function).parameters.items():
-            if hints[name] in _INJECTED:
-                injected[name] = hints[name]
-                continue
-            parameters.append((name, _of_a_value(hints[name])))
-            required += parameter.default is inspect.Parameter.empty
+        del hints["return"]
+        parameters, injected = [], {}
+        for name, hint in hints.items():
+            if hint in _INJECTED:
+                injected[name] = hint
+            else:
+                parameters.append((name, _of_a_value(hint)))
+        required = len(parameters) - len(function.__defaults__ or ())
         ACTIONS[method] = Action(
             method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +10,7 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.wire import UINT64, DigestText
+from agent_shim.host import network
 from agent_shim.services.blobstore import BlobRef
 
 Version = Annotated[int, UINT64]
@@ -58,11 +57,5 @@ class ArpEntries(msgspec.Struct, frozen=True):
 @action("delete_arp_entries", Mode.NOW)
 async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any]:
     """Delete neighbour entries of these addresses as far as the container may; never fails (delete_arp_entries.go)."""
-    addresses = []
-    for text in entries.ips:
-        with suppress(ValueError):
-            address = ipaddress.ip_address(text)
-            if not getattr(address, "scope_id", None):  # arbitrary text, even line breaks
-                addresses.append(str(address))
-    await agent.dns.forget_neighbours(addresses)
+    await agent.dns.forget_neighbours([text for text in entries.ips if network.family_of(text)])
     return {}

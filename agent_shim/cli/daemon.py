@@ -7,8 +7,12 @@ until its end; other forms are left to the full parser.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any, Final
+
+from agent_shim.core import lean_imports
+
+with lean_imports.without(late={"ipaddress": {}}):  # 0.2 MB: for addresses in the brackets of a URL
+    from pathlib import Path
 
 from agent_shim.core import safetext
 from agent_shim.core.errors import BootError, HostError, ShimError

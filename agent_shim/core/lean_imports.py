@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+_COROUTINE_FUNCTION: Final = 0x80
+"""``inspect.CO_COROUTINE``"""
+
+
+class _Late(ModuleType):
+    """Stands for a module that is imported when a member is needed that it does not have."""
+
+    def __getattr__(self, member: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), member)
+
+
+def _is_coroutine_function(function: object) -> bool:
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return bool(getattr(getattr(function, "__code__", None), "co_flags", 0) & _COROUTINE_FUNCTION)
+
+
+def _unwrap(function: object) -> object:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+FEW_OF_INSPECT: Final[Mapping[str, Callable[..., Any]]] = {
+    "iscoroutinefunction": _is_coroutine_function,
+    "isfunction": lambda function: isinstance(function, FunctionType),
+    "unwrap": _unwrap,
+    "signature": lambda *_, **__: "()",
+}
+"""Members of inspect that asyncio, nats-py and dataclasses use; a signature is for classes without a docstring."""
 
 
 @contextmanager
-def without(*absent: str, empty: Sequence[str] = ()) -> Iterator[None]:
-    """Import as if some modules were not installed, and all members of others were empty classes."""
+def without(
+    *absent: str, empty: Sequence[str] = (), late: Mapping[str, Mapping[str, Callable[..., Any]]] | None = None
+) -> Iterator[None]:
+    """Import as if some modules were not installed, and all members of others were empty classes.
+
+    ``late`` names modules that are imported when one of their members is needed, except the given ones.
+    """
     stand_ins: dict[str, Any] = dict.fromkeys(absent) | {name: ModuleType(name) for name in empty}
     for name in empty:
         stand_ins[name].__getattr__ = lambda member: type(member, (), {})
+    for name, members in (late or {}).items():
+        stand_ins[name] = _Late(name)
+        vars(stand_ins[name]).update(members)
     own = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     sys.modules.update(own)
     try:
         yield
     finally:
-        for name in own:
-            del sys.modules[name]
+        for name, stand_in in own.items():
+            if name in sys.modules and sys.modules[name] is stand_in:
+                del sys.modules[name]
 
 
 @contextmanager

@@ -2,12 +2,17 @@
 
 from agent_shim.core import lean_imports
 
-_UNUSED = ("msgspec.inspect", "msgspec._json_schema")
-
-# 0.4 MB: msgspec takes the functions of typing_extensions from typing, too, and nothing here describes types.
-with lean_imports.without("typing_extensions", empty=_UNUSED):
+# 0.7 MB: a traceback reads lines of sources by tokenize, subprocess asks locale for the encoding of texts, and
+# ipaddress is for addresses in the brackets of a URL.
+_LATE = {"inspect": lean_imports.FEW_OF_INSPECT, "ipaddress": {}, "locale": {}, "tokenize": {}}
+with lean_imports.without(late=_LATE):
+    import asyncio  # noqa: F401
+    import dataclasses  # noqa: F401
+    import urllib.parse  # noqa: F401
+# 0.9 MB: msgspec takes the functions of typing_extensions from typing, too; nothing here describes types or has decimal
+# numbers; uuid looks for Windows.
+_UNUSED = ("msgspec.inspect", "msgspec._json_schema", "decimal")
+with lean_imports.without("typing_extensions", empty=_UNUSED, late={"platform": {"system": lambda: "Linux"}}):
     import msgspec  # noqa: F401
-with lean_imports.without(empty=["ast"]):  # 0.3 MB: for signatures of functions in C
-    import inspect  # noqa: F401
 with lean_imports.without("bz2", "lzma"):  # 0.13 MB: nothing here has archives made by shutil
     import shutil  # noqa: F401

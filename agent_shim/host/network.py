@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import ipaddress
 import itertools
 import socket
 import struct
@@ -78,13 +77,13 @@ def _default_ipv6() -> Address | None:
             for entry in files.text(Path("/proc/net/if_inet6")).splitlines():
                 address, _, prefix, scope, _, interface = entry.split()
                 if interface == columns[9] and int(scope, 16) == _GLOBAL_SCOPE:
-                    mask = ipaddress.IPv6Network(f"::/{int(prefix, 16)}").netmask
-                    return Address(_ipv6(address), str(mask), gateway)
+                    host_bits = 128 - int(prefix, 16)
+                    return Address(_ipv6(address), _ipv6(f"{(1 << 128) - (1 << host_bits):x}"), gateway)
     return None
 
 
 def _ipv6(digits: str) -> str:
-    return str(ipaddress.IPv6Address(int(digits, 16)))
+    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
 def listeners(port: int) -> set[int]:
@@ -112,13 +111,13 @@ def parse_listeners(lines: Iterable[str]) -> dict[int, set[int]]:
     return found
 
 
-def is_address(text: str) -> bool:
-    """Return True for an address, False for a name."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+def family_of(text: str) -> socket.AddressFamily | None:
+    """Return the family of an address without a scope, None for other text."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError, ValueError):  # ValueError: text that C cannot have
+            socket.inet_pton(family, text)
+            return family
+    return None
 
 
 def has_address(text: str) -> bool:

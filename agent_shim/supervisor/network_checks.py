@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import re
 import socket
@@ -16,11 +15,14 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-import httptools
-
+from agent_shim.core import lean_imports
+from agent_shim.host import network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Protocol
+
+with lean_imports.without(empty=["httptools.parser.url_parser"]):  # 0.1 MB: the daemon parses no URL with it
+    import httptools
 
 Address: TypeAlias = tuple[Any, ...] | str
 """Address in the form of the socket module: host and port, or a path."""
@@ -129,8 +131,7 @@ async def _connect(sock: socket.socket, address: Address) -> None:
 
 async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Address]]:
     """Look up the addresses of a host; a silent name server delays only this probe."""
-    with contextlib.suppress(ValueError):
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    if family := network.family_of(host):
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     found = await run_in_daemon_thread(look_up, f"look up {host}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from agent_shim.core import lean_imports
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,3 +116,64 @@ def test_a_probe_imports_little(tmp_path: Path) -> None:
     assert not {"argparse", "dataclasses", "pathlib", "re", "asyncio", "msgspec", "agent_shim.cli.commands"} & set(
         loaded
     )
+
+
+_LATE = """
+import sys
+from agent_shim.core import lean_imports
+with lean_imports.without(late={"colorsys": {"one": lambda: 1}}):
+    import colorsys
+before = "colorsys" in sys.modules
+print(colorsys.one(), before, colorsys.rgb_to_hsv(0, 0, 1), "colorsys" in sys.modules)
+import colorsys as real
+print(hasattr(real, "one"), hasattr(colorsys, "nothing"))
+"""
+
+
+def test_a_late_module_is_imported_with_its_first_use() -> None:
+    said = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, text=True, check=True).stdout
+
+    assert said.splitlines() == ["1 False (0.6666666666666666, 1.0, 1) True", "False False"]
+
+
+def test_what_an_import_itself_uses_of_a_late_module_stays_loaded() -> None:
+    script = (
+        "import sys\nfrom agent_shim.core import lean_imports\n"
+        "with lean_imports.without(late={'colorsys': {}}):\n    import colorsys\n    colorsys.rgb_to_hsv(0, 0, 1)\n"
+        "print(sys.modules['colorsys'] is colorsys, 'rgb_to_hsv' in vars(sys.modules['colorsys']))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    assert said.split() == ["False", "True"]
+
+
+class _Callable:
+    async def method(self) -> None: ...
+
+    def plain(self) -> None: ...
+
+    @functools.wraps(plain)
+    def wrapping(self) -> None: ...
+
+
+async def _coroutine() -> None: ...
+
+
+@pytest.mark.parametrize("name", ["iscoroutinefunction", "isfunction", "unwrap"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        _coroutine,
+        functools.partial(_coroutine),
+        _Callable().method,
+        functools.partial(functools.partial(_Callable().method)),
+        _Callable().plain,
+        _Callable.wrapping,
+        _Callable,
+        lambda: None,
+        len,
+        _coroutine.__name__,
+    ],
+)
+def test_the_few_of_inspect_answer_as_inspect_does(name: str, function: object) -> None:
+    assert lean_imports.FEW_OF_INSPECT[name](function) == getattr(inspect, name)(function)

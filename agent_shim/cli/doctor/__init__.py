@@ -331,7 +331,7 @@ def _network(view: ContainerView) -> Iterator[Finding]:
     servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
     places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     places = [place for place in places if place.scheme == "nats" and place.hostname]
-    names = [place.hostname for place in places if place.hostname and not network.is_address(place.hostname)]
+    names = [place.hostname for place in places if place.hostname and not network.family_of(place.hostname)]
     name_errors = {name: _failure(socket.getaddrinfo, name, None) for name in names}
     write_error = error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0
     yield verdicts.name_servers(servers, write_error, name_errors)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import random
 import socket
@@ -32,11 +31,12 @@ from agent_shim.core import lean_imports, wire
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.edges.bus import Handle, Stats, tls
-from agent_shim.host import clock
+from agent_shim.host import clock, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
-# Used for websockets (aiohttp), a version number (importlib.metadata) and JetStream (nats.js) only: saves 15 MB.
-with lean_imports.without("aiohttp", "importlib.metadata", empty=["nats.js"]):
+# 15 MB: for websockets (aiohttp), a version (importlib.metadata), JetStream (nats.js) and clusters (ipaddress) only.
+_LATE: Final = {"inspect": lean_imports.FEW_OF_INSPECT, "ipaddress": {}}
+with lean_imports.without("aiohttp", "importlib.metadata", empty=["nats.js"], late=_LATE):
     from nats import errors as nats_errors
     from nats.aio.client import Client
     from nats.aio.transport import TcpTransport
@@ -154,8 +154,8 @@ _sweeper: Final = _Sweeper()
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
     """Look up the addresses of a URL's host, in random order; raises ``OSError``."""
     host = url.hostname or ""
-    with suppress(ValueError):
-        return [str(ipaddress.ip_address(host))]
+    if network.family_of(host):
+        return [host]
     ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
     found = {str(address[0]) for *_, address in await run_in_daemon_thread(ask, f"look up {host}")}
     return random.sample(sorted(found), len(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from collections.abc import Mapping
 
@@ -40,6 +39,8 @@ def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str
 
 
 def _is_excepted(host: str, port: int | None, exceptions: str) -> bool:
+    import ipaddress  # late: 0.2 MB for a proxy alone
+
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -63,6 +64,8 @@ def _is_excepted(host: str, port: int | None, exceptions: str) -> bool:
 
 
 def _is_network(entry: str) -> bool:
+    import ipaddress  # late: as above
+
     try:
         ipaddress.ip_network(entry, strict=False)
     except ValueError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import glob
 import json
 import logging
@@ -286,6 +287,7 @@ class Bpm:
         logs = {"stdout": self._log(job, name, "stdout"), "stderr": self._log(job, name, "stderr")}
         async with sandbox.prepared(order, env=mark, **logs) as running:
             if has_pidfile:
+                self.is_in_use = True
                 self.started[label] = ProcessRecord(known=running.identity, is_caged=True)
                 await asyncio.to_thread(files.write_atomic, self._pidfile(job, name), str(running.pid).encode())
         return running
@@ -492,9 +494,9 @@ class Bpm:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def is_in_use(self) -> bool:
-        """True if a process of bpm.yml was ever started here: any user can make this directory."""
+        """True if a process of bpm.yml was started here, by an earlier agent: any user can make this directory."""
         try:
             return guarded.status(self._paths.sys / "run/bpm").st_uid in guarded.trusted_users()
         except OSError:
