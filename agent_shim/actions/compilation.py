@@ -57,8 +57,8 @@ class Compilation(msgspec.Struct, frozen=True):
 
     def _refuse_other_versions(self, wanted: Sequence[Bundle]) -> None:
         """Raise ``ActionError`` if a name in ``packages`` already refers to another version used by jobs."""
-        of_jobs = {bundle.name: bundle.directory for bundle in self.in_use}
+        of_jobs = {bundle.name: self.bundles.path(bundle) for bundle in self.in_use}
         for bundle in wanted:
-            if bundle.name in of_jobs and of_jobs[bundle.name] != bundle.directory:
+            if bundle.name in of_jobs and of_jobs[bundle.name] != self.bundles.path(bundle):
                 why = f"jobs of this instance use another version of package {bundle.name}"
                 raise ActionError(f"cannot compile here: {why} (compile it on an instance without jobs)")

@@ -50,7 +50,6 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
             jobs, packages = await _install(agent, wanted)
             await agent.supervisor.forget()
             await agent.bundles.activate(jobs, packages)
-            await agent.bundles.make_job_dirs([job.name for job in jobs])
     await agent.spec.save(wanted)
     await asyncio.to_thread(agent.spec.write_instance_files)
     return "applied"

@@ -60,7 +60,7 @@ _SHORT: Final = msgspec.json.Decoder(Request, float_hook=float)
 
 def decode_request(data: bytes) -> Request:
     """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
-    if len(data) <= _SHORT_BYTES and (_PYTHON_LIMITS_DEPTH or _opened(data) <= KEPT_DEPTH):
+    if len(data) <= _SHORT_BYTES and (_PYTHON_LIMITS_DEPTH or sum(map(data.count, _OPENING)) <= KEPT_DEPTH):
         with suppress(ValueError, RecursionError):  # a document that only a lenient reader accepts
             return _SHORT.decode(data)
     try:
@@ -83,6 +83,10 @@ TOLERATED_BYTES: Final = 64 * 1024
 """Size up to which defects are tolerated as in Go: the repair of a megabyte takes seconds."""
 MAX_DIGITS: Final = 1000
 """Bound of the digits of a number, in texts too, beyond ``TOLERATED_BYTES``: reading them takes quadratic time."""
+_OPENING: Final = b"[{"
+"""A document has at least as many of these, in its texts too, as levels."""
+_BEFORE_VALUES: Final = b"[{,"
+"""A document has at least as many of these, in its texts too, as values, but for one."""
 _DIGITS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 KEPT_DEPTH: Final = 400
 """Levels of a deeper document that are kept: all members in use are at higher levels."""
@@ -107,7 +111,7 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
     """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep, is no UTF-8, or has
     more than ``MAX_STORED_VALUES``.
     """
-    if _values(bytes(data)) > MAX_STORED_VALUES:
+    if sum(map(bytes(data).count, _BEFORE_VALUES)) > MAX_STORED_VALUES:
         raise msgspec.DecodeError(f"it has more than {MAX_STORED_VALUES} values")
     try:
         return msgspec.json.decode(data, type=kind)
@@ -123,14 +127,13 @@ def decode_json(data: bytes) -> Any:
     As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Values
     deeper than ``KEPT_DEPTH`` become null. Documents beyond ``TOLERATED_BYTES`` must be valid.
     """
-    opened = _opened(data)
-    if _values(data) > MAX_VALUES:
+    if sum(map(data.count, _BEFORE_VALUES)) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} values")
     if len(data) > TOLERATED_BYTES and b"0" * MAX_DIGITS in data.translate(_DIGITS):
         raise ValueError(f"it has a number of {MAX_DIGITS} digits")
     try:
         document = _DECODER.decode(data)
-        if _PYTHON_LIMITS_DEPTH or opened <= KEPT_DEPTH or not _is_deep(document):
+        if _PYTHON_LIMITS_DEPTH or sum(map(data.count, _OPENING)) <= KEPT_DEPTH or not _is_deep(document):
             return document
         raise RecursionError("it is nested too deep")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -144,23 +147,13 @@ def decode_json(data: bytes) -> Any:
             raise ValueError(str(exc)) from exc
 
 
-def _opened(data: bytes) -> int:
-    """Opening brackets, in texts too: at least the depth of the document."""
-    return data.count(b"[") + data.count(b"{")
-
-
-def _values(data: bytes) -> int:
-    """Commas and opening brackets, in texts too: at least the number of values."""
-    return _opened(data) + data.count(b",")
-
-
 VALUE_BYTES: Final = 100
 """Memory of a small decoded value: an empty list has 64 bytes, a member of an object 200."""
 
 
 def weight(data: bytes) -> int:
     """Bytes that a request takes in memory, about: a megabyte of empty lists becomes thirty."""
-    return len(data) + VALUE_BYTES * _values(data)
+    return len(data) + VALUE_BYTES * sum(map(data.count, _BEFORE_VALUES))
 
 
 def _is_deep(document: Any) -> bool:

@@ -66,10 +66,6 @@ class Limits(msgspec.Struct, frozen=True):
     records: int = 16_000_000
     """Records of all extended headers: thousands fit into a kilobyte of gzip, and each takes microseconds to parse."""
 
-    def room(self, packed: int) -> int:
-        """Return the bytes that may be unpacked from ``packed`` bytes."""
-        return min(self.size, max(self.size_without_ratio, packed * self.ratio))
-
 
 def is_gzip(source: BinaryIO) -> bool:
     """Return True if a file starts like gzip; rewinds it."""
@@ -229,7 +225,9 @@ class _Reader:
                 self._stream = igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
         self._members = limits.members
         self._records = limits.records
-        self._room = limits.room(os.fstat(source.fileno()).st_size)
+        packed = os.fstat(source.fileno()).st_size
+        self._room = min(limits.size, max(limits.size_without_ratio, packed * limits.ratio))
+        """Bytes that may still be unpacked."""
         self._left = 0
         """Data bytes of the current member that are not read yet."""
         self._padding = 0
@@ -265,7 +263,9 @@ class _Reader:
         # To the end, as the check of gzip follows the last byte. The padding of a tar file has at most a record.
         self._room += tarfile.RECORDSIZE
         while piece := self._stream.read(CHUNK_BYTES):
-            self._take(len(piece))
+            self._room -= len(piece)
+            if self._room < 0:
+                raise ArchiveError("too much follows its last member")
 
     def data(self) -> Iterator[bytes]:
         """Yield the remaining data of the current member in chunks."""
@@ -305,14 +305,11 @@ class _Reader:
         return records
 
     def _begin(self, size: int) -> None:
-        self._take(size)
-        self._left = size
-        self._padding = -size % BLOCK_BYTES
-
-    def _take(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
             raise ArchiveError("it is too large when unpacked")
+        self._left = size
+        self._padding = -size % BLOCK_BYTES
 
 
 def _member(header: tarfile.TarInfo, extended: dict[str, str]) -> Member:

@@ -78,14 +78,6 @@ def text(path: Path) -> str:
         return ""
 
 
-def holds(path: Path, content: bytes) -> bool:
-    """Return True if ``path`` is a file of ours with this content; False also if it cannot be read."""
-    try:
-        return read(path, is_own=True) == content
-    except OSError:
-        return False
-
-
 def failed(what: str, exc: OSError) -> HostError:
     """Convert ``exc`` to ``HostError`` "cannot WHAT: why" with its ``errno``."""
     error = HostError(f"cannot {what}: {exc.strerror or exc}")
@@ -218,13 +210,23 @@ def behind(path: Path) -> Path:
 
 
 def write_atomic(
-    path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True
+    path: Path,
+    data: bytes,
+    *,
+    mode: int = 0o644,
+    owner: str | None = None,
+    is_synced: bool = True,
+    if_changed: bool = False,
 ) -> None:
     """Replace the content of ``path`` atomically, by default on disk too (:func:`replacing`).
 
     A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced: it is written in place and keeps
-    its mode and owner.
+    its mode and owner. With ``if_changed`` a file of ours that has this content already is not written.
     """
+    if if_changed:
+        with suppress(OSError):
+            if read(path, is_own=True) == data:
+                return
     try:
         if is_mount_point(path):
             _write_in_place(path, data)

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -44,21 +44,6 @@ class Bundle(msgspec.Struct, frozen=True):
     version: str
     source: BlobRef = BlobRef()
 
-    @property
-    def directory(self) -> str:
-        """Name of its directory: the sha1 of version and digest.
-
-        For a package compiled here, of the version alone (models/job.go, models/package.go). Raises ``ActionError`` for
-        an invalid name or version.
-        """
-        checked_name(self.kind, self.name)
-        if not self.version:
-            raise ActionError(f"cannot install the {self.kind} {self.name}: it has no version")
-        text = self.version
-        if self.source.digest:
-            text += f"-{MultipleDigest.parse(self.source.digest)}"
-        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
 
 def checked_name(kind: str, name: str) -> str:
     """Return ``name`` if it is a plain directory name; else raise ``ActionError``."""
@@ -77,8 +62,18 @@ class Bundles:
         self._links: dict[Kind, Path] = {"job": paths.jobs, "package": paths.packages}
 
     def path(self, bundle: Bundle) -> Path:
-        """Return the path of a bundle, installed or not."""
-        return self._installed[bundle.kind] / bundle.name / bundle.directory
+        """Return the path of a bundle, installed or not; its directory has the sha1 of version and digest as its name.
+
+        For a package compiled here, of the version alone (models/job.go, models/package.go). Raises ``ActionError`` for
+        an invalid name or version.
+        """
+        name = checked_name(bundle.kind, bundle.name)
+        if not bundle.version:
+            raise ActionError(f"cannot install the {bundle.kind} {name}: it has no version")
+        text = bundle.version
+        if bundle.source.digest:
+            text += f"-{MultipleDigest.parse(bundle.source.digest)}"
+        return self._installed[bundle.kind] / name / hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     async def install(
         self, wanted: Sequence[Bundle], store: Blobstore, parallel: int, *, doing: str = "Preparing {0.kind} {0.name}"
@@ -107,11 +102,14 @@ class Bundles:
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link exactly these, link every package into every job, and remove all other bundles."""
+        """Link exactly these, link every package into every job, remove all other bundles, and make the directories
+        of the jobs (:meth:`make_job_dirs`).
+        """
         await self._in_thread(self._link_all, jobs, packages)
         await self._in_thread(self._keep_only, "job", jobs)
         await self._in_thread(self._keep_only, "package", packages)
         await self._in_thread(install_bpm_wrapper, self._paths)
+        await self._in_thread(self._make_job_dirs, [job.name for job in jobs])
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
         """Return the bundles that are not installed."""
@@ -179,7 +177,7 @@ class Bundles:
 
     async def sweep(self) -> None:
         """Remove unfinished work of earlier boots."""
-        versions = [*self._versions("job"), *self._versions("package")]
+        versions = [path for above in self._installed.values() for path in above.glob("*") if not path.is_symlink()]
         await self._in_thread(files.sweep, [self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
 
     # --- on the disk, in a thread ------------------------------------------------------------------------------------
@@ -215,15 +213,9 @@ class Bundles:
 
     def _keep_only(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
         wanted = {self.path(bundle) for bundle in bundles}
-        for versions in self._versions(kind):
-            for path in versions.iterdir():
-                if path not in wanted and not files.is_leftover(path.name):
-                    self._uninstall(kind, path)
-
-    def _versions(self, kind: Kind) -> Iterator[Path]:
-        """Yield the directories that hold all versions of one job or package."""
-        with suppress(FileNotFoundError):
-            yield from (path for path in self._installed[kind].iterdir() if path.is_dir() and not path.is_symlink())
+        for path in self._installed[kind].glob("*/*"):
+            if path not in wanted and not path.parent.is_symlink() and not files.is_leftover(path.name):
+                self._uninstall(kind, path)
 
     def _uninstall(self, kind: Kind, path: Path) -> None:
         """Remove the link, rename the bundle, then remove it."""
@@ -279,8 +271,7 @@ def install_bpm_wrapper(paths: Paths) -> None:
     for directory in (paths.jobs, paths.packages):
         path = directory / BPM / "bin/bpm"
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if not path.is_file() or path.read_bytes() != launcher.encode():
-            files.write_atomic(path, launcher.encode(), mode=0o755)
+        files.write_atomic(path, launcher.encode(), mode=0o755, if_changed=True)
 
 
 def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:

@@ -160,10 +160,9 @@ class SettingsStore:
 
     async def _keep(self, raw: bytes) -> None:
         """Cache the document, for use when its source is unavailable; the settings are used even if this fails."""
-        if self._current is not None and await asyncio.to_thread(files.holds, self._paths.settings_cache, raw):
-            return
         try:
-            await asyncio.to_thread(files.write_atomic, files.behind(self._paths.settings_cache), raw, mode=0o600)
+            path, is_known = files.behind(self._paths.settings_cache), self._current is not None
+            await asyncio.to_thread(files.write_atomic, path, raw, mode=0o600, if_changed=is_known)
         except OSError as exc:
             self._say(logging.WARNING, f"cannot keep a copy of the settings in {self._paths.settings_cache}: {exc}")
 

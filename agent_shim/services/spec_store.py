@@ -46,6 +46,5 @@ class SpecStore:
         """
         files.make_dir(self._paths.instance, 0o755)
         for name in ("id", "az", "name", "deployment"):
-            path, text = self._paths.instance / name, getattr(self.current, name).encode()
-            if not files.holds(path, text):
-                files.write_atomic(path, text, mode=0o644)
+            text = getattr(self.current, name).encode()
+            files.write_atomic(self._paths.instance / name, text, mode=0o644, if_changed=True)

@@ -208,8 +208,8 @@ class StateBackup:
                         raw = files.read(file.path, is_own=True)
                 if raw is None:
                     copy.unlink(missing_ok=True)
-                elif not files.holds(copy, raw):
-                    files.write_atomic(copy, raw, mode=0o600)
+                else:
+                    files.write_atomic(copy, raw, mode=0o600, if_changed=True)
             except OSError as exc:
                 text = f"a restart of the container would lose {file.path}: {exc}"
                 if text != self._logged:

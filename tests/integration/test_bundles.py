@@ -295,6 +295,19 @@ async def test_activating_again_changes_nothing(paths: Paths, bundles: Bundles) 
     assert {path: path.lstat().st_ino for path in before} == {path: found.st_ino for path, found in before.items()}
 
 
+async def test_nothing_is_removed_behind_a_link_in_the_place_of_versions(
+    paths: Paths, bundles: Bundles, tmp_path: Path
+) -> None:
+    others = [tmp_path / "others/version", files.sibling(tmp_path / "others/version")]
+    for other in others:
+        other.mkdir(parents=True)
+    (paths.data_packages / "p").symlink_to(tmp_path / "others")
+    await bundles.activate([], [])
+    await bundles.sweep()
+
+    assert all(other.is_dir() for other in others)
+
+
 async def test_a_bundle_loses_its_name_before_its_content(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,12 +68,11 @@ RAW: Mapping[str, Raw] = {
                 "Bundles._make_job_dirs",
                 "Bundles._remove_strays",
                 "Bundles._uninstall",
-                "Bundles._versions",
                 "Bundles.delete_source",
                 "Bundles.fetch_small",
                 "Bundles.install",
                 "Bundles.missing",
-                "install_bpm_wrapper",
+                "Bundles.sweep",
             }
         ),
     ),

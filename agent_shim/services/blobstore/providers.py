@@ -189,8 +189,7 @@ class External:
     async def _write_config(self) -> None:
         """Write the Go agent's file, readable only by root."""
         content = msgspec.json.encode(self._options)
-        if not files.holds(self._config, content):
-            await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600)
+        await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600, if_changed=True)
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:

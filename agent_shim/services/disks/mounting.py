@@ -195,8 +195,7 @@ class DiskMounts:
             self._remember(disk.cid)
 
     def _remember(self, cid: str) -> None:
-        if not files.holds(self._paths.managed_disk, cid.encode()):
-            files.write_atomic(self._paths.managed_disk, cid.encode())
+        files.write_atomic(self._paths.managed_disk, cid.encode(), if_changed=True)
 
     def _mark_unmounted(self, disk: Disk, volume: Path | None) -> None:
         """Mark a disk, visible at ``volume``, as unmounted, so that no restart mounts it."""

@@ -99,6 +99,20 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "a").is_symlink()
 
 
+def test_a_file_with_the_same_content_is_not_written_if_only_a_change_is(tmp_path: Path) -> None:
+    """A link is no such file, even to the same content."""
+    path, link = tmp_path / "a", tmp_path / "link"
+    for content, same in ((b"1", False), (b"1", True), (b"2", False)):
+        before = files.version(path)
+        files.write_atomic(path, content, if_changed=True)
+        assert path.read_bytes() == content
+        assert (files.version(path) == before) is same
+    link.symlink_to(path)
+    files.write_atomic(link, b"2", if_changed=True)
+
+    assert not link.is_symlink()
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk costs the new content, not the old."""
     path = tmp_path / "a"
