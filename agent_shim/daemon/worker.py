@@ -128,7 +128,7 @@ def _copy_tree(request: CopyTree) -> Done:
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     progress = Path(request.progress)
 
-    def report(now: copytree.Progress) -> None:
+    def report(now: worker_client.Progress) -> None:
         progress.write_bytes(msgspec.json.encode(now))
 
     copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=report)

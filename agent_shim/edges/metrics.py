@@ -51,7 +51,10 @@ def _bare(package: str, unwanted: Sequence[str]) -> Iterator[None]:
         yield
 
 
-_UNUSED: Final = ("gzip", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server")
+_UNUSED: Final = (
+    *("gzip", "http.server", "prometheus_client.asgi", "socketserver", "urllib.error", "urllib.request"),
+    "wsgiref.simple_server",
+)
 with _bare("prometheus_client", _UNUSED):
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
     from prometheus_client.metrics_core import (

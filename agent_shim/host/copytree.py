@@ -23,6 +23,7 @@ import msgspec
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
+from agent_shim.host.worker_client import Progress
 
 CHUNK_BYTES: Final = 1 << 20
 REPORT_PERIOD_S: Final = 0.5
@@ -39,26 +40,6 @@ _EXTREME_NS: Final = 2**62 * 10**9
 _READ_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
 """Extended attributes that are data; labels given by a mount (SELinux, NFS) are not."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """Progress of a copy; ``phase`` is counting, copying or comparing, sizes are bytes of data without holes."""
-
-    phase: str
-    files: int = 0
-    files_total: int = 0
-    size: int = 0
-    size_total: int = 0
-
-    @property
-    def share(self) -> float:
-        """Return the completed part of the present phase, 0 to 1; 0 while the total is unknown."""
-        return self.size / self.size_total if self.size_total else 0.0
-
-    def __str__(self) -> str:
-        if self.phase == "counting":
-            return f"counting: {self.files} files, {self.size} bytes"
-        return f"{self.phase}: {self.files}/{self.files_total} files, {self.size}/{self.size_total} bytes"
 
 
 Report = Callable[[Progress], None]
@@ -86,12 +67,6 @@ def mirror(
             if not (differing := work.compare()):
                 return
     raise HostError(f"cannot {what}: after {MAX_ATTEMPTS} attempts these differ: {', '.join(differing[:5])}")
-
-
-def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
-    """Return True if a directory is empty, apart from names in ``spared``."""
-    with os.scandir(directory) as entries:
-        return all(entry.name in spared for entry in entries)
 
 
 class _Times(NamedTuple):

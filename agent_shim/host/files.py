@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -76,6 +76,12 @@ def text(path: Path) -> str:
         return read(path).decode(errors="replace")
     except OSError:
         return ""
+
+
+def is_empty(directory: Path, *, spared: Collection[str] = ()) -> bool:
+    """Return True if a directory is empty, apart from names in ``spared``."""
+    with os.scandir(directory) as entries:
+        return all(entry.name in spared for entry in entries)
 
 
 def failed(what: str, exc: OSError) -> HostError:

@@ -122,13 +122,33 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
 class CopyTree(msgspec.Struct, frozen=True, tag=True):
     """Mirror ``source`` to ``target``, except ``spared`` (``host.copytree``).
 
-    The progress is written to the file ``progress`` periodically.
+    The progress (:class:`Progress`) is written to the file ``progress`` periodically.
     """
 
     source: str
     target: str
     spared: list[str]
     progress: str
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Progress of a copy; ``phase`` is counting, copying or comparing, sizes are bytes of data without holes."""
+
+    phase: str
+    files: int = 0
+    files_total: int = 0
+    size: int = 0
+    size_total: int = 0
+
+    @property
+    def share(self) -> float:
+        """Return the completed part of the present phase, 0 to 1; 0 while the total is unknown."""
+        return self.size / self.size_total if self.size_total else 0.0
+
+    def __str__(self) -> str:
+        if self.phase == "counting":
+            return f"counting: {self.files} files, {self.size} bytes"
+        return f"{self.phase}: {self.files}/{self.files_total} files, {self.size}/{self.size_total} bytes"
 
 
 class Rotate(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import copytree
+from agent_shim.host import copytree, files, worker_client
 from tests.support.volumes import fill, fingerprint
 
 ROOT = os.geteuid() == 0
@@ -247,7 +247,7 @@ def test_an_entry_that_cannot_be_copied_is_named(pair: tuple[Path, Path], monkey
 def test_progress_counts_files_and_data(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = pair
     monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
-    seen: list[copytree.Progress] = []
+    seen: list[worker_client.Progress] = []
 
     copytree.mirror(source, target, report=seen.append)
 
@@ -285,8 +285,8 @@ def test_a_killed_copy_goes_on(tmp_path: Path) -> None:
 def test_emptiness_passes_over_spared_names(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
 
-    assert copytree.is_empty(tmp_path, spared={"lost+found"})
-    assert not copytree.is_empty(tmp_path)
+    assert files.is_empty(tmp_path, spared={"lost+found"})
+    assert not files.is_empty(tmp_path)
 
 
 def test_what_is_compared_is_what_came_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

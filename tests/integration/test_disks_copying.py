@@ -11,7 +11,7 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.host import proc
-from agent_shim.host.copytree import Progress
+from agent_shim.host.worker_client import Progress
 from agent_shim.services.disks import copying
 from tests.support.programs import eventually
 from tests.support.volumes import fill, fingerprint

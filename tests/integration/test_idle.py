@@ -20,7 +20,13 @@ JOBS: Final = 5
 LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
 """From outside the standard library."""
 ABSENT: Final = {
-    *("agent_shim.demo", "agent_shim.daemon.worker", "agent_shim.edges.bus.https", "agent_shim.host.archive"),
+    *(
+        "agent_shim.demo",
+        "agent_shim.host.copytree",
+        "agent_shim.daemon.worker",
+        "agent_shim.edges.bus.https",
+        "agent_shim.host.archive",
+    ),
     *("agent_shim.host.packing", "agent_shim.host.sandbox", "agent_shim.services.blobstore.transfer"),
     *(
         "agent_shim.supervisor.bpm.config",
@@ -36,6 +42,7 @@ ABSENT: Final = {
         "ipaddress",
         "locale",
         "multiprocessing",
+        "pkgutil",
         "platform",
         "sqlite3",
         "tokenize",

@@ -135,7 +135,7 @@ RAW: Mapping[str, Raw] = {
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "host.copytree": Raw(
         "within directories that the door has opened: names in them, by descriptor, no link followed",
-        frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status", "is_empty"}),
+        frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status"}),
     ),
     "host.files": Raw(
         "writes and makes what is ours; directories step by step, links as guarded.refuse_link says",
@@ -146,6 +146,7 @@ RAW: Mapping[str, Raw] = {
                 "_make_way",
                 "_write_in_place",
                 "behind",
+                "is_empty",
                 "move_away",
                 "read",
                 "remove_leftovers",

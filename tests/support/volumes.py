@@ -27,7 +27,7 @@ from agent_shim.core import settings
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Effective, UpdateSettings
 from agent_shim.host import copytree, files, mounts, volumes
-from agent_shim.host.copytree import Progress
+from agent_shim.host.worker_client import Progress
 from agent_shim.services.disks import Disks, Timeouts, markers
 from agent_shim.services.disks.copying import Copy
 from agent_shim.services.disks.markers import OURS, Marker

@@ -35,7 +35,11 @@ from agent_shim.host import clock, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 # 15 MB: for websockets (aiohttp), a version (importlib.metadata), JetStream (nats.js) and clusters (ipaddress) only.
-_LATE: Final = {"inspect": lean_imports.FEW_OF_INSPECT, "ipaddress": {}}
+_LATE: Final = {
+    "inspect": lean_imports.FEW_OF_INSPECT,
+    "ipaddress": {},
+    "pkgutil": {"extend_path": lambda path, _: path},  # no other package extends nats
+}
 with lean_imports.without("aiohttp", "importlib.metadata", empty=["nats.js"], late=_LATE):
     from nats import errors as nats_errors
     from nats.aio.client import Client

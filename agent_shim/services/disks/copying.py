@@ -12,7 +12,7 @@ import msgspec
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import worker_client
-from agent_shim.host.copytree import Progress
+from agent_shim.host.worker_client import Progress
 from agent_shim.services.disks.markers import OURS
 
 Report = Callable[[Progress], None]

@@ -17,7 +17,7 @@ import msgspec
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
-from agent_shim.host import copytree, files, mounts, volumes
+from agent_shim.host import files, mounts, volumes
 from agent_shim.host.descriptors import closing
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.disks.hints import DiskSettings
@@ -241,7 +241,7 @@ class DiskMounts:
         CPIs that recreate the container to attach a second disk remove all state of an agent without markers.
         """
         associated = {wanted.cid for wanted in self._settings().update.disk_associations}
-        if new.role == "store" or not copytree.is_empty(new.there, spared=OURS):
+        if new.role == "store" or not files.is_empty(new.there, spared=OURS):
             return ""
         others = [
             disk
@@ -249,7 +249,7 @@ class DiskMounts:
             if disk.cid not in (new.cid, *associated)
             and disk.marker is None
             and disk.volume is not None
-            and not copytree.is_empty(disk.volume, spared=OURS)
+            and not files.is_empty(disk.volume, spared=OURS)
         ]
         if len(others) != 1:
             return ""
@@ -309,10 +309,10 @@ class DiskMounts:
         """Check that the copy is allowed, mark the new disk as an unfinished copy, and make the old one read-only."""
         if not self.binds() and not self._paths.store.is_symlink():
             raise ActionError(f"disk {old.cid} cannot leave {self._paths.store}: this container may not mount")
-        is_filled = not copytree.is_empty(new.there, spared=OURS)
+        is_filled = not files.is_empty(new.there, spared=OURS)
         if is_filled and (new.marker is None or new.marker.source != old.cid):
             raise ActionError(f"disk {new.cid} holds files that are not a copy of disk {old.cid}")
-        if is_filled and copytree.is_empty(old.there, spared=OURS):
+        if is_filled and files.is_empty(old.there, spared=OURS):
             raise ActionError(f"disk {old.cid} is empty and disk {new.cid} is not")
         markers.write(new.there, self._copy_of(old, new, "target"))
         self._put(old, self._paths.store, "ro")

@@ -20,7 +20,7 @@ from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
 from agent_shim.host import files, process, volumes
-from agent_shim.host.copytree import Progress
+from agent_shim.host.worker_client import Progress
 from agent_shim.services.disks import hints
 from agent_shim.services.disks.copying import Copy, in_worker
 from agent_shim.services.disks.hints import DiskSettings
