@@ -41,7 +41,7 @@ COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
 ECHO: Final = f"{shlex.quote(INTERPRETER)} -m benchmarks.echo {{config}}"
 """The floor of many figures; it runs as an agent does, from the top of the project."""
 
-ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TOP_PAD_": "0", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Variables with which the image starts an agent."""
 ROOT: Final = Path(__file__).parents[1]
 MAX_PIDFILE_BYTES: Final = 64

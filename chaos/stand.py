@@ -555,7 +555,7 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), _free_port()
     # Set by the image's launcher for every agent: memory of threads returns to the system.
-    os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TOP_PAD_": "0", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
         world(command) as made,
         monitor.on(made.server.peer(HEALTH_MONITOR)),

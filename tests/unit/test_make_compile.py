@@ -34,7 +34,16 @@ def nothing() -> None:
 def typed(number: int): ...
 
 
-NAME = "kept"
+class Typed:
+    number: int = 1
+
+    @property
+    def half(self) -> float:
+        return self.number / 2
+
+
+NAME: str = "kept"
+later: int
 '''
 
 
@@ -56,6 +65,9 @@ def test_docstrings_are_gone_and_assertions_stay(tmp_path: Path) -> None:
     assert names["NAME"] == "kept"
     assert names["half"](4) == 2
     assert (names["half"].__annotations__, names["typed"].__annotations__) == ({}, {"number": "int"})
+    assert names["Typed"].__annotations__ == {"number": "int"}
+    assert names["Typed"].half.fget.__annotations__ == {}
+    assert (names["Typed"]().half, names["__annotations__"]) == (0.5, {"later": "int"})
     with pytest.raises(AssertionError):
         names["half"](3)
     positions = list(names["half"].__code__.co_positions())
