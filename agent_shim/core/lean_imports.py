@@ -39,6 +39,7 @@ FEW_OF_INSPECT: Final[Mapping[str, Callable[..., Any]]] = {
     "iscoroutinefunction": _is_coroutine_function,
     "isfunction": lambda function: isinstance(function, FunctionType),
     "unwrap": _unwrap,
+    "get_annotations": lambda cls: dict(vars(cls).get("__annotations__", {})),
     "signature": lambda *_, **__: "()",
 }
 """Members of inspect that asyncio, nats-py and dataclasses use; a signature is for classes without a docstring."""

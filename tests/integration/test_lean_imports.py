@@ -177,3 +177,12 @@ async def _coroutine() -> None: ...
 )
 def test_the_few_of_inspect_answer_as_inspect_does(name: str, function: object) -> None:
     assert lean_imports.FEW_OF_INSPECT[name](function) == getattr(inspect, name)(function)
+
+
+class _Typed(_Callable):
+    number: int
+
+
+@pytest.mark.parametrize("cls", [_Typed, _Callable])
+def test_types_of_members_are_those_of_the_class_alone(cls: type) -> None:
+    assert lean_imports.FEW_OF_INSPECT["get_annotations"](cls) == inspect.get_annotations(cls)
