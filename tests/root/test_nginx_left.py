@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -62,10 +64,12 @@ def fetch(port: int) -> bytes:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """Find a port below those that the kernel gives to connections, which would hold one between two starts."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            port = random.randrange(15_000, 30_000)
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def children(pid: int) -> list[int]:
