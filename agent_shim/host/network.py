@@ -78,7 +78,7 @@ def _default_ipv6() -> Address | None:
                 address, _, prefix, scope, _, interface = entry.split()
                 if interface == columns[9] and int(scope, 16) == _GLOBAL_SCOPE:
                     host_bits = 128 - int(prefix, 16)
-                    return Address(_ipv6(address), _ipv6(f"{(1 << 128) - (1 << host_bits):x}"), gateway)
+                    return Address(_ipv6(address), _ipv6(f"{(1 << 128) - (1 << host_bits):032x}"), gateway)
     return None
 
 
@@ -118,6 +118,14 @@ def family_of(text: str) -> socket.AddressFamily | None:
             socket.inet_pton(family, text)
             return family
     return None
+
+
+def is_address(text: str) -> bool:
+    """Return True for an address, for one of IPv6 with a scope too (``fe80::1%eth0``), False for other text."""
+    address, percent, scope = text.partition("%")
+    if percent and not (scope.isprintable() and scope.split() == [scope]):
+        return False
+    return family_of(address) in ((socket.AF_INET6,) if percent else (socket.AF_INET, socket.AF_INET6))
 
 
 def has_address(text: str) -> bool:

@@ -25,7 +25,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
 
     Raises ``HostError`` and ``OSError``. Needs root.
     """
-    wanted = [server for server in servers if network.family_of(server.partition("%")[0])]
+    wanted = [server for server in servers if network.is_address(server)]
     if not wanted:
         return "no servers in the settings"
     if SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve"):

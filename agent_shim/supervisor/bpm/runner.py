@@ -496,7 +496,7 @@ class Bpm:
 
     @functools.cached_property
     def is_in_use(self) -> bool:
-        """True if a process of bpm.yml was started here, by an earlier agent: any user can make this directory."""
+        """True once a process of bpm.yml was started here, also by an earlier agent: then its directory is root's."""
         try:
             return guarded.status(self._paths.sys / "run/bpm").st_uid in guarded.trusted_users()
         except OSError:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from agent_shim.host import network
+from agent_shim.host import files, network
 
 HEAD = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 SUBNET = "eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
@@ -77,3 +77,42 @@ def test_a_listener_is_seen(family: socket.AddressFamily, address: str) -> None:
         meanwhile = bool(network.listeners(port))
 
     assert (before, meanwhile, bool(network.listeners(port))) == (False, True, False)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "::1", "fe80::1%eth0", "fe80::1%br-a.1", "::ffff:10.0.0.1"])
+def test_addresses_with_and_without_scope(text: str) -> None:
+    assert network.is_address(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "name",
+            "10.0.0.1%eth0",
+            "fe80::1%",
+            "fe80::1%a b",
+            "fe80::1%a\nsearch other",
+            "01.2.3.4",
+            "1.2.3",
+            "::1/64",
+        ),
+        *("10.0.0.1\0", "10.0.0.1 ", "%eth0", "\udc80"),
+    ],
+)
+def test_other_texts_are_no_addresses(text: str) -> None:
+    assert not network.is_address(text)
+    assert network.family_of(text) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "mask"), [("00", "::"), ("40", "ffff:ffff:ffff:ffff::"), ("80", ":".join(["ffff"] * 8))]
+)
+def test_default_address_of_ipv6(monkeypatch: pytest.MonkeyPatch, prefix: str, mask: str) -> None:
+    route = f"{'0' * 32} 00 {'0' * 32} 00 fe80{'0' * 27}1 00000400 00000001 00000000 00000003 eth0\n"
+    address = f"20010db8{'0' * 23}5 02 {prefix} 00 80 eth0\n"
+    texts = {"ipv6_route": route, "if_inet6": address}
+    monkeypatch.setattr(files, "text", lambda path: texts[path.name])
+
+    assert network.default_address(ipv6=True) == network.Address("2001:db8::5", mask, "fe80::1")
