@@ -397,8 +397,8 @@ JOBS: Final = (
         "S-09",
         "keeps all that start programs print",
         "agent_shim/supervisor/supervisor.py",
-        "                    await asyncio.to_thread(self._programs.trim)\n",
-        "                    pass\n",
+        "                await self._programs.trim()\n",
+        "                pass\n",
         "of output are kept",
     ),
     Saboteur(

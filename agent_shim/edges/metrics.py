@@ -142,7 +142,7 @@ class Histogram:
 
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-LAG_PERIOD_S: Final = 5.0
+LAG_PERIOD_S: Final = 10.0
 PAGE_TTL_S: Final = 1.0
 """Cache lifetime of a rendered page: ten scrapers cost as much as one."""
 

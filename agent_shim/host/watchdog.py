@@ -1,9 +1,9 @@
 """A thread that watches the event loop, reports a blocked one, and ends the process after a minute.
 
-It asks the loop for one iteration after every ``REST_S``, and counts its own steps until the answer instead of seconds,
-so that a stopped process (SIGSTOP, a frozen container, a suspended machine) does not count as blocked. While C code
-holds the interpreter no Python thread runs: a kernel timer on CPU time, restarted by each step, then dumps all stacks
-(faulthandler) and ends the process.
+The loop counts beats of ``BEAT_S``, and a step later the thread looks for the last one. Until a missing one comes it
+counts its own steps instead of seconds, so that a stopped process (SIGSTOP, a frozen container, a suspended machine)
+does not count as blocked. While C code holds the interpreter no Python thread runs: a kernel timer on CPU time,
+restarted by each step, then dumps all stacks (faulthandler) and ends the process.
 
 ``reading`` notes the service that is being read on the loop. A service that blocks the loop is recorded on disk, so
 that the next agent does not read it.
@@ -29,15 +29,15 @@ import msgspec
 
 from agent_shim.core import wire
 from agent_shim.core.errors import HostError
-from agent_shim.host import files
+from agent_shim.host import clock, files
 
 logger = logging.getLogger(__name__)
 
 STEP_S: Final = 2.0
-REST_S: Final = 8.0
-"""Between an answer and the next question, which wakes the loop."""
+BEAT_S: Final = 10.0
+"""The loop's other tasks wake with this beat too."""
 TELL_AFTER_S: Final = 6.0
-"""Time without an answer after which a blocked loop is reported and the service being read is recorded."""
+"""Time without a beat after which a blocked loop is reported and the service being read is recorded."""
 END_AFTER_S: Final = 60.0
 EXIT_CODE: Final = 70
 FAREWELL_S: Final = 1.0
@@ -122,21 +122,22 @@ class Watchdog:
     def __init__(self, feed: Callable[[], None] = lambda: None, *, period: float = 0.0) -> None:
         """``period``: maximum seconds between two calls of ``feed``; 0 for any."""
         self._feed = feed
-        self._step, self._rest = min(period or STEP_S, STEP_S), min(period or REST_S, REST_S)
+        self._beat = min(period or BEAT_S, BEAT_S)
+        self._step = min(self._beat / 2, STEP_S)
         self._marks: Path | None = None
         self._trace: TextIO | None = None
         self._marked = ""
         self._marking = threading.Lock()
         """Held while a record is written or taken back: the disk may be slower than the loop recovers."""
-        self._has_turned = False
+        self._beats = 0
         self._held_s = 0.0
         self._over = threading.Event()
         self._loop_thread = 0
 
     def start(self) -> None:
         """Start, on the loop. If no thread can be started, that is logged and the loop is not watched."""
-        self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        self._count()
         try:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         except RuntimeError as exc:
@@ -191,17 +192,13 @@ class Watchdog:
             _page, _page_thread = mmap.mmap(file.fileno(), _PAGE_BYTES), self._loop_thread
 
     def _watch(self) -> None:
-        is_asked = False
-        while not self._over.wait(self._step if is_asked else self._rest):
+        seen = 0
+        while not self._over.wait(self._step if self._held_s else clock.until_beat(self._beat) + self._step):
             self._arm()
-            if is_asked and self._has_turned:
+            if self._beats != seen:
                 if self._held_s >= TELL_AFTER_S:
                     self._aside(self._recovered, self._held_s)
-                self._held_s, is_asked = 0.0, False
-            elif not is_asked:
-                is_asked, self._has_turned = True, False
-                with contextlib.suppress(RuntimeError):  # closed: the process is ending
-                    self._loop.call_soon_threadsafe(self._turned)
+                self._held_s, seen = 0.0, self._beats
             else:
                 before, self._held_s = self._held_s, self._held_s + self._step
                 if before < TELL_AFTER_S <= self._held_s:
@@ -216,8 +213,10 @@ class Watchdog:
         if self._trace is not None:
             signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
 
-    def _turned(self) -> None:
-        self._has_turned = True
+    def _count(self) -> None:
+        self._beats += 1
+        if not self._over.is_set():
+            asyncio.get_running_loop().call_later(clock.until_beat(self._beat), self._count)
 
     def _where(self) -> str:
         """Return the loop's stack: locations only, since values may be secrets."""

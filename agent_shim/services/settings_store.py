@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
 """Poll interval of the files, which are few; a poll is a stat."""
-IDLE_POLL_FACTOR: Final = 10
+IDLE_POLL_FACTOR: Final = 20
 """Factor of the poll interval once settings are loaded."""
 
 

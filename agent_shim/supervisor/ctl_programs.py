@@ -302,20 +302,17 @@ class Programs:
                 return []
         return await _lines(name, path, self._output)
 
-    def trim(self) -> None:
-        """Truncate large output files to their end: a start program that became the daemon may print forever."""
+    async def trim(self) -> None:
+        """Truncate large output files to their end: a start program that became the daemon may print forever.
+
+        A thread for the usual look would take longer than its calls of stat.
+        """
         for entry in os.scandir(self._output):
             found = entry.stat(follow_symlinks=False)
             # A job can allocate blocks beyond the end; file systems do so too, to twice the size.
             taken = max(found.st_size, found.st_blocks * BLOCK_BYTES // 4)
             if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
-                with Path(entry.path).open("r+b", buffering=0) as stream:
-                    stream.seek(max(0, found.st_size - MAX_OUTPUT_BYTES // 2))
-                    end = stream.read(MAX_OUTPUT_BYTES // 2)
-                    # Writers append: output written meanwhile follows, or is lost.
-                    stream.truncate(0)
-                    stream.seek(0)
-                    stream.write(end)
+                await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> int | None:
         """Open the output file; None if that fails, because a full disk must not prevent a start."""
@@ -362,6 +359,17 @@ def last_word(lines: list[str]) -> str:
     """Return the end of the last line; commands traced by ``set -x`` count only if there is nothing else."""
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
+
+
+def _cut(path: Path, size: int) -> None:
+    """Keep the end of an output file of ``size`` bytes."""
+    with path.open("r+b", buffering=0) as stream:
+        stream.seek(max(0, size - MAX_OUTPUT_BYTES // 2))
+        end = stream.read(MAX_OUTPUT_BYTES // 2)
+        # Writers append: output written meanwhile follows, or is lost.
+        stream.truncate(0)
+        stream.seek(0)
+        stream.write(end)
 
 
 async def _lines(whose: str, path: Path, root: Path) -> list[str]:

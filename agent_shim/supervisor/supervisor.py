@@ -51,8 +51,6 @@ RESTARTS_PER_SECOND: Final = 20.0
 TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
 """Seconds between checks of processes with a memory limit in bpm.yml."""
-UNUSED_BPM_FACTOR: Final = 5
-"""Memory periods per check on an instance that never used bpm, as most do."""
 
 
 class Saved(msgspec.Struct):
@@ -143,21 +141,24 @@ class Supervisor:
                 "memory of bpm processes": self._watch_memory,
                 "rules": self._checks.run,
                 "process descendants": self._see_kin,
+                "output of programs": self._watch_output,
             }.items()
         ]
         try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(clock.until_beat(TRIM_PERIOD_S)):
-                        await self._has_bug.wait()
-                if self._bug is not None:
-                    raise self._bug
-                with contextlib.suppress(OSError):
-                    await asyncio.to_thread(self._programs.trim)
-                self._kills.count()
+            await self._has_bug.wait()
+            assert self._bug is not None
+            raise self._bug
         finally:
             for task in beside:
                 task.cancel()
+
+    async def _watch_output(self) -> None:
+        """Bound the output of start programs, and count the kernel's kills."""
+        while True:
+            await asyncio.sleep(clock.until_beat(TRIM_PERIOD_S))
+            with contextlib.suppress(OSError):
+                await self._programs.trim()
+            self._kills.count()
 
     async def _see_kin(self) -> None:
         """Record descendants once a cycle: the kernel forgets parentage when the parent exits."""
@@ -167,11 +168,11 @@ class Supervisor:
 
     async def _watch_memory(self) -> None:
         """Kill processes above their memory limit in bpm.yml; they are restarted as after any exit."""
+        await self.bpm.used()  # never, on most instances
         while True:
-            is_in_use = self.bpm.is_in_use
-            for hog in await asyncio.to_thread(self.bpm.kill_hogs) if is_in_use else ():
+            for hog in await asyncio.to_thread(self.bpm.kill_hogs):
                 self._shared.notify(self._event_of(hog))
-            await asyncio.sleep(clock.until_beat(MEMORY_PERIOD_S * (1 if is_in_use else UNUSED_BPM_FACTOR)))
+            await asyncio.sleep(clock.until_beat(MEMORY_PERIOD_S))
 
     def _event_of(self, hog: MemoryKill) -> Event:
         label = plan.bpm_label(hog.job, hog.process)

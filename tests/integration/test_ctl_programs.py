@@ -75,7 +75,7 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "web.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
-        programs.trim()
+        await programs.trim()
         writer.write(b"next\n")
 
     assert path.stat().st_size <= MAX_OUTPUT_BYTES // 2 + 5
@@ -84,13 +84,13 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
-def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) -> None:
+async def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) -> None:
     """Its process may allocate it, in a directory of root that no operator looks into."""
     path = tmp_path / "web.log"
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
 
-    Programs(tmp_path, tmp_path).trim()
+    await Programs(tmp_path, tmp_path).trim()
 
     assert path.stat().st_blocks * 512 < MAX_OUTPUT_BYTES
     assert path.read_text() == text

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import glob
 import json
 import logging
@@ -99,6 +98,7 @@ class Bpm:
         """The last process of each label with a pidfile: proof for its service if a script started it. Marked as caged:
         the record of the service has the descendants.
         """
+        self._has_started = asyncio.Event()
         self._limits: dict[tuple[str, str], tuple[int, int]] = {}
         self._isolation: sandbox.Isolation | None = None
         self._trying = asyncio.Lock()
@@ -287,7 +287,7 @@ class Bpm:
         logs = {"stdout": self._log(job, name, "stdout"), "stderr": self._log(job, name, "stderr")}
         async with sandbox.prepared(order, env=mark, **logs) as running:
             if has_pidfile:
-                self.is_in_use = True
+                self._has_started.set()
                 self.started[label] = ProcessRecord(known=running.identity, is_caged=True)
                 await asyncio.to_thread(files.write_atomic, self._pidfile(job, name), str(running.pid).encode())
         return running
@@ -494,13 +494,12 @@ class Bpm:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def is_in_use(self) -> bool:
-        """True once a process of bpm.yml was started here, also by an earlier agent: then its directory is root's."""
-        try:
-            return guarded.status(self._paths.sys / "run/bpm").st_uid in guarded.trusted_users()
-        except OSError:
-            return False
+    async def used(self) -> None:
+        """Return once a process of bpm.yml was started here, also by an earlier agent: then its directory is root's."""
+        with contextlib.suppress(OSError):
+            if guarded.status(self._paths.sys / "run/bpm").st_uid in guarded.trusted_users():
+                return
+        await self._has_started.wait()
 
     def kill_hogs(self) -> list[MemoryKill]:
         """Kill the trees of processes above their memory limit, and return them; blocks for some milliseconds.

@@ -18,7 +18,7 @@ from agent_shim.supervisor import process_record
 MODE = sys.argv.pop(1)
 END_AFTER_S = {"slow": 60.0}.get(MODE, 3.0)
 watchdog.STEP_S = 0.2  # type: ignore[misc]
-watchdog.REST_S = 0.02  # type: ignore[misc]
+watchdog.BEAT_S = 0.4  # type: ignore[misc]
 watchdog.TELL_AFTER_S = 2.6 if MODE == "patient" else 0.8  # type: ignore[misc]
 watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
 careful = process_record.read

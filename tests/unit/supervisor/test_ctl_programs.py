@@ -379,7 +379,7 @@ async def test_all_handles_are_released_in_portions() -> None:
     assert counts == [portion, 2 * portion, 2 * portion + 1]
 
 
-def test_only_large_output_is_cut(programs: Programs, tmp_path: Path) -> None:
+async def test_only_large_output_is_cut(programs: Programs, tmp_path: Path) -> None:
     """To its end, which holds the last words."""
     large = b"".join(b"%d\n" % number for number in range(60_000))
     assert len(large) > MAX_OUTPUT_BYTES
@@ -387,7 +387,7 @@ def test_only_large_output_is_cut(programs: Programs, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     (tmp_path / "other").write_bytes(large)
 
-    programs.trim()
+    await programs.trim()
 
     assert (tmp_path / "large.log").read_bytes() == large[-MAX_OUTPUT_BYTES // 2 :]
     assert (tmp_path / "small.log").read_bytes() == b"x\n"
