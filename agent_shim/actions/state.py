@@ -85,9 +85,7 @@ async def record_health(agent: Agent) -> None:
     """
     health = msgspec.json.encode({"state": agent.supervisor.job_state()})
     with suppress(HostError):
-        await asyncio.to_thread(
-            files.write_atomic, agent.paths.health, health, mode=0o644, is_synced=False, if_changed=True
-        )
+        await asyncio.to_thread(files.write_atomic, agent.paths.health, health, mode=0o644, is_synced=False)
 
 
 @action("update_settings", Mode.TASK, persistent=True)

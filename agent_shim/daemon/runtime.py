@@ -102,6 +102,8 @@ class Runtime:
         self.phase = "booting"
         self._begun_at = time.monotonic()
         self.vitals: dict[str, Any] = {}
+        self._health: tuple[str, tuple[int, int, int] | None] = "", None
+        """State of the jobs, and version of its file, at the last heartbeat."""
         self.dispatcher: Dispatcher | None = None
         self.orderly_stop: OrderlyStop | None = None
         self.standalone: Standalone | None = None
@@ -300,9 +302,16 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        await state.record_health(self.agent)
+        await self._keep_health()
         self.vitals = await self.agent.vitals.sample()
         return self.vitals
+
+    async def _keep_health(self) -> None:
+        """Write the health for bosh-dns again if it, or its file, has changed."""
+        path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
+        if (version := files.version(path)) is None or (job_state, version) != self._health:
+            await state.record_health(self.agent)
+            self._health = job_state, files.version(path)
 
     def _compose(self, vitals: dict[str, Any] | None) -> bytes:
         spec = self.agent.spec.current

@@ -84,13 +84,13 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
-async def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) -> None:
+def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) -> None:
     """Its process may allocate it, in a directory of root that no operator looks into."""
     path = tmp_path / "web.log"
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
 
-    await Programs(tmp_path, tmp_path).trim()
+    asyncio.run(Programs(tmp_path, tmp_path).trim())
 
     assert path.stat().st_blocks * 512 < MAX_OUTPUT_BYTES
     assert path.read_text() == text

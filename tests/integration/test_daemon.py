@@ -174,14 +174,23 @@ async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(world
             *("deployment", "job", "index", "job_state", "vitals", "node_id", "number_of_processes"),
         }
         assert first.body["vitals"]["load"]
-        seen = len(monitor.of("heartbeat", AGENT))
+        health = world.base / "instance/health.json"
 
-        await world.server.kill()
-        await world.server.start()
+        async def beat() -> int:
+            """Inode of the health file after a further heartbeat."""
+            seen = len(monitor.of("heartbeat", AGENT))
+            await world.server.kill()
+            await world.server.start()
+            await until(lambda: len(monitor.of("heartbeat", AGENT)) > seen, 60)
+            assert json.loads(health.read_bytes()) == {"state": "running"}
+            return health.stat().st_ino
 
-        await until(lambda: len(monitor.of("heartbeat", AGENT)) > seen, 60)
-    health = json.loads((world.base / "instance/health.json").read_bytes())
-    assert health == {"state": "running"}
+        before = health.stat().st_ino
+        assert await beat() == before  # an unchanged file is not written again
+        health.write_text("{}")
+        assert await beat() != before
+        health.unlink()
+        await beat()
 
 
 async def test_s7_heartbeat_tells_of_the_instance_its_state_and_how_many_processes_it_has(world: World) -> None:
