@@ -280,7 +280,11 @@ async def supervisor_killed(stand: Stand) -> str:
     victim, pid = next(iter(stand.live().items()))
     state = Paths(stand.world.base).supervisor_state
     # An agent that does not know that the job ran has seen no end of it.
-    await until(lambda: json.loads(state.read_bytes())["services"][victim]["state"] == "running", 10, "a saved state")
+
+    def saved() -> str:
+        return str(json.loads(state.read_bytes().splitlines()[-1])["services"][victim]["state"])
+
+    await until(lambda: saved() == "running", 10, "a saved state")
     stand.remember()
     stand.involved = {victim}
     stand.between = lambda: os.kill(pid, signal.SIGKILL)

@@ -48,6 +48,10 @@ KILL_RESERVE_S: Final = 1.5
 """Seconds, at most half of a short budget, reserved after the kill for exits and final checks."""
 RESTART_BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
+MAX_STATE_BYTES: Final = 1 << 18
+"""Maximum size of the file of the saved state, which is then replaced by its last line."""
+MAX_TORN_LINES: Final = 3
+"""Maximum number of unreadable lines at the end of that file: a crash tears one."""
 TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
 """Seconds between checks of processes with a memory limit in bpm.yml."""
@@ -101,6 +105,7 @@ class Supervisor:
         self._bug: BaseException | None = None
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
+        self._planned: Sequence[plan.ProcessSpec] = ()
         self._memory: dict[str, Record] = {}
         """Records of services outside the current plan: an apply forgets, then configures again."""
         self._held: dict[str, str] = {}
@@ -260,8 +265,9 @@ class Supervisor:
 
     async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         async with self._planning:  # the last request wins, not the fastest parse
-            planned = await asyncio.to_thread(plan.plan, job_files) if job_files else ()
-            specs = {spec.name.lower(): spec for spec in planned}
+            if job_files != self._files:
+                self._planned = await asyncio.to_thread(plan.plan, job_files) if job_files else ()
+            specs = {spec.name.lower(): spec for spec in self._planned}
             known = self._memory | {key: service.record for key, service in self._services.items()}
             reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
             self._files = job_files
@@ -488,7 +494,8 @@ class Supervisor:
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             try:
-                await asyncio.to_thread(files.write_atomic, self._paths.supervisor_state, raw, mode=0o600)
+                path = self._paths.supervisor_state
+                await asyncio.to_thread(files.append_line, path, raw, mode=0o600, most=MAX_STATE_BYTES)
             except HostError as exc:
                 text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
                 logger.warning(text, exc)
@@ -501,13 +508,21 @@ class Supervisor:
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state of the last supervisor; None if it is unusable."""
+    """Read the state of the last supervisor, the last whole line of ``path``; None if it is unusable."""
+    saved, error = None, ""
     try:
-        saved = wire.decode(files.read(path, is_own=True), Saved)
+        for line in reversed(files.read(path, is_own=True).rsplit(b"\n", MAX_TORN_LINES)):
+            try:
+                saved = wire.decode(line, Saved)
+                break
+            except ValueError as exc:
+                error = error or str(exc)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as exc:
-        logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, exc)
+    except OSError as exc:
+        error = str(exc)
+    if saved is None:
+        logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, error)
         return None
     if saved.schema != SCHEMA:
         return None
@@ -557,6 +572,7 @@ def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
             number = len(jobs) - 1 - jobs.index(job_file.job)
             label = f"_{job_file.name}" if job_file.name else ""
             path = directory / f"{number:04}_{job_file.job}{label}.monitrc"
-            files.write_atomic(path, job_file.text.encode("utf-8", "surrogateescape"), is_synced=False)
+            content = job_file.text.encode("utf-8", "surrogateescape")
+            files.write_atomic(path, content, is_synced=False, if_changed=True)
     except OSError as exc:
         logger.warning("cannot write monit files for operators: %s", exc)

@@ -499,7 +499,7 @@ async def test_another_version_of_this_agent_takes_over(world: World) -> None:
     before = world.pids()
     await world.stop_agent()
     for path in [*(world.base / "data/bosh").glob("*.json"), world.base / "bosh/agent_shim.json"]:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text().splitlines()[-1])
         if path.name == "supervisor.json":
             document["files"] = [with_more(file) for file in document["files"]]
             document["services"] = {

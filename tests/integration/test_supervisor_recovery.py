@@ -192,7 +192,7 @@ async def test_new_container_starts_the_jobs_anew(world: World, monkeypatch: pyt
         before = (await until(supervisor, "web", "running")).pid
     await kill_all(before)
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
-    raw = msgspec.json.decode((world.paths.supervisor_state).read_bytes())
+    raw = msgspec.json.decode((world.paths.supervisor_state).read_bytes().splitlines()[-1])
     record = raw["services"]["web"]
     record["state"] = "running"
     record["traces"] |= {"known": stranger.identity, "sessions": [[os.getsid(0), 0]]}

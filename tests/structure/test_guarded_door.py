@@ -145,6 +145,7 @@ RAW: Mapping[str, Raw] = {
                 "_link_to_follow",
                 "_make_way",
                 "_write_in_place",
+                "append_line",
                 "behind",
                 "is_empty",
                 "move_away",

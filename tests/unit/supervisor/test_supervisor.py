@@ -17,6 +17,7 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files, proc, reaper, watchdog
+from agent_shim.supervisor import plan
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.bpm.runner import MemoryKill
 from agent_shim.supervisor.ownership import Left
@@ -358,6 +359,45 @@ async def test_without_a_saved_state_nothing_is_recovered(paths: Paths) -> None:
         supervisor = Supervisor(paths, on_event=lambda _: None)
         assert not await supervisor.recover()
         await supervisor.close()
+
+
+async def test_a_state_torn_by_a_crash_leaves_the_one_before_it(paths: Paths) -> None:
+    """A crash tears the last line, and another one the first of the next agent."""
+    before = Supervisor(paths, on_event=lambda _: None)
+    await before.configure([WEB])
+    await before.start()
+    await before.close()
+    whole = paths.supervisor_state.read_bytes()
+    assert whole.count(b"\n") >= 1
+    kept = whole.splitlines()[-1]
+    for torn in (b"", b"\n" + kept[:50], b"\n" + kept[:-1] + b"\n" + bytes(4096)):
+        paths.supervisor_state.write_bytes(whole + torn)
+        saved = read_saved(paths.supervisor_state)
+        assert saved is not None
+        assert msgspec.json.encode(saved) == kept
+
+    paths.supervisor_state.write_bytes(kept + b"\nx" * 20)
+    assert read_saved(paths.supervisor_state) is None
+
+
+async def test_an_unchanged_plan_is_not_made_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most starts are restarts; a changed file makes a new one."""
+    made: list[object] = []
+    real = plan.plan
+
+    def counted(job_files: Any) -> Any:
+        made.append(1)
+        return real(job_files)
+
+    monkeypatch.setattr(plan, "plan", counted)
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    for job_files in ([WEB], [WEB], [OTHERS], [WEB]):
+        await supervisor.configure(list(job_files))
+    await supervisor.forget()
+    await supervisor.configure([WEB])
+    await supervisor.close()
+
+    assert len(made) == 4
 
 
 async def test_services_know_what_they_need_and_what_needs_them(supervisor: Supervisor) -> None:
