@@ -33,6 +33,8 @@ MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
+MAX_PID_CHARS: Final = len("4194304 ")
+"""Length of a pid in a list of the kernel."""
 MAX_THREADS: Final = 16
 """Threads of one process that are tried in the place of its first."""
 READ_TIMEOUT_S: Final = 2.0
@@ -100,16 +102,52 @@ def stat(pid: int) -> Stat | None:
 
 def table() -> dict[int, Stat]:
     """Read all processes of this pid namespace by pid, zombies included, in one pass."""
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208 - strings, for hundreds
+    return _stats(_pids())
+
+
+def trees(roots: Iterable[int], limit: int) -> dict[int, Stat] | None:
+    """Read ``roots`` and their descendants, or more; None, soon, where that takes more than ``limit`` reads.
+
+    The kernel lists children by thread. Where lists and processes together outnumber all processes, these are read.
+    """
+    pids = _pids(limit + 1)
+    found: dict[int, Stat] = {}
+    ahead, lists = list(roots), 0
+    while ahead:
+        pid = ahead.pop()
+        if pid in found or (one := stat(pid)) is None:
+            continue
+        found[pid] = one
+        lists += one.threads
+        if len(found) + lists + 2 * len(ahead) > len(pids) or not _has_lists():
+            return None if len(pids) > limit else found | _stats(set(pids) - found.keys())
+        ahead += _listed(one, len(pids))
+    return found
+
+
+def _stats(pids: Iterable[int]) -> dict[int, Stat]:
     return {pid: one for pid in pids if (one := stat(pid)) is not None}
 
 
-def table_of_few(limit: int) -> dict[int, Stat] | None:
-    """All processes, as ``table``; None, soon, where there are more than ``limit``."""
+def _pids(limit: int | None = None) -> list[int]:
     with os.scandir("/proc") as entries:
-        processes = (entry for entry in entries if entry.name.isdigit())
-        is_over = next(itertools.islice(processes, limit, None), None) is not None
-    return None if is_over else table()
+        return [int(each.name) for each in itertools.islice((each for each in entries if each.name.isdigit()), limit)]
+
+
+def _listed(process: Stat, count: int) -> list[int]:
+    """Return the direct children that the kernel lists, or ``count`` of one thread: a list of thousands takes long.
+
+    Some are missing if others end in the same microsecond (proc(5)).
+    """
+    pid, most = process.pid, count * MAX_PID_CHARS
+    tasks = [str(pid)] if process.threads == 1 else [str(pid), *_other_threads(pid, process.threads)]
+    return [int(child) for task in tasks for child in _read(pid, f"task/{task}/children", most).split()]
+
+
+@functools.cache
+def _has_lists() -> bool:
+    """Return True if the kernel lists children (CONFIG_PROC_CHILDREN)."""
+    return Path("/proc/thread-self/children").exists()
 
 
 def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:
@@ -316,11 +354,11 @@ def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
     return next(filter(None, (_read(pid, f"task/{each}/{name}", limit) for each in _other_threads(pid))), b"")
 
 
-def _other_threads(pid: int) -> list[str]:
+def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
     """Return some threads of a process, without the first."""
     try:
         with os.scandir(f"/proc/{pid}/task") as entries:
-            return [each.name for each in itertools.islice(entries, MAX_THREADS) if each.name != str(pid)]
+            return [each.name for each in itertools.islice(entries, limit) if each.name != str(pid)]
     except OSError:
         return []
 

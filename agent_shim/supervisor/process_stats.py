@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -99,7 +99,7 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _Processes:
-    """All processes and their children, read inline while they are few.
+    """The leaders of the jobs and their descendants, read inline while they are few.
 
     Beyond that, the last result of a thread with the current leaders of the jobs: no caller waits, and figures of
     descendants are some seconds old.
@@ -110,9 +110,9 @@ class _Processes:
         self._read_at = float("-inf")
         self._reader: threading.Thread | None = None
 
-    def now(self, leaders: Iterable[int]) -> _Look:
+    def now(self, leaders: Collection[int]) -> _Look:
         """Return the processes, always including the living ``leaders``."""
-        few = proc.table_of_few(MAX_INLINE_PROCESSES)
+        few = proc.trees(leaders, MAX_INLINE_PROCESSES)
         if few is not None:
             self._last, self._read_at = _NO_LOOK, float("-inf")
             return _Look(few, proc.children(few))
@@ -145,7 +145,7 @@ class ProcessStats:
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
         """Describe services; figures are 0 where monit shows none: unmonitored, or without a process."""
         services = list(services)
-        processes, children = self._processes.now(each.process.pid for each in services if each.process is not None)
+        processes, children = self._processes.now([each.process.pid for each in services if each.process is not None])
         total_kb = max(1, self.memory_total() // 1024)
         found = []
         for service in services:

@@ -202,8 +202,8 @@ RAW: Mapping[str, Raw] = {
                 "last_number",
                 "_other_threads",
                 "open_files",
-                "table",
-                "table_of_few",
+                "_has_lists",
+                "_pids",
                 "has_our_root",
                 "uses.of_one",
             }

@@ -42,7 +42,7 @@ def service(**changes: Any) -> Any:
 @pytest.fixture
 def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
     """A machine of 8 MiB of memory and two processors, a hundred seconds after the start."""
-    monkeypatch.setattr(proc, "table_of_few", lambda _: dict(TABLE))
+    monkeypatch.setattr(proc, "trees", lambda *_: dict(TABLE))
     monkeypatch.setattr(clock, "uptime_of", lambda _: 100)
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: 1e9 + ticks)
     monkeypatch.setattr(clock, "TICKS", 100)
@@ -117,7 +117,7 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
         go.wait()
         return dict(TABLE)
 
-    monkeypatch.setattr(proc, "table_of_few", lambda _: None)
+    monkeypatch.setattr(proc, "trees", lambda *_: None)
     monkeypatch.setattr(proc, "table", table)
     monkeypatch.setattr(proc, "stat", TABLE.get)
     for _ in range(3):
@@ -139,6 +139,6 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
     reader.join()
     assert reads == [1, 1]
 
-    monkeypatch.setattr(proc, "table_of_few", lambda _: {10: TABLE[10]})
+    monkeypatch.setattr(proc, "trees", lambda *_: {10: TABLE[10]})
     (found,) = stats.describe([service()])
     assert found.children == 0
