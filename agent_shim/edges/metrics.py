@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import ModuleType
@@ -151,14 +150,14 @@ OTHER: Final = "other"
 """Label for an unknown method or outcome: a caller cannot create new series."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Taken(Collector):
     """Families of one scrape, which no other thread changes."""
 
-    families: Sequence[Metric]
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Sequence[Metric]:
-        return self.families
+        return self._families
 
 
 class Metrics:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from agent_shim.core import safetext
 
@@ -29,8 +28,7 @@ _WORDS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """Facts about the machine, and the time of the report."""
 
     name: str

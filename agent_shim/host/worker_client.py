@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -39,14 +38,16 @@ PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRef:
+class BlobRef(msgspec.Struct, frozen=True):
     """Location and digest of a blob; with a signed URL the id is ignored."""
 
     blob_id: str = ""
-    signed_url: str = field(default="", repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    signed_url: str = ""
+    headers: Mapping[str, str] = {}
     digest: str = ""
+
+    def __repr__(self) -> str:
+        return f"BlobRef({self.blob_id!r}, digest={self.digest!r})"  # the others may be secret
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -11,9 +11,10 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
@@ -35,8 +36,7 @@ EARLIEST_S: Final = 315_532_800
 """1980, the earliest time of some archive formats (zip, wheels)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(msgspec.Struct, frozen=True):
     """A package to compile, and the target of the result: the signed URL or, without one, the blobstore.
 
     ``headers`` are those of the upload.
@@ -45,8 +45,11 @@ class Package:
     name: str
     version: str
     source: BlobRef
-    signed_url: str = field(default="", repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    signed_url: str = ""
+    headers: Mapping[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"Package({self.name!r}, {self.version!r}, {self.source!r})"  # the others may be secret
 
 
 class Compiler:

@@ -80,14 +80,10 @@ print("typing_extensions" in sys.modules, *sorted(dataclasses))
 
 
 def test_values_of_the_daemon_are_structs() -> None:
-    """A dataclass takes 11 KB more; these have a base class, a caller without msgspec, or members
-    that no comparison or text shows.
-    """
+    """A dataclass takes 11 KB more, and its definition a millisecond."""
     said = subprocess.run([sys.executable, "-c", _VALUES], capture_output=True, text=True, check=True).stdout
 
-    assert said.split() == [
-        *("False", "BlobRef", "Check", "Ignored", "Machine", "MonitFile", "Package", "Rule", "_Taken"),
-    ]
+    assert said.split() == ["False"]
 
 
 def test_monit_needs_the_standard_library_alone() -> None:

@@ -6,7 +6,6 @@ in comparisons: files with the same content are equal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -102,8 +101,21 @@ class Connection(msgspec.Struct, frozen=True):
 Test: TypeAlias = Missing | PidChanged | Restarts | Limit | Connection
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class _Placed(msgspec.Struct, frozen=True, eq=False):
+    """A value whose last member, its position, does not count in comparisons."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and _content(self) == _content(other)
+
+    def __hash__(self) -> int:
+        return hash(_content(self))
+
+
+def _content(value: msgspec.Struct) -> tuple[object, ...]:
+    return msgspec.structs.astuple(value)[:-1]
+
+
+class Rule(_Placed, frozen=True):
     """A test and its actions."""
 
     test: Test
@@ -111,11 +123,10 @@ class Rule:
     rate: Rate = ONCE
     recovery: Action = ALERT
     recovery_rate: Rate = ONCE
-    line: int = field(default=0, compare=False)
+    line: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(_Placed, frozen=True):
     """One ``check`` statement, a service in monit's terms.
 
     A process has a ``pidfile`` or ``matching``, a regular expression for its command line; a host has an ``address``; a
@@ -135,16 +146,15 @@ class Check:
     mode: Mode = "active"
     every: int = 1
     rules: tuple[Rule, ...] = ()
-    line: int = field(default=0, compare=False)
+    line: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
+class Ignored(_Placed, frozen=True):
     """A statement without effect: ``set`` and ``include``, or one in the check named ``service``: ``alert``, a rule."""
 
     statement: str
     service: str = ""
-    line: int = field(default=0, compare=False)
+    line: int = 0
 
     @property
     def first_words(self) -> str:
@@ -153,10 +163,9 @@ class Ignored:
         return " ".join(words[: 3 if words[1].lower() in ("changed", "failed") else 2])
 
 
-@dataclass(frozen=True, slots=True)
-class MonitFile:
+class MonitFile(_Placed, frozen=True):
     """A control file; ``ignored`` lists the statements outside checks first."""
 
     services: tuple[Check, ...] = ()
     ignored: tuple[Ignored, ...] = ()
-    origin: str = field(default="", compare=False)
+    origin: str = ""

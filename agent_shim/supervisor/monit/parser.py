@@ -8,10 +8,10 @@ files of several jobs against each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Final, Literal, NamedTuple, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import rules

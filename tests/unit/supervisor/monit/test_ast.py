@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_shim.supervisor.monit.ast import Check, MonitFile
+from agent_shim.supervisor.monit.ast import ALERT, Check, Ignored, Missing, MonitFile, PidChanged, Rule
 
 
 def test_where_it_stood_is_no_part_of_it() -> None:
@@ -10,3 +10,12 @@ def test_where_it_stood_is_no_part_of_it() -> None:
     assert Check("system", "a", line=1) == Check("system", "a", line=2)
     assert MonitFile(origin="a") == MonitFile(origin="b")
     assert hash(MonitFile(origin="a")) == hash(MonitFile(origin="b"))
+    assert MonitFile((Check("system", "a", line=1),)) == MonitFile((Check("system", "a", line=2),))
+
+
+def test_the_content_is() -> None:
+    rule = Rule(Missing(), ALERT, line=1)
+    assert Check("system", "a", rules=(rule,)) == Check("system", "a", rules=(Rule(Missing(), ALERT, line=2),))
+    assert Check("system", "a", rules=(rule,)) != Check("system", "a", rules=(Rule(PidChanged(), ALERT, line=1),))
+    assert MonitFile() != Ignored("")
+    assert MonitFile((), ()) != ((), (), "")
