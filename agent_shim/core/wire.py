@@ -93,13 +93,12 @@ KEPT_DEPTH: Final = 400
 _PYTHON_LIMITS_DEPTH: Final = sys.version_info[:2] < (3, 12)
 """Decoders raise ``RecursionError`` at about 1 000 levels; later versions read as deep as the stack of C allows."""
 
-_ESCAPE: Final = re.compile(
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL
-)
+# ``re`` compiles these three with their first use: usual documents need none of them.
+_ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
 """One escape of a string; a lone surrogate has the length of ``\\ud800``."""
-_INVALID: Final = re.compile("[\udc80-\udcff]")
+_INVALID: Final = "[\udc80-\udcff]"
 """An invalid byte, as ``surrogateescape`` decodes it."""
-_TOKEN: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_PART: Final = r'"(?:[^"\\]++|\\(?s:.))*+"?|[\[\]{}]'
 """A bracket or a string, also an unterminated one: searching for its end from each of its quotes took minutes."""
 _DECODER: Final = msgspec.json.Decoder(float_hook=float)
 """Python reads an exponent twenty times faster than msgspec, with which a megabyte of ``1e308`` takes 1.7 s."""
@@ -139,8 +138,8 @@ def decode_json(data: bytes) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         if len(data) > TOLERATED_BYTES:
             raise ValueError(str(exc)) from exc
-        text = _INVALID.sub("\ufffd", data.decode(errors="surrogateescape"))
-        text = _ESCAPE.sub(_without_lone_surrogate, text)
+        text = re.sub(_INVALID, "\ufffd", data.decode(errors="surrogateescape"))
+        text = re.sub(_ESCAPE, _without_lone_surrogate, text)
         try:
             return json.loads(_pruned(text), parse_constant=_refuse, parse_int=_number)
         except json.JSONDecodeError:
@@ -182,7 +181,7 @@ def _number(digits: str) -> int | float:
 def _pruned(text: str) -> str:
     """Replace values that are nested too deep by null; raises ``ValueError`` beyond ``MAX_DEPTH``."""
     depth, cut_from, kept, done = 0, 0, [], 0
-    for token in _TOKEN.finditer(text):
+    for token in re.finditer(_PART, text):
         if token[0] in ("[", "{"):
             depth += 1
             if depth > MAX_DEPTH:

@@ -15,7 +15,7 @@ HOST_NAME: Final = Path("/etc/hostname")
 INITIAL_UTS_NAMESPACE: Final = 0xEFFFFFFE
 """Inode of the initial UTS namespace of the kernel (include/linux/proc_ns.h)."""
 
-_VALID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?")
+_VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 """Names that sethostname(2) accepts, up to 64 bytes, and that resolvers find."""
 
 
@@ -35,7 +35,7 @@ def set_host_name(name: str) -> str:
     """Set the host name as SetupHostname does (platform/linux_platform.go); return why not, or "". Blocks."""
     if socket.gethostname() == name:
         return ""
-    if _VALID.fullmatch(name) is None:
+    if re.fullmatch(_VALID, name) is None:
         return f"{name} is not a valid host name"
     if kept := owner():
         return kept

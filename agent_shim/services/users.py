@@ -31,10 +31,10 @@ MAX_USERS: Final = 50
 """Limit of users; every log-in reads the files with their entries."""
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 """Instead of a hash: no password matches."""
-_USER: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
-_KEY: Final = re.compile(r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?")
-_WORD: Final = re.compile(r"[A-Za-z0-9@._-]+")
-_HASH: Final = re.compile(r"[^\s:\0]+")
+_USER: Final = r"[a-z][a-z0-9_]{0,31}"
+_KEY: Final = r"(?:ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}(?: [^\r\n\0]*)?"
+_WORD: Final = r"[A-Za-z0-9@._-]+"
+_HASH: Final = r"[^\s:\0]+"
 
 KEYS_TIMEOUT_S: Final = 10.0
 """For keys to be written as a user, whose processes may stop the one that writes."""
@@ -61,12 +61,9 @@ rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/
 
 # Syntax common to the regular expressions of Go and Python, without patterns that take exponential time: no group is
 # repeated, and few repetitions are allowed.
-_PATTERN: Final = re.compile(
-    r"""(?: (?: [A-Za-z0-9_.-] | \\[.dDwW-] | \[\^?[A-Za-z0-9_-]+\] )   # a character or a class of them,
+_PATTERN: Final = r"""(?: (?: [A-Za-z0-9_.-] | \\[.dDwW-] | \[\^?[A-Za-z0-9_-]+\] )   # a character or a class of them,
             (?: [*+?] | \{\d{1,2}(?:,\d{0,2})?\} )?                   # perhaps repeated
-        | [()|^$] )*""",
-    re.VERBOSE,
-)
+        | [()|^$] )*"""
 _MAX_PATTERN_CHARS: Final = 128
 _MAX_CHOICES: Final = 3
 
@@ -80,11 +77,11 @@ class Users:
 
     async def setup(self, user: str, public_key: str) -> None:
         """Let ``public_key`` log in as ``user``, created if missing."""
-        if _USER.fullmatch(user) is None:
+        if re.fullmatch(_USER, user) is None:
             why = "it is not a letter and up to 31 of a-z 0-9 _"
             raise ActionError(f"Creating user: cannot use the name {user[:64]!r}: {why}")
-        if _KEY.fullmatch(public_key.strip()) is None:
-            if _WORD.fullmatch(public_key.strip()) is None:
+        if re.fullmatch(_KEY, public_key.strip()) is None:
+            if re.fullmatch(_WORD, public_key.strip()) is None:
                 raise ActionError("Setting ssh public key: cannot use it: it is not one line with type and key")
             logger.warning("the public key for %s is invalid: no key can log in with it", user)
         if not self._paths.is_system:
@@ -130,7 +127,7 @@ class Users:
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
         """Set the password of vcap, and of root unless ``keep_root``, to this crypt hash."""
         users = ["vcap"] if keep_root else ["root", "vcap"]
-        if _HASH.fullmatch(hashed) is None:
+        if re.fullmatch(_HASH, hashed) is None:
             raise ActionError(f"cannot set the password of {' and '.join(users)}: it is not a crypt hash")
         async with self._turn:
             with errors_as(f"cannot set the password of {' and '.join(users)}"):
@@ -169,7 +166,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     problem = ""
     if len(text) > _MAX_PATTERN_CHARS or choices > _MAX_CHOICES:
         problem = f"at most {_MAX_PATTERN_CHARS} characters and {_MAX_CHOICES} of * + ? {{ | go"
-    elif _PATTERN.fullmatch(text) is None:
+    elif re.fullmatch(_PATTERN, text, re.VERBOSE) is None:
         problem = "only names, classes, groups and anchors are allowed, and no repeated group"
     else:
         try:

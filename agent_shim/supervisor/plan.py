@@ -23,9 +23,7 @@ MAX_FILES: Final = 100
 
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
-_BPM_ARGUMENTS: Final = re.compile(
-    rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
-)
+_BPM_ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
 """Arguments of ``bpm start`` and ``bpm stop``, joined by NUL."""
 
 
@@ -154,7 +152,7 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
     """Parse a bpm start or stop command; None for any other command."""
     if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
         return None
-    found = _BPM_ARGUMENTS.fullmatch("\0".join(argv[2:]))
+    found = re.fullmatch(_BPM_ARGUMENTS, "\0".join(argv[2:]))
     verb: Literal["start", "stop"] = "start" if argv[1] == "start" else "stop"
     return BpmCall(verb, found["job"], found["before"] or found["after"] or found["job"]) if found else None
 

@@ -26,9 +26,7 @@ _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
 """Space for a ``regex_t``: 64 bytes with glibc, and fewer than this with any other library."""
 _LC_ALL_MASK: Final = 0x1FBF
-_PIECE: Final = re.compile(
-    rb"\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|\{(?P<low>[0-9]*)(?P<comma>,?)(?P<high>[0-9]*)\}|.", re.DOTALL
-)
+_PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|\{(?P<low>[0-9]*)(?P<comma>,?)(?P<high>[0-9]*)\}|."
 
 
 class Pattern:
@@ -81,7 +79,7 @@ def _refuse_huge(pattern: bytes) -> bool:
         raise ValueError("a null byte")
     is_balanced = True
     sizes, last = [0], 0  # of each open group so far, and of the last piece
-    for piece in _PIECE.finditer(pattern):
+    for piece in re.finditer(_PIECE, pattern):
         if re.fullmatch(rb"\\[1-9]", piece[0]):
             raise ValueError("a back reference: matching it may take forever")
         if piece[0] == b"(":

@@ -35,7 +35,7 @@ PACK_TIMEOUT_S: Final = 1500.0
 """Timeout for a whole archive; the packer ends before it unless a disk hangs."""
 
 _GENTLY: Final = partial(worker_client.work, nice=NICE)
-_BUNDLE: Final = re.compile(r"logs-[0-9a-f]{16}\.tgz")
+_BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 
 
 class Logs:
@@ -95,7 +95,7 @@ class Logs:
         """
         is_ours = Path(path).parent == self._paths.bundled_logs  # only root can write there
         try:
-            if is_ours and _BUNDLE.fullmatch(Path(path).name):
+            if is_ours and re.fullmatch(_BUNDLE, Path(path).name):
                 await asyncio.to_thread(files.remove_tree, Path(path))
                 return
             if Path(path).parent == self._paths.tmp:
