@@ -2,9 +2,9 @@
 
 from agent_shim.core import lean_imports
 
-# 0.7 MB: a traceback reads lines of sources by tokenize, subprocess asks locale for the encoding of texts, and
-# ipaddress is for addresses in the brackets of a URL.
-_LATE = {"inspect": lean_imports.FEW_OF_INSPECT, "ipaddress": {}, "locale": {}, "tokenize": {}}
+# 0.7 MB: a traceback reads lines of sources by tokenize and indents those of groups by textwrap, subprocess asks locale
+# for the encoding of texts, and ipaddress is for addresses in the brackets of a URL.
+_LATE = {"inspect": lean_imports.FEW_OF_INSPECT, "ipaddress": {}, "locale": {}, "textwrap": {}, "tokenize": {}}
 with lean_imports.without(late=_LATE):
     import asyncio  # noqa: F401
     import dataclasses  # noqa: F401

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +25,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
 from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, is_https, until_stopped
 from agent_shim.edges import control_server, metrics
-from agent_shim.host import daemon_thread, files, loop_guard, process, reaper, sd_notify, watchdog
-from agent_shim.services.logs import tail
+from agent_shim.host import daemon_thread, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.state_backup import StateBackup
 from agent_shim.services.volume_lease import VolumeLeases, exclusive_agent
@@ -64,16 +63,22 @@ def main(options: Options) -> int:
     for key in unknown:
         logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:
+        from agent_shim.services.logs import tail  # late: usually a collector reads the files
+
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     # asyncio.run then sets no handler, whose replacement would describe its task with inspect (0.4 MB).
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve(guard=os.environ.pop(DEBUG, "")))
 
 
-def _guard_loop(reports: str) -> None:
-    """Guard the event loop from now on if ``AGENT_SHIM_DEBUG`` had this value; "" is none."""
-    if reports:
-        loop_guard.install(Path(reports) if Path(reports).is_dir() else None)
+def _guard_loop(reports: str) -> Sequence[str]:
+    """Guard the event loop from now on if ``AGENT_SHIM_DEBUG`` had this value; "" is none. Returns the violations."""
+    if not reports:
+        return ()
+    from agent_shim.host import loop_guard  # late: an agent without that variable has none
+
+    loop_guard.install(Path(reports) if Path(reports).is_dir() else None)
+    return loop_guard.violations
 
 
 def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
@@ -123,13 +128,13 @@ class Daemon:
         http = self._options.http or self._config.shim.http
         with exclusive_agent(self._paths, "start"):
             self._watchdog.start()
-            _guard_loop(guard)  # what blocks before it delays no connection
+            violations = _guard_loop(guard)  # what blocks before it delays no connection
             async with metrics.listening(http, metrics.Routes(self._metrics.render, self._ready)):
                 if await until_stopped(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()
         logger.info("the agent stops")
         self._watchdog.stop()
-        if loop_guard.violations:
+        if violations:
             return BUG
         stop = self._live.orderly_stop if self._live is not None else None
         return 1 if stop is not None and stop.reasons else 0
