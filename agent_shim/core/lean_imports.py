@@ -15,9 +15,14 @@ _COROUTINE_FUNCTION: Final = 0x80
 
 
 class _Late(ModuleType):
-    """Stands for a module that is imported when a member is needed that it does not have."""
+    """Stands for a module that is imported when a member is needed that it does not have.
+
+    ``from MODULE import MEMBER`` asks for ``__path__``, which only packages have.
+    """
 
     def __getattr__(self, member: str) -> Any:
+        if member == "__path__":
+            raise AttributeError(member)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), member)
@@ -43,6 +48,17 @@ FEW_OF_INSPECT: Final[Mapping[str, Callable[..., Any]]] = {
     "signature": lambda *_, **__: "()",
 }
 """Members of inspect that asyncio, nats-py and dataclasses use; a signature is for classes without a docstring."""
+
+
+def as_struct(cls: type | None = None, *, frozen: bool = False) -> Any:
+    """Stand for ``dataclasses.dataclass``, which takes a millisecond for a class."""
+    from msgspec import Struct  # late: commands have no stand-in
+
+    if cls is None:
+        return partial(as_struct, frozen=frozen)
+    members = {name: member for name, member in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    make: Any = type(Struct)
+    return make(cls.__name__, (Struct,), members, frozen=frozen, dict=True, weakref=True)
 
 
 @contextmanager

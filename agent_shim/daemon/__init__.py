@@ -7,7 +7,6 @@ from agent_shim.core import lean_imports
 _LATE = {"inspect": lean_imports.FEW_OF_INSPECT, "ipaddress": {}, "locale": {}, "textwrap": {}, "tokenize": {}}
 with lean_imports.without(late=_LATE):
     import asyncio  # noqa: F401
-    import dataclasses  # noqa: F401
     import urllib.parse  # noqa: F401
 # 0.9 MB: msgspec takes the functions of typing_extensions from typing, too; nothing here describes types or has decimal
 # numbers; uuid looks for Windows, and for libuuid, which only ids made of the time need.

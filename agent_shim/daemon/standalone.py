@@ -18,7 +18,6 @@ import os
 import shutil
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -57,8 +56,7 @@ class Instance(msgspec.Struct, frozen=True):
     persistent_disk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(msgspec.Struct, frozen=True):
     """Content of the directory: the spec as a Director would send it, and the paths of its parts."""
 
     spec: ApplySpec

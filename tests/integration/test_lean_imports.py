@@ -119,6 +119,7 @@ import sys
 from agent_shim.core import lean_imports
 with lean_imports.without(late={"colorsys": {"one": lambda: 1}}):
     import colorsys
+    from colorsys import one
 before = "colorsys" in sys.modules
 print(colorsys.one(), before, colorsys.rgb_to_hsv(0, 0, 1), "colorsys" in sys.modules)
 import colorsys as real
@@ -141,6 +142,26 @@ def test_what_an_import_itself_uses_of_a_late_module_stays_loaded() -> None:
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
     assert said.split() == ["False", "True"]
+
+
+class _Plain:
+    first: int
+    second: str = ""
+
+    @property
+    def both(self) -> str:
+        return f"{self.first}{self.second}"
+
+
+def test_a_struct_stands_for_a_dataclass() -> None:
+    plain, frozen = lean_imports.as_struct(_Plain), lean_imports.as_struct(frozen=True)(_Plain)
+    value = plain(1, second="a")
+    value.second, value.more = "b", "c"
+
+    assert (value.both, value.more, value == plain(1, "b"), value != plain(1)) == ("1b", "c", True, True)
+    assert hash(frozen(first=1)) == hash(frozen(1))
+    with pytest.raises(AttributeError):
+        frozen(1).first = 2
 
 
 class _Callable:

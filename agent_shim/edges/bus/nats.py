@@ -19,7 +19,7 @@ import ssl
 import time
 from asyncio import sslproto
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -35,7 +35,8 @@ from agent_shim.host import clock, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 # 15 MB: for websockets (aiohttp), a version (importlib.metadata), JetStream (nats.js) and clusters (ipaddress) only.
-_LATE: Final = {
+_LATE: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = {
+    "dataclasses": {"dataclass": lean_imports.as_struct},
     "inspect": lean_imports.FEW_OF_INSPECT,
     "ipaddress": {},
     "pkgutil": {"extend_path": lambda path, _: path},  # no other package extends nats

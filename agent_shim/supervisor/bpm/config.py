@@ -13,7 +13,6 @@ import math
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Final, Literal, cast
 
@@ -61,8 +60,7 @@ class Unsafe(msgspec.Struct, frozen=True):
     host_pid_namespace: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(msgspec.Struct, frozen=True):
     """One process. ``env`` overrides the defaults; an empty ``workdir`` is the job's directory.
 
     ``pre_start`` runs before it, as root and outside the sandbox; "" is none. ``capabilities`` have no ``CAP_`` prefix.
@@ -72,7 +70,7 @@ class Process:
     name: str
     executable: str
     args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
     workdir: str = ""
     pre_start: str = ""
     capabilities: tuple[str, ...] = ()
@@ -82,7 +80,6 @@ class Process:
     additional_volumes: tuple[Volume, ...] = ()
     unsafe: Unsafe = Unsafe()
     shutdown_signal: Literal["TERM", "INT"] = "TERM"
-    line: int = field(default=0, compare=False)
 
 
 class BpmFile(msgspec.Struct, frozen=True):
@@ -142,7 +139,6 @@ def _process(entry: _Map, root: str, disks: frozenset[str]) -> Process:
         additional_volumes=tuple(volumes),
         unsafe=_unsafe(entry.map("unsafe")),
         shutdown_signal=cast("Literal['TERM', 'INT']", signal),
-        line=entry.line,
     )
 
 
@@ -274,10 +270,6 @@ class _Map:
         """Keys of the schema."""
         notes.maps.append(self)
         self.entries = {} if _is_null(node) else self._merged(node, {})
-
-    @property
-    def line(self) -> int:
-        return _line_of(self.node)
 
     def wrong(self, key: str, expected: str) -> None:
         """Note a mistake, with the found and the expected value of ``key``."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import glob
 import json
 import logging
@@ -214,7 +213,7 @@ class Bpm:
                 return 0
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
             more = (*wanted.additional_volumes, *volumes)
-            wanted = dataclasses.replace(wanted, env={**wanted.env, **env}, additional_volumes=more)
+            wanted = msgspec.structs.replace(wanted, env={**wanted.env, **env}, additional_volumes=more)
             running = await self._launch(call, wanted, has_pidfile=False)
             self._runs[call.job, call.process] = running
             try:
@@ -345,7 +344,7 @@ class Bpm:
         if found is None:
             raise HostError("process is not running or could not be found")
         limits = msgspec.structs.replace(wanted.limits, memory=None, processes=None)
-        order = await asyncio.to_thread(self.order, job, dataclasses.replace(wanted, limits=limits), isolation)
+        order = await asyncio.to_thread(self.order, job, msgspec.structs.replace(wanted, limits=limits), isolation)
         order["enter"] = found[0] if order["namespaces"] else None
         return order
 

@@ -99,7 +99,6 @@ def test_every_key() -> None:
         shutdown_signal="INT",
     )
     assert file.processes[1] == Process(name="worker", executable="work")
-    assert [process.line for process in file.processes] == [4, 32]
 
 
 def test_a_process_is_found_by_its_name() -> None:

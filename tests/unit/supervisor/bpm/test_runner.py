@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ConfigError, HostError
@@ -120,7 +120,7 @@ def test_isolation_is_that_of_the_level(
     bpm: Bpm, cage: Cage, level: int, unsafe: Unsafe, has_view: bool, namespaces: list[str]
 ) -> None:
     """A privileged process needs namespaces to be hidden from others: Landlock would bind it for ever."""
-    wanted = dataclasses.replace(PLAIN, unsafe=unsafe)
+    wanted = msgspec.structs.replace(PLAIN, unsafe=unsafe)
     order = bpm.order("web", wanted, NO_LIMITS._replace(level=level))
 
     assert (order["places"] is not None, order["namespaces"]) == (has_view, namespaces)
@@ -151,7 +151,7 @@ def test_root_gives_up_its_user_and_all_that_was_not_asked_for(
     """A privileged process stays root; an agent that is not root has nothing to give."""
     privileged(monkeypatch, "NET_RAW", "CHOWN", uid=uid)
     unsafe = Unsafe(privileged=is_privileged)
-    wanted = dataclasses.replace(PLAIN, capabilities=("net_raw", "SYS_ADMIN"), unsafe=unsafe)
+    wanted = msgspec.structs.replace(PLAIN, capabilities=("net_raw", "SYS_ADMIN"), unsafe=unsafe)
     order = made(tmp_path, user=user).order("web", wanted, NO_LIMITS)
 
     assert ((order["uid"], order["gid"]), order["capabilities"]) == (ids, numbers)
@@ -161,7 +161,7 @@ def test_root_gives_up_its_user_and_all_that_was_not_asked_for(
 
 def test_limits_are_those_that_the_container_can_set(bpm: Bpm, cage: Cage) -> None:
     """Others are left to a watchdog, or warned of."""
-    wanted = dataclasses.replace(PLAIN, limits=Limits(memory=5, processes=6, core_file_size=0, open_files=9))
+    wanted = msgspec.structs.replace(PLAIN, limits=Limits(memory=5, processes=6, core_file_size=0, open_files=9))
     for memory, processes in ((True, False), (False, True)):
         order = bpm.order("web", wanted, NO_LIMITS._replace(memory=memory, processes=processes))
 
@@ -198,7 +198,7 @@ def test_without_namespaces_a_job_sees_its_own_and_what_all_share(bpm: Bpm, tmp_
     elsewhere.mkdir(parents=True)
     paths.packages.mkdir()
     (paths.packages / "tool").symlink_to(elsewhere)
-    wanted = dataclasses.replace(PLAIN, ephemeral_disk=has_disks, persistent_disk=has_disks)
+    wanted = msgspec.structs.replace(PLAIN, ephemeral_disk=has_disks, persistent_disk=has_disks)
 
     assert seen(bpm._places("web", wanted, is_apart=False)) == {
         **dict.fromkeys(sandbox.SYSTEM, "x"),
@@ -224,7 +224,7 @@ async def test_a_shell_joins_the_process_without_its_cgroups(
     bpm: Bpm, cage: Cage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own memory and processes are the operator's; without namespaces there is nothing to enter."""
-    wanted = dataclasses.replace(PLAIN, limits=Limits(memory=5, processes=6))
+    wanted = msgspec.structs.replace(PLAIN, limits=Limits(memory=5, processes=6))
     bpm._isolation = sandbox.Isolation(1, "", memory=True, processes=True)
     monkeypatch.setattr(bpm, "find", lambda *_: None)
     with pytest.raises(HostError, match="^process is not running or could not be found$"):
@@ -243,7 +243,7 @@ async def test_a_shell_joins_the_process_without_its_cgroups(
 def test_directories_of_a_job_are_its_own(bpm: Bpm) -> None:
     """Also that on the persistent disk; the log may be read by a group."""
     paths = bpm._paths
-    wanted = dataclasses.replace(PLAIN, persistent_disk=True)
+    wanted = msgspec.structs.replace(PLAIN, persistent_disk=True)
     with pytest.raises(HostError, match="^requested persistent disk does not exist$"):
         bpm._make_directories("web", wanted)
     paths.store.mkdir()
@@ -271,7 +271,7 @@ def test_only_what_cannot_be_had_is_refused(
     privileged(monkeypatch, "NET_RAW", "SYS_ADMIN", "SYS_RESOURCE", uid=uid)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     limits = Limits(processes=5, open_files=101)
-    wanted = dataclasses.replace(PLAIN, limits=limits, capabilities=("NET_RAW",), unsafe=Unsafe(privileged=True))
+    wanted = msgspec.structs.replace(PLAIN, limits=limits, capabilities=("NET_RAW",), unsafe=Unsafe(privileged=True))
     bpm, isolation = made(tmp_path, is_strict=True), NO_LIMITS._replace(processes=processes)
     if not lacking:
         bpm._complain("web", wanted, isolation)
