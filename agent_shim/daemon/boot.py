@@ -140,7 +140,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
 
     async def leftovers() -> None:
         await agent.bundles.sweep()
-        await agent.compiler.clean()
+        await agent.compiler.sweep()
         await agent.logs.tidy()
 
     async def monit_user() -> str | None:
@@ -215,10 +215,12 @@ def _memory_step(agent: Agent) -> Step:
             wanted[paths.run] = bosh.run_dir.size("16m")
         if wanted and not owns_system(paths):
             return NOT_ROOT
+        if not wanted:
+            return "none are asked for"
         for path, size in wanted.items():
             await asyncio.to_thread(_put_in_memory, path, size, paths.shim_run)
         await asyncio.to_thread(make_tree, paths)
-        return None if wanted else "none are asked for"
+        return None
 
     return Step("directories in memory", memory)
 

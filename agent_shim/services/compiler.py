@@ -89,8 +89,13 @@ class Compiler:
         finally:
             await asyncio.to_thread(files.remove_tree, archive)
 
+    async def sweep(self) -> None:
+        """Clean up after a killed agent, which leaves its sources: without any there is no look at all processes."""
+        if self._paths.compile.is_dir() and not files.is_empty(self._paths.compile):
+            await self.clean()
+
     async def clean(self) -> None:
-        """Terminate and remove the remains of compilations, also those of a killed agent."""
+        """Terminate and remove the remains of compilations."""
         await self._end_strays()
         with errors_as("Removing sources"):
             await asyncio.to_thread(self._remove_sources)

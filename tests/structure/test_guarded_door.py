@@ -85,7 +85,9 @@ RAW: Mapping[str, Raw] = {
         "which jobs have a directory of logs, and /dev/null", frozenset({"_outcome", "_refuse_missing"})
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
-    "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
+    "services.compiler": Raw(
+        BUNDLES, frozenset({"Compiler.sweep", "Compiler._remove_sources", "Compiler.compile", "_quote"})
+    ),
     "daemon.main": Raw(OWN, frozenset({"_guard_loop"})),
     "services.disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
     "services.disks.mounting": Raw(
