@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import hashlib
 import hmac
 import os
@@ -49,7 +50,6 @@ class Api:
     def __init__(self, ask: Ask, user_file: Path) -> None:
         self._ask = ask
         self._user_file = user_file
-        self._here = _Machine()
 
     async def answer(self, request: Request) -> Response:
         """Answer an authenticated status or action request."""
@@ -66,6 +66,10 @@ class Api:
         if name:
             return _page(shown, name, "")
         return _table((each["name"], monit_text.words(each)) for each in shown.get("services", ()))
+
+    @functools.cached_property
+    def _here(self) -> _Machine:
+        return _Machine()  # late: it imports psutil, which the first pong need not wait for
 
     def _is_known(self, given: str) -> bool:
         kind, _, coded = given.partition(" ")

@@ -57,11 +57,12 @@ def test_metrics_bring_no_server() -> None:
 
 
 def test_psutil_does_not_delay_the_first_answer() -> None:
-    """It takes 10 ms and more: the first heartbeat needs it, the supervisor that comes before the bus does not."""
+    """It takes 10 ms and more: the first heartbeat needs it, what comes before the bus does not."""
     script = (
         "import sys, agent_shim.daemon.main as main; from agent_shim.supervisor.supervisor import Supervisor;"
         "from pathlib import Path; from agent_shim.core.paths import Paths;"
         "supervisor = Supervisor(Paths(Path('/nonexistent')), on_event=print);"
+        "from agent_shim.edges import monit_http; monit_http.Api(print, Path('/nonexistent'));"
         "print('agent_shim.host.host_stats' in sys.modules, 'psutil' in sys.modules, supervisor.count())"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
