@@ -53,8 +53,8 @@ ABSENT: Final = {
 """Modules of this package and of the standard library for other processes, or for single requests."""
 MEMORY: Final = 2.5
 """Times a bare interpreter; 2.2 when written. A library that nothing at rest needs takes more than the difference."""
-WAKES: Final = 12
-"""In a window; 7 when written, 9 with a clock for the pings of the bus, 20 with beats of two seconds."""
+WAKES: Final = 10
+"""In a window; 6 when written, 9 with a clock for the pings of the bus, 20 with beats of two seconds."""
 WINDOW_S: Final = 10.0
 WINDOWS: Final = 4
 """The best one counts: a heartbeat, a renewal or a slow machine is in some of them, a poll is in all."""
