@@ -57,7 +57,7 @@ def test_metrics_bring_no_server() -> None:
 
 
 def test_psutil_does_not_delay_the_first_answer() -> None:
-    """It takes 10 ms and more: the first heartbeat needs it, what comes before the bus does not."""
+    """It takes 10 ms and more: the first heartbeat needs it, the parts that come before the bus do not."""
     script = (
         "import sys, agent_shim.daemon.main as main; from agent_shim.supervisor.supervisor import Supervisor;"
         "from pathlib import Path; from agent_shim.core.paths import Paths;"
