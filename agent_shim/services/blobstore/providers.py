@@ -43,7 +43,7 @@ class Provider(Protocol):
         """Return the content as an open file, after feeding it to ``hasher``; the caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Store the content of ``path`` under a new id."""
+        """Store the content of ``path``, which nothing changes any more, under a new id."""
 
 
 def environment(store: Blobstore) -> dict[str, str]:
@@ -90,12 +90,16 @@ class Local:
     def _copy(self, path: Path, target: Path) -> None:
         if not self._directory.is_dir():
             files.make_dir(self._directory, 0o770)
-        with (
-            path.open("rb") as source,
-            files.attempting(f"write {target}"),
-            files.replacing(target, mode=0o640) as out,
-        ):
-            files.copy_data(source.fileno(), out.fileno())
+        with path.open("rb") as source, files.attempting(f"write {target}"):
+            os.fchmod(source.fileno(), 0o640)
+            os.fsync(source.fileno())
+            try:
+                target.hardlink_to(path)
+            except OSError:  # another file system, or one without links
+                with files.replacing(target, mode=0o640) as out:
+                    files.copy_data(source.fileno(), out.fileno())
+            else:
+                files.sync_directory(self._directory)
 
 
 class DavOptions(msgspec.Struct, frozen=True):
