@@ -11,6 +11,7 @@ import errno
 import functools
 import hashlib
 import itertools
+import mmap
 import os
 import posixpath
 import re
@@ -162,10 +163,13 @@ class _Archive:
             yield from self._below(root)
             return
         patterns = _compiled(root.tree.patterns)
-        takes_all = _ALL in patterns
-        for entry in self._below(root):
+        below = (entry for entry in self._below(root) if entry.kind != stat.S_IFDIR)
+        if _ALL in patterns:
+            yield from below
+            return
+        for entry in below:
             parts = entry.path.split("/")
-            if entry.kind != stat.S_IFDIR and (takes_all or any(_matches(each, parts) for each in patterns)):
+            if any(_matches(each, parts) for each in patterns):
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Entry]:
@@ -338,8 +342,8 @@ def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
     """List the entries of the directory ``here`` below ``root`` that can be packed, at most ``limit``."""
     with closing(guarded.open_directory(root.fd, here)) as fd, os.scandir(fd) as entries:
         some = itertools.islice(entries, limit)
-        seen = [(f"{here}/{entry.name}" if here else entry.name, _kind(entry)) for entry in some]
-    return [_Entry(root, path, kind) for path, kind in seen if kind]
+        front = f"{here}/" if here else ""
+        return [_Entry(root, front + entry.name, kind) for entry in some if (kind := _kind(entry))]
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
@@ -369,19 +373,19 @@ def _inner_target(entry: _Entry, target: str) -> str:
 def header_block(header: tarfile.TarInfo) -> bytes:
     """Return what ``header.tobuf`` does, for a usual regular file in a fraction of the time."""
     name = header.name.encode("utf-8", "surrogateescape")
-    numbers = header.size, int(header.mtime)
+    size, mtime = header.size, int(header.mtime)
     parts = _owner_parts(header.mode, header.uid, header.gid, header.uname, header.gname)
     is_usual = (
         header.type == tarfile.REGTYPE
         and not header.linkname
         and len(name) <= tarfile.LENGTH_NAME
-        and min(numbers) >= 0
-        and max(numbers) < 8**11
+        and 0 <= size < 8**11
+        and 0 <= mtime < 8**11
     )
     if parts is None or not is_usual:
         return header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
     front, tail, total = parts
-    middle = b"%011o\0%011o\0" % numbers
+    middle = b"%011o\0%011o\0" % (size, mtime)
     total += isal_zlib.adler32(name + middle, 0) & 0xFFFF  # this half is the sum of so few bytes
     return b"%b%b%b%06o\0 %b" % (name.ljust(100, b"\0"), front, middle, total, tail)
 
@@ -396,6 +400,13 @@ def _owner_parts(mode: int, uid: int, gid: int, uname: str, gname: str) -> tuple
     front = b"%07o\0%07o\0%07o\0" % numbers
     tail = (tarfile.REGTYPE + bytes(100) + tarfile.GNU_MAGIC + user.ljust(32, b"\0") + group).ljust(356, b"\0")
     return front, tail, sum(front) + sum(tail) + 8 * 32  # the sum counts its own field as eight blanks
+
+
+def _new_piece() -> memoryview:
+    """Return a piece of whole pages: in one that begins 16 bytes after a page each eighth file takes ten times as long
+    to read, as processors copy slowly to that place from a page.
+    """
+    return memoryview(mmap.mmap(-1, PIECE_BYTES))
 
 
 class Sink:
@@ -414,7 +425,7 @@ class Sink:
         self._gzip = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, 31) if compressed else None
         self._compressing, self._putting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._pieces: deque[tuple[memoryview, Future[Future[None]]]] = deque()
-        self._piece = memoryview(bytearray(PIECE_BYTES))
+        self._piece = _new_piece()
         self._filled = 0
 
     def __enter__(self) -> Self:
@@ -437,7 +448,7 @@ class Sink:
         if self._filled == PIECE_BYTES:
             self._pieces.append((self._piece, self._compressing.submit(self._compress, self._piece)))
             is_full = len(self._pieces) > MAX_PIECES
-            self._piece = self._finished() if is_full else memoryview(bytearray(PIECE_BYTES))
+            self._piece = self._finished() if is_full else _new_piece()
             self._filled = 0
         return self._piece[self._filled :]
 
