@@ -112,7 +112,9 @@ class Service:
         self._shared = shared
         self._timing = shared.timing
         self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
-        self._step: asyncio.Task[None] | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._interruptions = 0
+        """Cancellations of its life that end only the present work."""
         self._moved: asyncio.Event | None = None
         """Set at the next transition; None without waiters."""
         self._stopper: Process | None = None
@@ -232,8 +234,9 @@ class Service:
             if self._moved is not None:
                 self._moved.set()
                 self._moved = None
-        if self._step is not None and WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
-            self._step.cancel()
+        if self._life is not None and WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
+            self._interruptions += 1
+            self._life.cancel()
         self._shared.changed()
 
     def _take_effect(self, effect: Effect) -> None:
@@ -276,33 +279,30 @@ class Service:
         self.on(Trigger.REBOOTED)
 
     async def live(self) -> None:
-        """Run the lifecycle until cancelled; cancellation leaves the process running."""
+        """Do the work of each state in turn until cancelled; cancellation leaves the process running."""
+        life = self._life = asyncio.current_task()
+        assert life is not None
         while True:
-            self._step = step = asyncio.create_task(self._work(), name=f"work of {self.spec.name}")
             try:
-                await asyncio.wait([step])
-            finally:
-                step.cancel()
-                await asyncio.wait([step])
-            if not step.cancelled():
-                step.result()
-
-    async def _work(self) -> None:
-        """Do the work of each state in turn, until an event interrupts it."""
-        while True:
-            match WORK[self.record.state]:
-                case Work.REST:
-                    await asyncio.Event().wait()
-                case Work.LAUNCH:
-                    await self._launch()
-                case Work.WATCH:
-                    await self._watch()
-                case Work.SETTLE:
-                    await self._settle()
-                case Work.WAIT:
-                    await self._wait_and_retry()
-                case Work.END:
-                    await self._end()
+                match WORK[self.record.state]:
+                    case Work.REST:
+                        await asyncio.get_running_loop().create_future()
+                    case Work.LAUNCH:
+                        await self._launch()
+                    case Work.WATCH:
+                        await self._watch()
+                    case Work.SETTLE:
+                        await self._settle()
+                    case Work.WAIT:
+                        await self._wait_and_retry()
+                    case Work.END:
+                        await self._end()
+            except asyncio.CancelledError:
+                while self._interruptions:
+                    self._interruptions -= 1
+                    life.uncancel()
+                if life.cancelling():
+                    raise
 
     def release(self) -> None:
         """Drop the process handles; the processes stay alive."""
