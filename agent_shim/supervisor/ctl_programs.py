@@ -87,29 +87,31 @@ class Programs:
         ``label`` is the mark, by default the name. With ``is_aside`` (the exec of a rule) the program is no part of the
         service and survives its stop, which it may itself request.
         """
-        env = {
-            "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
-            "MONIT_DATE": time.strftime("%a, %d %b %Y %H:%M:%S %z"),
-            "MONIT_SERVICE": name,
-            "MONIT_HOST": socket.gethostname(),
-            "MONIT_EVENT": event,
-            "MONIT_DESCRIPTION": event,
-            "MONIT_PROCESS_PID": str(pid),
-            "MONIT_PROCESS_MEMORY": "0",
-            "MONIT_PROCESS_CHILDREN": "0",
-            "MONIT_PROCESS_CPU_PERCENT": "0.0",
-        }
-        if "TZ" in os.environ:
-            env["TZ"] = os.environ["TZ"]
-        groups: list[str] = []
-        if not is_aside:
-            env[process_record.MARK] = process_record.mark(label or name, self._base)
-            try:
-                groups = await asyncio.to_thread(self.ownership.cage(label or name).make)
-            except OSError as exc:
-                logger.warning("cannot make a cgroup for %s, tracking its processes by descent: %s", label or name, exc)
-        async with self._gate:
+        label = label or name
+        async with self._gate:  # with nothing made yet: hundreds wait
             await asyncio.sleep(0)
+            env = {
+                "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
+                "MONIT_DATE": time.strftime("%a, %d %b %Y %H:%M:%S %z"),
+                "MONIT_SERVICE": name,
+                "MONIT_HOST": socket.gethostname(),
+                "MONIT_EVENT": event,
+                "MONIT_DESCRIPTION": event,
+                "MONIT_PROCESS_PID": str(pid),
+                "MONIT_PROCESS_MEMORY": "0",
+                "MONIT_PROCESS_CHILDREN": "0",
+                "MONIT_PROCESS_CPU_PERCENT": "0.0",
+            }
+            if "TZ" in os.environ:
+                env["TZ"] = os.environ["TZ"]
+            groups: list[str] = []
+            if not is_aside:
+                env[process_record.MARK] = process_record.mark(label, self._base)
+                try:
+                    groups = await asyncio.to_thread(self.ownership.cage(label).make)
+                except OSError as exc:
+                    text = "cannot make a cgroup for %s, tracking its processes by descent: %s"
+                    logger.warning(text, label, exc)
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
                 as_user = partial(process.spawn, user=program.user, group=program.group)

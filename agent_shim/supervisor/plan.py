@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,12 @@ class Reaction(msgspec.Struct, frozen=True):
     program: Program | None = None
 
 
+RESTART: Final = Reaction("restart")
+ALERT: Final = Reaction("alert")
+VCAP_ALONE: Final = frozenset({VCAP})
+"""Values of nearly all services, which share them."""
+
+
 class RestartLimit(msgspec.Struct, frozen=True):
     """Action after ``count`` restarts within ``cycles`` monit cycles."""
 
@@ -86,13 +93,13 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     address: str = ""
     start: Program | None = None
     stop: Program | None = None
-    groups: frozenset[str] = frozenset({VCAP})
+    groups: frozenset[str] = VCAP_ALONE
     depends: tuple[str, ...] = ()
     mode: values.Mode = "active"
-    absence: Reaction = Reaction("restart")
+    absence: Reaction = RESTART
     absence_cycles: int = 1
     """Monit cycles of absence before that reaction."""
-    change: Reaction = Reaction("alert")
+    change: Reaction = ALERT
     """Reaction to a change of the process number."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
@@ -108,8 +115,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """Mark of its processes; the same for a bpm process whichever program starts it."""
-        parts = self.pidfile.parts if self.pidfile else ()
-        if self.pidfile is not None and parts[-4:-2] == ("run", "bpm"):
+        parts = str(self.pidfile).split("/")  # a path would keep its own parts
+        if self.pidfile is not None and parts[-4:-2] == ["run", "bpm"]:
             return bpm_label(parts[-2], self.pidfile.stem)
         return self.name
 
@@ -215,10 +222,10 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
 
 
 def _spec(job: str, check: values.Check) -> ProcessSpec:
-    absence, cycles = Reaction("restart"), 1
-    change = Reaction("alert")
+    absence, cycles, change = RESTART, 1, ALERT
     limits: list[RestartLimit] = []
     rules: list[values.Rule] = []
+    groups = frozenset(group.lower() for group in check.groups)
     for rule in check.rules:
         match rule.test:
             case values.Missing():
@@ -239,7 +246,7 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
         address=check.address,
         start=_program(check.start),
         stop=_program(check.stop),
-        groups=frozenset(group.lower() for group in check.groups),
+        groups=VCAP_ALONE if groups == VCAP_ALONE else groups,
         depends=check.depends,
         mode=check.mode,
         absence=absence,
@@ -260,4 +267,5 @@ def _program(program: values.Program | None) -> Program | None:
     if program is None:
         return None
     call = bpm_call(program.argv)
-    return Program(program.argv, program.uid or None, program.gid or None, float(program.timeout), call)
+    argv = tuple(map(sys.intern, program.argv))  # most services start and stop with one program
+    return Program(argv, program.uid or None, program.gid or None, float(program.timeout), call)

@@ -94,6 +94,7 @@ class ServiceContext(msgspec.Struct, frozen=True):
     """Cleared while no program may start; services wait in their starting state."""
 
 
+USUAL_STOP: Final = StopRequest()
 HELD: Final = "not read, because {} blocked the agent before: left alone until a start, stop or monitor request"
 
 
@@ -120,7 +121,7 @@ class Service:
         self._stopper: Process | None = None
         """The last stop program; it outlives its step if the file breaks meanwhile."""
         self._has_lived = False
-        self._stop = StopRequest()
+        self._stop = USUAL_STOP
         self._patience = 0.0
         self._restarted_at: list[float] = []
         """Times of the last restarts, monotonic."""
@@ -187,7 +188,7 @@ class Service:
         self.record.was_taken_along = False
         self.on(Trigger.START_ASKED)
 
-    def stop(self, request: StopRequest = StopRequest()) -> None:  # noqa: B008 - immutable
+    def stop(self, request: StopRequest = USUAL_STOP) -> None:
         """Stop dependants, then the service and all its processes."""
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
@@ -200,7 +201,7 @@ class Service:
         for dependant in self.dependants:
             if dependant.state in ACTIVE:
                 dependant.bounce()
-        self._stop = StopRequest()
+        self._stop = USUAL_STOP
         self.on(Trigger.RESTART_ASKED)
 
     def unmonitor(self) -> None:
