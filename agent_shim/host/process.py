@@ -73,8 +73,8 @@ class Process:
         """
         self.session = stat.session
         """Session at the spawn or adoption, and a child's last one once it is reaped."""
-        self.cgroups: Sequence[str] = ()
-        """Directories of the cgroups that ``spawn`` put it in."""
+        self.is_caged = False
+        """``spawn`` put it in cgroups."""
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
@@ -335,7 +335,7 @@ def spawn(
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
     made = Process(stat, _open(popen.pid), leads=True)
-    made.cgroups = tuple(cgroups)
+    made.is_caged = bool(cgroups)
     return made
 
 

@@ -87,7 +87,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     name: str
     job: str
     kind: values.Kind = "process"
-    pidfile: Path | None = None
+    pidfile: str | None = None
     pattern: posix_regex.Pattern | None = None
     path: Path | None = None
     address: str = ""
@@ -115,9 +115,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """Mark of its processes; the same for a bpm process whichever program starts it."""
-        parts = str(self.pidfile).split("/")  # a path would keep its own parts
-        if self.pidfile is not None and parts[-4:-2] == ["run", "bpm"]:
-            return bpm_label(parts[-2], self.pidfile.stem)
+        parts = (self.pidfile or "").split("/")
+        if parts[-4:-2] == ["run", "bpm"]:
+            return bpm_label(parts[-2], Path(parts[-1]).stem)
         return self.name
 
     @property
@@ -240,7 +240,7 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
         name=check.name,
         job=job,
         kind=check.kind,
-        pidfile=Path(check.pidfile) if check.pidfile else None,
+        pidfile=str(Path(check.pidfile)) if check.pidfile else None,
         pattern=posix_regex.compiled(check.matching) if check.matching else None,
         path=Path(check.path) if check.path else None,
         address=check.address,

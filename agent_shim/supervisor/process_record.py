@@ -44,7 +44,7 @@ class Pidfile(NamedTuple):
     """Uid of the owner."""
 
 
-def read(path: Path | None) -> Pidfile | None:
+def read(path: Path | str | None) -> Pidfile | None:
     """Read a pidfile as monit does: a regular file that starts with a number above 0; None otherwise."""
     if path is None:
         return None

@@ -370,7 +370,7 @@ class Service:
             finder.program = program
             self.record.traces.begin(program.identity, before)
             caged = self._shared.programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
-            self.record.traces.is_caged = bool(program.cgroups) or caged == spec.label
+            self.record.traces.is_caged = program.is_caged or caged == spec.label
             self._shared.changed()
         await finder.arrival(spec, self.record.traces)
 

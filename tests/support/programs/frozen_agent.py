@@ -24,11 +24,11 @@ watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
 careful = process_record.read
 
 
-def naive(path: Path | None) -> process_record.Pidfile | None:
-    if path is not None and path.is_fifo():
+def naive(path: Path | str | None) -> process_record.Pidfile | None:
+    if path is not None and Path(path).is_fifo():
         match MODE:
             case "blocked":
-                path.read_text()
+                Path(path).read_text()
             case "computing":
                 while True:
                     pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from agent_shim.supervisor.monit import parser
@@ -47,7 +45,7 @@ def test_process_is_read_whole() -> None:
     assert spec == ProcessSpec(
         name="web",
         job="web",
-        pidfile=Path("/var/vcap/sys/run/web/web.pid"),
+        pidfile="/var/vcap/sys/run/web/web.pid",
         start=Program(("/var/vcap/jobs/web/bin/ctl", "start"), "vcap", "vcap", 60.0),
         stop=Program(("/var/vcap/jobs/web/bin/ctl", "stop")),
     )
@@ -248,7 +246,7 @@ def test_a_command_of_bpm_is_known(argv: tuple[str, ...], call: BpmCall | None) 
     ],
 )
 def test_the_label_of_a_bpm_process_is_that_of_its_pidfile(pidfile: str | None, label: str) -> None:
-    assert ProcessSpec("monit-name", "web", pidfile=Path(pidfile) if pidfile else None).label == label
+    assert ProcessSpec("monit-name", "web", pidfile=pidfile or None).label == label
 
 
 def test_nothing_is_nothing() -> None:

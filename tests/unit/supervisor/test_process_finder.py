@@ -53,7 +53,7 @@ async def test_the_end_of_the_start_program_is_recorded(tmp_path: Path, is_alive
     recorded: list[tuple[Any, ...]] = []
     traces = cast("Any", SimpleNamespace(ended=lambda *told: recorded.append(told)))
 
-    assert not await finder.look(ProcessSpec(name="web", job="web", pidfile=tmp_path / "pid"), traces)
+    assert not await finder.look(ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid")), traces)
 
     assert recorded == ([((77, 5), 77, 9)] if ended else [])
 
@@ -97,7 +97,7 @@ async def test_a_process_that_was_found_is_recorded_and_saved(
     monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []) if is_there else None)
     traces = ProcessRecord()
 
-    assert await finder.look(ProcessSpec(name="web", job="web", pidfile=path), traces) is is_there
+    assert await finder.look(ProcessSpec(name="web", job="web", pidfile=str(path)), traces) is is_there
 
     expected = ProcessRecord(known=(8, 80), heeded=read(path), is_guest=tie is Tie.NAMED)
     assert traces == (expected if is_there else ProcessRecord())
@@ -205,7 +205,7 @@ async def test_handles_are_given_back_once() -> None:
 async def test_a_process_that_has_ended_is_no_longer_the_services(tmp_path: Path) -> None:
     """Nor does its pidfile name the next one of its number."""
     (tmp_path / "pid").write_text("7")
-    spec = ProcessSpec(name="web", job="web", pidfile=tmp_path / "pid")
+    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.process, finder.refused = cast("Any", Handle("process", [], is_alive=False)), "of another service"
     traces = ProcessRecord(known=(7, 70))
@@ -247,7 +247,7 @@ def test_when_no_process_can_follow(
     table = {pid: proc.Stat(pid, state, 0, 1, 1, 0, 1, 0) for pid, state in ((1, "S"), (2, "Z"))}
     monkeypatch.setattr(proc, "stat", table.get)
     program: Any = Handle("program", [])
-    spec = ProcessSpec(name="web", job="web", pidfile=tmp_path / "pid")
+    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
     with pytest.raises(HostError, match=f"^{why}$") if why else contextlib.nullcontext():
         ProcessFinder._require_possible_start(program, status, spec, ProcessRecord(begun=60), is_late=is_late)
 

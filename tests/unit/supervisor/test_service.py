@@ -361,7 +361,7 @@ async def test_only_an_event_from_outside_interrupts_work(state: State, trigger:
     """Work that brings an event itself has more to do; a stop that becomes a restart is the same work."""
     service, cancelled = made("web"), list[object]()
     service.record.state = state
-    service._step = cast("Any", SimpleNamespace(cancel=lambda: cancelled.append(1)))
+    service._life = cast("Any", SimpleNamespace(cancel=lambda: cancelled.append(1)))
 
     service.on(trigger)
 
@@ -411,7 +411,8 @@ async def test_a_life_ends_after_its_work() -> None:
                 await asyncio.sleep(0)
             ended.append(1)
 
-    service._work = work  # type: ignore[method-assign]
+    service.record.state = State.STARTING
+    service._launch = work  # type: ignore[method-assign]
     life = asyncio.create_task(service.live())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -419,6 +420,32 @@ async def test_a_life_ends_after_its_work() -> None:
     await asyncio.wait([life])
 
     assert ended == [1]
+    assert life.cancelled()
+
+
+async def test_two_interruptions_at_once_end_the_work_and_leave_the_life() -> None:
+    service, begun = made("web"), list[State]()
+
+    async def work() -> None:
+        begun.append(service.state)
+        await asyncio.get_running_loop().create_future()
+
+    service.record.state = State.STARTING
+    service._launch = service._end = work  # type: ignore[method-assign]
+    life = asyncio.create_task(service.live())
+    await asyncio.sleep(0)
+    service.unmonitor()
+    service.stop()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    assert begun == [State.STARTING, State.STOPPING]
+    assert not life.cancelling()
+
+    service.on(Trigger.FILE_BROKE)
+    life.cancel()
+    await asyncio.wait([life])
+    assert life.cancelled()
 
 
 @pytest.mark.parametrize("state", [State.STARTING, State.RESTARTING])
@@ -876,7 +903,7 @@ class Programs:
 
     async def run(self, *called: object, **_: object) -> Any:
         self._calls.append(f"run {called[2]}")
-        return SimpleNamespace(wait=self._exited, identity=(7, 70), pid=7, cgroups=self.joined)
+        return SimpleNamespace(wait=self._exited, identity=(7, 70), pid=7, is_caged=bool(self.joined))
 
     async def _exited(self) -> int:
         return 0

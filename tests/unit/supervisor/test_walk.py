@@ -35,7 +35,7 @@ TIMING: Final = Timing()
 SPEC: Final = ProcessSpec(
     name="web",
     job="web",
-    pidfile=Path("/web.pid"),
+    pidfile="/web.pid",
     start=Program(("/start",), timeout=30.0),
     stop=Program(("/stop",), timeout=30.0),
 )
@@ -79,7 +79,7 @@ class Loop(asyncio.SelectorEventLoop):
 class Played:
     """A process or program; ``over`` is set when it has ended."""
 
-    cgroups = ("of its service",)
+    is_caged = True
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
