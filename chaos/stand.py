@@ -59,6 +59,8 @@ SETTLED: Final = 10.0
 """Seconds within which a restart in progress becomes visible."""
 PLAIN_TEXT: Final = "managed_disk_settings.json"
 """Contains only a cid, despite its name."""
+LINES: Final = "supervisor.json"
+"""Contains a document in each line; a kill, unlike the end of the machine, tears none."""
 Identity: TypeAlias = tuple[int, int]
 """Pid and start time of a process."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
@@ -389,7 +391,8 @@ class Stand:
             try:
                 content = path.read_bytes()
                 if path.name != PLAIN_TEXT:
-                    json.loads(content)
+                    for document in content.split(b"\n") if path.name == LINES else [content]:
+                        json.loads(document)
                 elif content.split() != [content.strip()]:
                     found.append(f"I7: {path} is no disk's cid")
             except ValueError:
