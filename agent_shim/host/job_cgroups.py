@@ -157,6 +157,13 @@ class JobCgroup:
             made.append(str(directory))
         return list(dict.fromkeys(made))
 
+    def take(self, each: process.Process) -> None:
+        """Create the one that tracks the processes of the job, and move a process into it. Raises ``OSError``."""
+        for directory in self.make():
+            with open(f"{directory}/cgroup.procs", "wb", buffering=0) as file:
+                file.write(b"%d" % each.pid)
+            each.is_caged = True
+
     def remove(self) -> None:
         """Remove them; one with a living process stays."""
         for directory in self._all:

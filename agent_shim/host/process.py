@@ -4,7 +4,8 @@ Each child is reaped in one place, ``reap``, called when its pidfd turns readabl
 ``Process`` with that pid gets the exit status. So nothing else may fork: a child that is unknown here counts as an
 adopted orphan and its status is discarded.
 
-Call everything here on the event loop's thread. A spawn blocks the loop until the exec, about 2 ms.
+Call everything here on the event loop's thread. A spawn blocks the loop until the exec, half a millisecond; with a
+user 4 ms, as the child is then a copy of this process.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
 """Waits for the parent of an adopted process to reap it: only then does the kernel report its status."""
+
+_HEAD_BYTES: Final = 256
+"""As much of a program as the kernel reads to know how to execute it (BINPRM_BUF_SIZE)."""
 
 _watched: dict[int, list[Process]] = {}
 """Every ``Process`` that has not ended, by pid. Global, as the kernel's set of children is."""
@@ -288,17 +292,19 @@ def spawn(
     group: str | None = None,
     nice: int = 0,
     umask: int = 0o022,
-    limits: Mapping[int, tuple[int, int]] = {},
     cgroups: Sequence[str] = (),
 ) -> Process:
     """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
     are signalled as a whole, and have a terminal of the agent.
 
     A stream of None is ``/dev/null``; a path is opened for appending. ``user`` and ``group`` are names or numbers; the
-    user brings its supplementary groups. Without root both are ignored. ``limits`` maps ``resource.RLIMIT_*`` to soft
-    and hard values, clamped to the hard limit. ``cgroups`` are directories that the child joins before the exec. Raises
-    ``HostError`` "cannot run PROGRAM: why"; why names the failed step.
+    user brings its supplementary groups. Without root both are ignored. ``cgroups`` are directories that the child
+    joins before it becomes the user. Raises ``HostError`` "cannot run PROGRAM: why"; why names the failed step.
     """
+    program = argv[0]
+    if nice:
+        _require_executable(program)
+        argv = ["nice", "-n", str(nice), *argv]
     with contextlib.ExitStack() as opened:
         try:
             out, err = (
@@ -306,7 +312,7 @@ def spawn(
                 for each in (stdout, stderr)
             )
             ids = _ids(user, group) if (user or group) and os.geteuid() == 0 else _Ids()
-            setup = _ChildSetup(ids, user, limits, nice, cgroups, opened)
+            setup = _ChildSetup(ids, user, cgroups, opened)
             if setup.is_needed:
                 # Newer Pythons warn about any code between fork and exec; this is a few system calls.
                 opened.enter_context(warnings.catch_warnings())
@@ -324,11 +330,11 @@ def spawn(
                 preexec_fn=setup if setup.is_needed else None,  # noqa: PLW1509 - see above
             )
         except OSError as exc:
-            raise _cannot_run(argv[0], exc) from exc
+            raise _cannot_run(program, exc) from exc
         except (LookupError, ValueError) as exc:
-            raise HostError(f"cannot run {argv[0]}: {exc}") from exc
+            raise HostError(f"cannot run {program}: {exc}") from exc
         except subprocess.SubprocessError as exc:
-            raise HostError(f"cannot run {argv[0]}: {setup.failure() or exc}") from exc
+            raise HostError(f"cannot run {program}: {setup.failure() or exc}") from exc
     # Reaping is done here: without a return code Popen would try it too.
     popen.returncode = 0
     stat = proc.stat(popen.pid)
@@ -337,6 +343,60 @@ def spawn(
     made = Process(stat, _open(popen.pid), leads=True)
     made.is_caged = bool(cgroups)
     return made
+
+
+_HELD: Final = 'read AGENT_SHIM_GO && unset AGENT_SHIM_GO PWD OLDPWD SHLVL && exec "$@" </dev/null'
+"""Shell script of ``spawn_prepared``; unset are the variables that a shell exports by itself."""
+
+
+async def spawn_prepared(
+    prepare: Callable[[Process], None],
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Process:
+    """As ``spawn``; ``prepare`` is called in a thread before the program runs, which it does not if that fails.
+
+    The child is a shell that waits for a line: code of ours between fork and exec needs a copy of this process, and the
+    loop waits for it. The program does not run either if this process dies. ``env`` has names of shell variables only.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    with closing(writing):
+        with closing(reading):
+            command = ["/bin/sh", "-c", _HELD, "sh", *argv]
+            waiting = spawn(command, env=env, stdin=reading, stdout=stdout, stderr=stderr)
+
+        def work() -> None:
+            _require_executable(argv[0])
+            prepare(waiting)
+
+        await asyncio.to_thread(work)
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            os.write(writing, b"\n")
+    return waiting
+
+
+def _require_executable(program: str) -> None:
+    """Raise the error of ``spawn`` for a path that cannot be executed, which another program would report as an exit.
+
+    A file that the guarded door does not open passes if it may be executed.
+    """
+    begin = b""
+    with contextlib.suppress(OSError):
+        begin = guarded.head(Path(program), _HEAD_BYTES)
+    interpreter = begin.partition(b"\n")[0][2:].split() if begin.startswith(b"#!") else []
+    try:
+        if os.path.isdir(program) or not os.access(program, os.X_OK):  # noqa: PTH112 - text
+            os.stat(program)  # noqa: PTH116 - text
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if begin and not begin.startswith((b"#!", b"\x7fELF")):
+            raise OSError(errno.ENOEXEC, os.strerror(errno.ENOEXEC))
+        if interpreter and not os.path.exists(interpreter[0]):  # noqa: PTH110 - text
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    except OSError as exc:
+        raise _cannot_run(program, exc) from exc
 
 
 def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
@@ -552,33 +612,21 @@ def _ids(user: str | None, group: str | None) -> _Ids:
     return ids
 
 
-_LIMIT_NAMES: Final = {getattr(resource, name): name for name in reversed(dir(resource)) if name.startswith("RLIMIT_")}
-
-
 class _ChildSetup:
-    """Steps of the child between fork and exec. Clamps limits to the hard limit; reports the step that failed."""
+    """Steps of a child that becomes another user, between fork and exec; reports the step that failed.
 
-    def __init__(
-        self,
-        ids: _Ids,
-        user: str | None,
-        limits: Mapping[int, tuple[int, int]],
-        nice: int,
-        cgroups: Sequence[str],
-        opened: contextlib.ExitStack,
-    ) -> None:
+    Such a child cannot wait in a shell (``spawn_prepared``): processes of the same user could take it over.
+    """
+
+    def __init__(self, ids: _Ids, user: str | None, cgroups: Sequence[str], opened: contextlib.ExitStack) -> None:
         """Open the cgroups; raises ``OSError`` for one that cannot be joined."""
-        self._ids, self._user, self._nice = ids, user, nice
-        self._limits = []
-        for what, (soft, hard) in limits.items():
-            ceiling = resource.getrlimit(what)[1]
-            self._limits.append((what, (_lower(soft, ceiling), _lower(hard, ceiling))))
+        self._ids, self._user = ids, user
         self._groups = []
         for each in cgroups:
             # Opened before the fork: the kernel checks the permissions of the opener.
             descriptor = opened.enter_context(closing(os.open(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)))
             self._groups.append((each, descriptor))
-        self.is_needed = bool(self._limits or nice or self._groups or ids != _Ids())
+        self.is_needed = bool(self._groups or ids != _Ids())
         if self.is_needed:
             self._error_file = opened.enter_context(closing(os.memfd_create("failure", os.MFD_CLOEXEC)))
 
@@ -588,12 +636,6 @@ class _ChildSetup:
             for path, descriptor in self._groups:
                 step = f"enter the cgroup {path}"
                 os.write(descriptor, b"0")
-            for what, values in self._limits:
-                step = f"set the limit {_LIMIT_NAMES[what]} to {values[0]}"
-                resource.setrlimit(what, values)
-            if self._nice:
-                with contextlib.suppress(PermissionError):
-                    os.nice(self._nice)
             step = f"become user {self._user}"
             if self._ids.groups is not None:
                 os.setgroups(self._ids.groups)
@@ -601,8 +643,8 @@ class _ChildSetup:
                 os.setresgid(self._ids.group, self._ids.group, self._ids.group)
             if self._ids.user is not None:
                 os.setresuid(self._ids.user, self._ids.user, self._ids.user)
-        except (OSError, ValueError) as exc:  # setrlimit raises ValueError for EINVAL and EPERM
-            os.write(self._error_file, f"cannot {step}: {getattr(exc, 'strerror', exc)}".encode())
+        except OSError as exc:
+            os.write(self._error_file, f"cannot {step}: {exc.strerror}".encode())
             raise
 
     def failure(self) -> str:
@@ -617,9 +659,3 @@ def _cannot_run(program: str, exc: OSError) -> HostError:
     if exc.errno == errno.ENOENT and os.path.exists(program):  # noqa: PTH110 - text
         return files.failed(f"run {program}", OSError(exc.errno, "the interpreter that it names is missing"))
     return files.failed(f"run {program}", exc)
-
-
-def _lower(value: int, ceiling: int) -> int:
-    if resource.RLIM_INFINITY in (value, ceiling):
-        return ceiling if value == resource.RLIM_INFINITY else value
-    return min(value, ceiling)

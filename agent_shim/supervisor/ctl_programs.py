@@ -32,7 +32,7 @@ T = TypeVar("T")
 PROCESSES_PER_TURN: Final = 50
 """Processes opened, signalled or released per turn of the event loop."""
 MAX_CONCURRENT_SPAWNS: Final = 3
-"""Each spawn blocks the event loop for some milliseconds."""
+"""Each takes turns of the event loop, a thread and a processor from the others."""
 KILL_ROUNDS: Final = 3
 """Rounds of KILL: a process forked during one round is found in the next."""
 MAX_PROOF_PASSES: Final = 40
@@ -50,6 +50,7 @@ MAX_LAST_BYTES: Final = 400
 """Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
 """Length of output searched for that line."""
+_UNCAGED: Final = "%s: cannot use a cgroup, tracking its processes by descent: %s"
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
@@ -104,25 +105,18 @@ class Programs:
             }
             if "TZ" in os.environ:
                 env["TZ"] = os.environ["TZ"]
-            groups: list[str] = []
-            if not is_aside:
-                env[process_record.MARK] = process_record.mark(label, self._base)
-                try:
-                    groups = await asyncio.to_thread(self.ownership.cage(label).make)
-                except OSError as exc:
-                    text = "cannot make a cgroup for %s, tracking its processes by descent: %s"
-                    logger.warning(text, label, exc)
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
                 as_user = partial(process.spawn, user=program.user, group=program.group)
                 spawn = partial(as_user, program.argv, env=env, stdout=output, stderr=output)
-                try:
-                    return spawn(cgroups=groups)
-                except HostError as exc:
-                    if not groups or "cgroup" not in str(exc):
-                        raise
-                    logger.warning("%s: cannot use its cgroup, tracking processes by descent: %s", name, exc)
+                if is_aside:
                     return spawn()
+                env[process_record.MARK] = process_record.mark(label, self._base)
+                cage = self.ownership.cage(label)
+                if program.user or program.group:
+                    return await _spawn_in(cage, label, spawn)
+                enter = partial(_enter, cage, label)
+                return await process.spawn_prepared(enter, program.argv, env=env, stdout=output, stderr=output)
 
     # --- processes of a service -------------------------------------------------------------------------------------
 
@@ -326,6 +320,30 @@ class Programs:
             return None
         opened.callback(os.close, output)
         return output
+
+
+def _enter(cage: job_cgroups.JobCgroup, label: str, program: Process) -> None:
+    """Move a program that does not run yet into the cgroup of its service, where that is possible."""
+    try:
+        cage.take(program)
+    except OSError as exc:
+        logger.warning(_UNCAGED, label, exc)
+
+
+async def _spawn_in(cage: job_cgroups.JobCgroup, label: str, spawn: Callable[..., Process]) -> Process:
+    """Start a program of another user, which enters the cgroup by itself, where that is possible."""
+    try:
+        groups = await asyncio.to_thread(cage.make)
+    except OSError as exc:
+        logger.warning(_UNCAGED, label, exc)
+        return spawn()
+    try:
+        return spawn(cgroups=groups)
+    except HostError as exc:
+        if not groups or "cgroup" not in str(exc):
+            raise
+        logger.warning(_UNCAGED, label, exc)
+        return spawn()
 
 
 def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:

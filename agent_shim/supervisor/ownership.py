@@ -239,16 +239,16 @@ class Ownership:
 
     def verdict(self, each: proc.Stat) -> Verdict:
         """Attribute one process by proof."""
+        if (own := self.label_of(each.pid)) is not None and each.pid not in (1, os.getpid()):
+            return own  # the strongest evidence, for which no other service is looked at
         near = self._near(each)
         caged = {pid: label for pid in near if (label := self.label_of(pid)) is not None}
         return kinship(near, self.records(), caged, wanted=[each.pid]).verdicts[each.pid]
 
-    def leads_session(self, each: proc.Stat, label: str) -> bool:
-        """True if the session of a process started with it or with another process of the service."""
+    def other_leader(self, each: proc.Stat) -> proc.Stat | None:
+        """Return the living leader of the session of a process; None if that process leads it, or none is left."""
         leader = proc.stat(each.session)
-        if leader is None or not leader.is_alive or leader.identity == each.identity:
-            return True
-        return self.verdict(leader) == label
+        return leader if leader is not None and leader.is_alive and leader.identity != each.identity else None
 
     def tie(self, each: proc.Stat, label: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
         """Relate a living process to the service whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""

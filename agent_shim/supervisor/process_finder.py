@@ -100,7 +100,9 @@ class ProcessFinder:
         if found is None:
             return False
         one, tie = found
-        leads_session = tie is Tie.OWNED and await asyncio.to_thread(self._ownership.leads_session, one, spec.label)
+        leads_session = tie is Tie.OWNED
+        if leads_session and (leader := self._ownership.other_leader(one)) is not None:
+            leads_session = await asyncio.to_thread(self._ownership.verdict, leader) == spec.label
         if not self._take_up(one):
             return False
         traces.known, traces.heeded, traces.is_guest = one.identity, pidfile, tie is not Tie.OWNED

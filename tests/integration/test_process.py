@@ -8,18 +8,20 @@ import errno
 import itertools
 import os
 import pty
-import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, reaper
+from agent_shim.host.process import Process
 from tests.support.programs import argv, end_marked, eventually, is_alive, marked, number_in
 
 SH = "/bin/sh"
@@ -201,23 +203,135 @@ async def test_output_waits_for_no_pipe_and_goes_into_no_file_of_another_name(
 
 
 async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> None:
-    """Working directory, umask, empty input, own group and session, priority and limits are as asked."""
-    script = "pwd; umask; cat | wc -c; ulimit -n; ps -o pgid=,sid=,ni= -p $$"
+    """Working directory, umask, empty input, own group and session, priority and variables are as asked."""
+    script = "pwd; umask; cat | wc -c; ps -o pgid=,sid=,ni= -p $$; tr '\\0' '\\n' </proc/$$/environ"
     out = tmp_path / "out"
-    child = process.spawn(
-        shell(script),
-        env=env,
-        cwd=tmp_path,
-        umask=0o077,
-        nice=3,
-        stdout=out,
-        limits={resource.RLIMIT_NOFILE: (64, 64)},
-    )
+    env |= {"no.name-of-a-shell": "1"}
+    child = process.spawn(shell(script), env=env, cwd=tmp_path, umask=0o077, nice=3, stdout=out)
     assert await child.wait() == 0
-    where, umask, size, files, ps = out.read_text().splitlines()
+    where, umask, size, ps, *variables = out.read_text().splitlines()
 
-    assert (where, umask, size.strip(), files) == (str(tmp_path), "0077", "0", "64")
+    assert (where, umask, size.strip()) == (str(tmp_path), "0077", "0")
     assert ps.split() == [str(child.pid), str(child.pid), str(os.nice(0) + 3)]
+    assert variables == [f"{name}={value}" for name, value in env.items()]
+
+
+async def test_a_prepared_program_finds_what_a_spawned_one_finds(env: dict[str, str], tmp_path: Path) -> None:
+    """Its own pid and session, an empty input, the same descriptors and variables."""
+    script = shell(
+        "ps -o pid=,sid= -p $$; cat | wc -c; ls /proc/self/fd; tr '\\0' '\\n' </proc/$$/environ; kill -STOP $$"
+    )
+    seen = []
+    for name in ("spawned", "prepared"):
+        with (tmp_path / name).open("wb", buffering=0) as out:
+            stream = out.fileno()
+            if name == "spawned":
+                child = process.spawn(script, env=env, stdout=stream)
+            else:
+                child = await process.spawn_prepared(lambda _: None, script, env=env, stdout=stream)
+        await eventually(partial(is_stopped, child.pid))
+        ids, *rest = (tmp_path / name).read_text().splitlines()
+        assert ids.split() == [str(child.pid), str(child.pid)]
+        seen.append(rest)
+        await child.terminate(0)
+
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 1 + 4 + len(env)
+
+
+def is_stopped(pid: int) -> bool:
+    found = proc.stat(pid)
+    return found is not None and found.state == "T"
+
+
+async def test_a_program_whose_preparation_fails_does_not_run(env: dict[str, str], tmp_path: Path) -> None:
+    """Its process exits and is reaped."""
+    waiting: list[Process] = []
+
+    def fail(each: Process) -> None:
+        waiting.append(each)
+        raise HostError("cannot prepare it")
+
+    with pytest.raises(HostError, match="cannot prepare it"):
+        await process.spawn_prepared(fail, ["/usr/bin/touch", str(tmp_path / "ran")], env=env)
+
+    assert await waiting[0].wait() != 0
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, str], tmp_path: Path) -> None:
+    """As one that is stopped while the kernel keeps the lock of its cgroups."""
+    begun: asyncio.Queue[Process] = asyncio.Queue()
+    go, loop = threading.Event(), asyncio.get_running_loop()
+
+    def prepare(each: Process) -> None:
+        loop.call_soon_threadsafe(begun.put_nowait, each)
+        go.wait(30)
+
+    start = asyncio.ensure_future(process.spawn_prepared(prepare, ["/usr/bin/touch", str(tmp_path / "ran")], env=env))
+    waiting = await begun.get()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    go.set()
+
+    assert await waiting.wait() != 0
+    assert not (tmp_path / "ran").exists()
+
+
+DYING = """
+import asyncio, os, sys
+from agent_shim.host import process
+def prepare(waiting):
+    print(waiting.pid, flush=True)
+    os.kill(os.getpid(), 9)
+asyncio.run(process.spawn_prepared(prepare, ["/usr/bin/touch", sys.argv[1]], env={}))
+"""
+
+
+async def test_a_program_that_waits_for_a_killed_agent_does_not_run(tmp_path: Path) -> None:
+    """The next agent starts it."""
+    command = [sys.executable, "-c", DYING, str(tmp_path / "ran")]
+    agent = process.spawn(command, env={"PATH": "/bin"}, stdout=tmp_path / "pid")
+
+    assert await agent.wait() == 137
+    await eventually(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        (None, 0, "No such file or directory"),
+        ("#!/bin/sh\n", 0o644, "Permission denied"),
+        ("#!/no/such/interpreter -e\n", 0o755, "the interpreter that it names is missing"),
+        ("#!\t/no/such/interpreter\n", 0o755, "the interpreter that it names is missing"),
+        ("echo no first line\n", 0o755, "Exec format error"),
+    ],
+)
+async def test_a_program_that_cannot_be_executed_is_refused(
+    env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str
+) -> None:
+    """At once, also where another program would execute it."""
+    program = tmp_path / "program"
+    if text is not None:
+        program.write_text(text)
+        program.chmod(mode)
+    await refused(program, why, env)
+
+
+async def test_a_directory_is_no_program(env: dict[str, str], tmp_path: Path) -> None:
+    """It is searchable, not executable."""
+    await refused(tmp_path, "Permission denied", env)
+
+
+async def refused(program: Path, why: str, env: dict[str, str]) -> None:
+    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
+        process.spawn([str(program)], env=env)
+    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
+        process.spawn([str(program)], env=env, nice=1)
+    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
+        await process.spawn_prepared(lambda _: None, [str(program)], env=env)
 
 
 async def test_a_program_is_in_its_cgroups_before_it_runs(env: dict[str, str], tmp_path: Path) -> None:
@@ -267,18 +381,6 @@ def test_the_terminal_of_the_agent_is_closed_to_its_programs() -> None:
     assert b"code 0" not in said
     assert b"code " in said
     assert b"pushed\r\n" not in said
-
-
-async def test_limit_out_of_reach_is_lowered(env: dict[str, str], tmp_path: Path) -> None:
-    """A container whose ceiling is low still starts the job."""
-    _, ceiling = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if ceiling == resource.RLIM_INFINITY:
-        pytest.skip("no ceiling here")
-    limits = {resource.RLIMIT_NOFILE: (ceiling * 2, resource.RLIM_INFINITY)}
-    child = process.spawn(shell("ulimit -n; ulimit -Hn"), env=env, stdout=tmp_path / "out", limits=limits)
-
-    assert await child.wait() == 0
-    assert (tmp_path / "out").read_text() == f"{ceiling}\n{ceiling}\n"
 
 
 async def test_terminate_asks_first(env: dict[str, str], tmp_path: Path) -> None:

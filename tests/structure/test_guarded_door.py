@@ -123,6 +123,7 @@ RAW: Mapping[str, Raw] = {
                 "JobCgroup.kill",
                 "JobCgroup.make",
                 "JobCgroup.members",
+                "JobCgroup.take",
                 "_below",
                 "_forbid_swap",
                 "_hand_down",
@@ -212,8 +213,8 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.process": Raw(
-        "the files of cgroups, and whether a program that could not be run is there",
-        frozenset({"_ChildSetup.__init__", "_cannot_run"}),
+        "the files of cgroups, and whether a program that is to run is there: no content is read",
+        frozenset({"_ChildSetup.__init__", "_cannot_run", "_require_executable"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "host.copytruncate": Raw(

@@ -508,19 +508,28 @@ def test_the_last_session_of_a_daemon_is_recorded() -> None:
     assert guest.sessions == []
 
 
-def test_a_session_of_another_process_is_not_led(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
-    """A leader, the heir of one that is gone or dead, and a process whose leader is of the service lead theirs."""
+def test_a_session_has_another_leader(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+    """Not for the leader itself and the heirs of one that is gone or dead."""
     ownership = Ownership(BASE)
-    ownership.records = lambda: [("web", ProcessRecord(known=(20, 1000)))]
     for each in (stat(10, session=10), stat(20, session=20), stat(30, session=30, state="Z")):
         kernel[each.pid] = each, {}, ""
 
-    assert ownership.leads_session(stat(10, session=10), "web")
-    assert not ownership.leads_session(stat(11, session=10), "web")
-    assert ownership.leads_session(stat(21, session=20), "web")
-    assert not ownership.leads_session(stat(21, session=20), "other")
-    assert ownership.leads_session(stat(31, session=30), "web")
-    assert ownership.leads_session(stat(41, session=40), "web")
+    assert ownership.other_leader(stat(10, session=10)) is None
+    assert ownership.other_leader(stat(21, session=20)) == stat(20, session=20)
+    assert ownership.other_leader(stat(31, session=30)) is None
+    assert ownership.other_leader(stat(41, session=40)) is None
+
+
+def test_the_cgroup_of_a_process_tells_its_service_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record of another service is read for it; of 200 that start together each would read all."""
+    ownership = Ownership(BASE)
+    monkeypatch.setattr(ownership, "label_of", {10: "web", 1: "web", os.getpid(): "web"}.get)
+    monkeypatch.setattr(ownership, "records", lambda: pytest.fail("they are read"))
+
+    assert ownership.verdict(stat(10)) == "web"
+    monkeypatch.setattr(ownership, "records", tuple)
+    assert ownership.verdict(stat(os.getpid())) is Unproven.AGENTS
+    assert ownership.verdict(stat(1)) is Unproven.AGENTS
 
 
 def test_members_without_a_guest_and_with_their_sessions() -> None:

@@ -58,14 +58,15 @@ async def test_the_end_of_the_start_program_is_recorded(tmp_path: Path, is_alive
     assert recorded == ([((77, 5), 77, 9)] if ended else [])
 
 
-@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize(("leader", "leads"), [(None, True), ("web", True), ("db", False)])
 async def test_only_a_process_with_the_services_session_widens_the_record(
-    monkeypatch: pytest.MonkeyPatch, leads: bool
+    monkeypatch: pytest.MonkeyPatch, leader: str | None, leads: bool
 ) -> None:
     """Otherwise the session of an operator's shell would be ended with the job."""
     own = proc.stat(os.getpid())
     assert own is not None
-    finder = ProcessFinder(cast("Any", SimpleNamespace(leads_session=lambda *_: leads)), Timing(), lambda: None)
+    owned = SimpleNamespace(other_leader=lambda _: leader and own, verdict=lambda _: leader)
+    finder = ProcessFinder(cast("Any", owned), Timing(), lambda: None)
 
     async def found(*_: object) -> tuple[proc.Stat, Tie]:
         return own, Tie.OWNED
@@ -86,9 +87,8 @@ async def test_a_process_that_was_found_is_recorded_and_saved(
     """One that ends before it is taken up is not there."""
     path, changes = tmp_path / "pid", list[object]()
     path.write_text("8")
-    finder = ProcessFinder(
-        cast("Any", SimpleNamespace(leads_session=lambda *_: False)), Timing(), lambda: changes.append(1)
-    )
+    owned = SimpleNamespace(other_leader=lambda each: each, verdict=lambda _: "db")
+    finder = ProcessFinder(cast("Any", owned), Timing(), lambda: changes.append(1))
 
     async def found(*_: object) -> tuple[proc.Stat, Tie]:
         return proc.Stat(8, "S", 1, 8, 6, 0, 80, 0), tie
