@@ -118,17 +118,23 @@ async def start(agent: Agent) -> str:
 
     Fails if files of the jobs or the persistent disk of the store are missing: jobs would write below the mount point.
     """
-    if problem := missing_files(agent) or await agent.disks.problem():
+    problem = missing_files(agent)
+    if not problem:
+        problem, job_files = await asyncio.gather(agent.disks.problem(), _monit_files(agent))
+    if problem:
         raise ActionError(f"Starting Monitored Services: {problem}")
-    with errors_as("Configuring jobs: cannot read the monit files"):
-        files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
-    await agent.supervisor.configure(files)
+    await agent.supervisor.configure(job_files)
     # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.state_backup.prepared()
     agent.supervisor.resume()
 
     await agent.supervisor.start(partial(record_health, agent), agent.state_backup.update)
     return "started"
+
+
+async def _monit_files(agent: Agent) -> list[JobFile]:
+    with errors_as("Configuring jobs: cannot read the monit files"):
+        return await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
 
 
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:

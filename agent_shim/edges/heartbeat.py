@@ -1,7 +1,7 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
 The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s of
-silence, so a heartbeat is sent when due, with the latest available vitals; everything else in it is current.
+silence, so a heartbeat waits for its vitals for a moment only; everything else in it is current.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from agent_shim.core.errors import BusError
+from agent_shim.host import clock
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Message(msgspec.Struct, frozen=True):
 class Heartbeat(Generic[V]):
     """Sends heartbeats on a grid of ``period`` seconds, and extra ones on request; ``run`` is the root task.
 
-    ``collect`` measures the vitals. It starts ``collect_s`` seconds before a heartbeat; if it is late or fails, the
+    ``collect`` measures the vitals. A heartbeat waits at most ``collect_s`` seconds for it; if it is late or fails, the
     previous vitals are sent. ``compose`` builds the message from the vitals (None before the first) and the current
     state; ``publish`` raises ``BusError`` while disconnected.
     """
@@ -74,16 +75,13 @@ class Heartbeat(Generic[V]):
 
     async def run(self) -> NoReturn:
         """Send heartbeats endlessly."""
-        due = time.monotonic() + self._period
+        due = time.monotonic() + clock.until_beat(self._period)
         try:
             while True:
-                if await self._is_requested(due - self._collect_s):
-                    self._now.clear()
-                    await asyncio.wait({self._measure()}, timeout=self._collect_s)
-                else:
-                    self._measure()
-                    await asyncio.sleep(due - time.monotonic())
+                if not await self._is_requested(due):
                     due += self._period * ((time.monotonic() - due) // self._period + 1)
+                self._now.clear()
+                await asyncio.wait({self._measure()}, timeout=self._collect_s)
                 await self._beat()
         finally:
             if self._measuring is not None:

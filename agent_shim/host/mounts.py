@@ -36,6 +36,10 @@ _ESCAPED = re.compile(rb"[ \t\n\\#]")
 """Bytes that the kernel replaces in the table; ``#`` not all kernels."""
 
 
+_LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
+"""Kinds of file systems that one kernel writes: it keeps their contents in memory, and sees no change by another."""
+
+
 class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo (proc(5)).
 
@@ -96,6 +100,12 @@ def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
         found = min(children, key=lambda mount: len(mount.point.parts))
         children = [mount for mount in above if mount.parent == found.number != mount.number]
     return found
+
+
+def is_local(path: Path) -> bool:
+    """Return True if no other machine can read or write the file system of ``path`` while it is mounted here."""
+    mount = mount_of(path)
+    return mount is not None and mount.kind in _LOCAL
 
 
 def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:

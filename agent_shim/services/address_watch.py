@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 from agent_shim.core.settings import Effective
-from agent_shim.host import network
+from agent_shim.host import clock, network
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class AddressWatch:
         """Look in every period, for ever."""
         while True:
             self.look()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(clock.until_beat(POLL_S))
 
     def look(self) -> None:
         """Compare the addresses once."""

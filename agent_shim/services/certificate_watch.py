@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Final, NoReturn
 
 from agent_shim.core.x509 import Validity, validities
+from agent_shim.host.clock import until_beat
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class CertificateWatch:
         """Look in every period, for ever."""
         while True:
             self.look()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(until_beat(POLL_S))
 
     def look(self) -> None:
         """Look once; new warnings are logged."""

@@ -23,7 +23,7 @@ from typing import Final, NoReturn
 
 from agent_shim.core.errors import HostError
 from agent_shim.core.settings import Mbus, bus_address
-from agent_shim.host import nftables
+from agent_shim.host import clock, nftables
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Firewall:
                 self._log_change(before)
             self.due.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(RULES_PERIOD_S):
+                async with asyncio.timeout(clock.until_beat(RULES_PERIOD_S)):
                     await self.due.wait()
 
     def _log_change(self, before: str) -> None:

@@ -3,7 +3,8 @@
 A pod may be recreated while its predecessor still shuts down, and an unreachable node may run a pod that was replaced
 long ago. So an agent locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when the
 agent ends, and knows only agents on the same machine; so the locked file is also a lease, renewed every few seconds. No
-clocks are compared: a lease expires when the observer has not seen it change for a while.
+clocks are compared: a lease expires when the observer has not seen it change for a while. A file system that only this
+kernel writes shows no change to others, and has no renewals (decision 25).
 
 | lock | lease | action |
 |---|---|---|
@@ -35,7 +36,7 @@ import msgspec
 from agent_shim.core import wire
 from agent_shim.core.errors import AlreadyRunningError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, guarded, proc
+from agent_shim.host import clock, files, guarded, mounts, proc
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class _Hold(msgspec.Struct):
     descriptor: int
     turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     count: int = 0
+    is_local: bool | None = None
+    """Only this kernel writes to the file system; None until the first renewal."""
+    version: tuple[int, int, int] | None = None
+    """Version of the file after our last write, if the file system is local."""
 
 
 class VolumeLeases:
@@ -172,7 +177,10 @@ class VolumeLeases:
 
         while True:
             await asyncio.sleep(clock.until_beat(self._pace.period))
-            for directory in list(self._held):
+            for directory, hold in list(self._held.items()):
+                # A stat of a local file does not block.
+                if hold.version and hold.version == files.version(directory / NAME):
+                    continue
                 if directory not in renewing or renewing[directory].done():
                     renewing[directory] = asyncio.create_task(renew(directory), name="lease")
 
@@ -188,6 +196,9 @@ class VolumeLeases:
                 return f"{directory.parent} was taken over by {taker}"
             hold.count += 1
             self._write(directory, hold)
+            if hold.is_local is None:
+                hold.is_local = mounts.is_local(directory)
+            hold.version = files.version(directory / NAME) if hold.is_local else None
         return ""
 
     def _taker(self, directory: Path, hold: _Hold) -> str:

@@ -314,11 +314,15 @@ class Supervisor:
         self._settled_at = time.monotonic() + self._settling()
         await self._trust(self._services.values())
         wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
-        await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
         self._is_starting = any(each.spec.is_vcap and each.state not in MONITORED for each in wanted)
+
+        async def mark() -> None:
+            await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
+            await asyncio.gather(*(work() for work in beside))  # one copies the marker
+
         try:
             # Save first: if this agent exits on the way, the next one knows every started process.
-            await asyncio.gather(self._save(starting=wanted), self._monit_files_written(), *(work() for work in beside))
+            await asyncio.gather(self._save(starting=wanted), self._monit_files_written(), mark())
         finally:
             self._is_starting = False
         for service in wanted:

@@ -707,7 +707,7 @@ class NatsBus:
         """Reconnect when the server's name resolves elsewhere; the server that lost the name may still answer."""
         gone = 0
         while link is self._link:
-            await asyncio.sleep(self._timing.look)
+            await asyncio.sleep(clock.until_beat(self._timing.look))
             with suppress(OSError):
                 gone = 0 if link.peer in await look_up(link.url) else gone + 1
             if gone >= self._timing.gone:

@@ -28,7 +28,7 @@ import msgspec
 
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, guarded, worker_client
+from agent_shim.host import clock, files, guarded, worker_client
 from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Rotation:
     async def run(self) -> NoReturn:
         """Rotate logs in every period, for ever."""
         while True:
-            await asyncio.sleep(self._limits.period)
+            await asyncio.sleep(clock.until_beat(self._limits.period))
             try:
                 if await asyncio.to_thread(_put_out_of_force, self._rule):
                     await self.rotate()

@@ -60,6 +60,28 @@ def test_a_path_lies_on_the_mount_the_kernel_would_meet(path: str, source: str, 
     assert mount.source == source
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_local"),
+    [("ext4", True), ("xfs", True), ("tmpfs", True), ("nfs4", False), ("cifs", False), ("fuse.x", False), ("9p", False),
+     ("virtiofs", False), ("ceph", False), ("of a later kernel", False)],
+)  # fmt: skip
+def test_a_file_system_that_another_machine_may_write_is_not_local(
+    monkeypatch: pytest.MonkeyPatch, kind: str, is_local: bool
+) -> None:
+    """One of an unknown kind may be of that sort."""
+    table = mounts.parse(TABLE.replace(b"xfs", kind.replace(" ", r"\040").encode()))
+    monkeypatch.setattr(mounts, "mounts", lambda: table)
+
+    assert mounts.is_local(Path("/vol/data")) is is_local
+
+
+def test_a_path_on_no_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a namespace whose root cannot be reached."""
+    monkeypatch.setattr(mounts, "mounts", list)
+
+    assert not mounts.is_local(Path("/vol"))
+
+
 def test_lines_that_are_no_mounts_are_left_out() -> None:
     """Half a line, no dash, words for numbers: nothing is made of them."""
     lines = (

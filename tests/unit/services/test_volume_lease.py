@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from agent_shim.core.errors import HostError
+from agent_shim.host import clock as clock_of_agent
+from agent_shim.host import mounts
 from agent_shim.services import volume_lease
 from agent_shim.services.volume_lease import Lease, Pace, VolumeLeases
 
@@ -251,10 +253,42 @@ def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert leases().hold(tmp_path) == ""
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_a_lease_that_no_other_machine_sees_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """It is written again after a change, in case that was another agent's."""
+    monkeypatch.setattr(mounts, "is_local", lambda _: is_local)
+    one, beats = leases(), asyncio.Semaphore(0)
+    one.hold(tmp_path)
+
+    def until_beat(_: float) -> float:
+        beats.release()
+        return 0.005
+
+    monkeypatch.setattr(clock_of_agent, "until_beat", until_beat)
+    keeping = asyncio.create_task(one.keep(pytest.fail))
+
+    async def after_some_beats() -> int:
+        async with asyncio.timeout(5):
+            while one._held[tmp_path].is_local is None:
+                await asyncio.sleep(0.001)
+        for _ in range(12):
+            await beats.acquire()
+        return lease(tmp_path).count
+
+    count = await after_some_beats()
+    assert (count == 1) is is_local
+    (tmp_path / volume_lease.NAME).touch()
+    assert await after_some_beats() > count
+    keeping.cancel()
+
+
 async def test_volume_that_hangs_does_not_cost_the_others_their_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No second renewal happens meanwhile."""
+    monkeypatch.setattr(mounts, "is_local", lambda _: False)
     one = leases()
     good, bad = tmp_path / "good", tmp_path / "bad"
     one.hold(bad)

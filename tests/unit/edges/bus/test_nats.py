@@ -169,7 +169,7 @@ async def test_a_server_that_greets_an_attempt_in_vain_is_heard(monkeypatch: pyt
 
 async def test_a_server_whose_name_leads_to_it_is_followed_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a name that cannot be looked up."""
-    made, link = bus(None, timing=Timing(look=0.0, gone=2)), nats._Link(lambda *_: None, lambda _: None)
+    made, link = bus(None, timing=Timing(look=0.001, gone=2)), nats._Link(lambda *_: None, lambda _: None)
     made._link = link
     link._wire.peer = "192.0.2.1"
     other, both = ["192.0.2.2"], ["192.0.2.1", "192.0.2.2"]
