@@ -16,6 +16,7 @@ import os
 import posixpath
 import re
 import stat
+import struct
 import sys
 import tarfile
 import time
@@ -30,7 +31,7 @@ from isal import isal_zlib
 
 from agent_shim.core.digest import Digest, MultipleDigest
 from agent_shim.core.errors import HostError
-from agent_shim.host import files, guarded
+from agent_shim.host import cgroups, files, guarded
 from agent_shim.host.descriptors import closing
 from agent_shim.host.worker_client import Tree
 
@@ -41,12 +42,21 @@ VANISHED: Final = "it vanished before it was read"
 
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
-PIECE_BYTES: Final = 256 * 1024
-"""Part of the archive that is compressed and hashed at once, beside the reading of the next ones."""
-MAX_PIECES: Final = 4
+PIECE_BYTES: Final = 512 * 1024
+"""Part of the archive that is compressed and hashed at once, beside the reading of the next ones: half of it hands over
+too often.
+"""
+MAX_PIECES: Final = 8
 """Pieces that wait for compression, digests and disk."""
 LEVEL: Final = 2
 """Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
+
+MAX_COMPRESSORS: Final = 2
+"""Threads that compress; one that hashes and writes keeps up with twice as many."""
+GZIP_HEAD: Final = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
+"""Head of gzip without name and time (RFC 1952)."""
+DEFLATE_END: Final = b"\x03\0"
+"""A last block without content (RFC 1951)."""
 
 MAX_JOB_ENTRIES: Final = 20_000
 """Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
@@ -412,8 +422,9 @@ def _new_piece() -> memoryview:
 class Sink:
     """Output of the archive: through gzip and the digests to the file. A context manager.
 
-    One thread compresses, another hashes and writes, the caller's reads: all three release the interpreter for most of
-    it. An error of the output is raised by a later write.
+    The caller's thread reads, others compress, one hashes and writes: all release the interpreter for most of it. Each
+    piece is compressed without those before it, so the number of threads does not change the archive. An error of a
+    thread is raised by a later write.
     """
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
@@ -421,12 +432,16 @@ class Sink:
         self.newest = sys.maxsize if newest is None else newest
         self._newest_seen = 0
         self._hashers = [hashlib.sha1(usedforsecurity=False), hashlib.sha512(usedforsecurity=False)]
-        # 31: with a gzip header, which holds neither name nor time.
-        self._gzip = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, 31) if compressed else None
-        self._compressing, self._putting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._pieces: deque[tuple[memoryview, Future[Future[None]]]] = deque()
+        self._is_compressed = compressed
+        self._crc = self._size = 0
+        # A pool starts its second thread when the first is busy: seldom for small files, which take longer to read.
+        self._compressing = ThreadPoolExecutor(_compressors())
+        self._putting = ThreadPoolExecutor(1)
+        self._pieces: deque[tuple[memoryview, Future[None]]] = deque()
         self._piece = _new_piece()
         self._filled = 0
+        if compressed:
+            self._emit(GZIP_HEAD)
 
     def __enter__(self) -> Self:
         return self
@@ -446,20 +461,21 @@ class Sink:
     def _room(self) -> memoryview:
         """Return the rest of the piece to fill, at least one byte."""
         if self._filled == PIECE_BYTES:
-            self._pieces.append((self._piece, self._compressing.submit(self._compress, self._piece)))
+            self._submit(self._piece)
             is_full = len(self._pieces) > MAX_PIECES
             self._piece = self._finished() if is_full else _new_piece()
             self._filled = 0
         return self._piece[self._filled :]
 
+    def _submit(self, piece: memoryview) -> None:
+        packed = self._compressing.submit(_deflated, piece) if self._is_compressed else None
+        self._pieces.append((piece, self._putting.submit(self._put, piece, packed)))
+
     def _finished(self) -> memoryview:
         """Wait for the oldest piece and return it, to be filled again."""
-        piece, compressed = self._pieces.popleft()
-        compressed.result().result()
+        piece, put = self._pieces.popleft()
+        put.result()
         return piece
-
-    def _compress(self, piece: memoryview) -> Future[None]:
-        return self._putting.submit(self._put, self._gzip.compress(piece) if self._gzip else piece)
 
     def write_header(self, header: tarfile.TarInfo) -> None:
         self._newest_seen = max(self._newest_seen, int(header.mtime))
@@ -518,19 +534,42 @@ class Sink:
     def finish(self) -> MultipleDigest:
         """Write the end of the archive: two empty blocks."""
         self.write(bytes(2 * tarfile.BLOCKSIZE))
+        self._submit(self._piece[: self._filled])
         while self._pieces:
             self._finished()
-        rest = self._piece[: self._filled]
-        self._put(self._gzip.compress(rest) + self._gzip.flush() if self._gzip else rest)
+        if self._is_compressed:
+            self._emit(DEFLATE_END + struct.pack("<LL", self._crc, self._size % 2**32))
         return MultipleDigest(tuple(Digest(each.name, each.hexdigest()) for each in self._hashers))
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _put(self, piece: memoryview, packed: Future[bytes] | None) -> None:
+        if packed is None:
+            self._emit(piece)
+            return
+        self._crc = isal_zlib.crc32(piece, self._crc)
+        self._size += len(piece)
+        self._emit(packed.result())
+
+    def _emit(self, data: bytes | memoryview) -> None:
         for each in self._hashers:
             each.update(data)
         try:
             self._out.write(data)
         except OSError as exc:
             raise OutputError(exc.errno, exc.strerror) from exc
+
+
+def _compressors() -> int:
+    """Return the number of threads that compress: without a second processor a second one is no gain, and with a quota
+    of less it makes jobs and the agent wait for the next period.
+    """
+    quota = cgroups.processors(cgroups.find()) or MAX_COMPRESSORS
+    return max(1, min(MAX_COMPRESSORS, len(os.sched_getaffinity(0)), int(quota)))
+
+
+def _deflated(piece: memoryview) -> bytes:
+    """Return a part of a deflate stream that ends at a byte and refers to nothing before it."""
+    packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, -15)
+    return packer.compress(piece) + packer.flush(isal_zlib.Z_FULL_FLUSH)
 
 
 # --- patterns -------------------------------------------------------------------------------------------------------

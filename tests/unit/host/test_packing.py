@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
+import itertools
 import os
 import re
 import signal
 import socket
 import subprocess
 import tarfile
+import threading
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import archive, guarded, packing
+from agent_shim.host import archive, cgroups, guarded, packing
 from agent_shim.host.worker_client import Tree
 from tests.support.users import as_ordinary_user
 
@@ -91,7 +96,7 @@ def tree(tmp_path: Path) -> Path:
     (tree / "link").symlink_to("/var/vcap/packages/other")
     (tree / "to-dir").symlink_to("lib")
     (tree / "twin").hardlink_to(tree / "lib" / "a")
-    (tree / "big").write_bytes(os.urandom(300_001))
+    (tree / "big").write_bytes(os.urandom(packing.PIECE_BYTES + 30_001))
     for path in tree.rglob("*"):
         os.utime(path, (1_600_000_000, 1_600_000_000), follow_symlinks=False)
     os.utime(tree, (1_600_000_000, 1_600_000_000))
@@ -157,6 +162,104 @@ def test_header_is_that_of_tarfile(
             packing.header_block(header)
     else:
         assert packing.header_block(header) == wanted
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log of more pieces than wait at a time, each with lines of its own."""
+    large = tmp_path / "large"
+    large.mkdir()
+    lines = (f"{number} {hashlib.sha512(b'%d' % number).hexdigest()}\n" for number in range(10_000))
+    (large / "a.log").write_text("".join(lines))
+    monkeypatch.setattr(packing, "PIECE_BYTES", 64 * 1024)
+    assert (large / "a.log").stat().st_size > 2 * packing.MAX_PIECES * packing.PIECE_BYTES
+    return large
+
+
+def with_processors(monkeypatch: pytest.MonkeyPatch, number: int, quota: float | None = None) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)))
+    monkeypatch.setattr(cgroups, "processors", lambda _: quota)
+
+
+def test_two_threads_that_compress_keep_the_order(tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second piece is ready before the first: the archive is one gzip member, with the bytes of one thread."""
+    with_processors(monkeypatch, 1)
+    wanted = logs(large)
+    with_processors(monkeypatch, 2)
+    honest, seen, is_behind = packing._deflated, itertools.count(), threading.Event()
+
+    def deflated(piece: memoryview) -> bytes:
+        number = next(seen)
+        if number == 0:
+            assert is_behind.wait(60)
+        data = honest(piece)
+        if number == 1:
+            is_behind.set()
+        return data
+
+    monkeypatch.setattr(packing, "_deflated", deflated)
+    data = logs(large)
+    (tmp_path / "a.tgz").write_bytes(data)
+    inflater = zlib.decompressobj(31)
+    tar = inflater.decompress(data)
+
+    assert data == wanted
+    assert (inflater.eof, inflater.unused_data) == (True, b"")
+    assert subprocess.run(["gzip", "-t", tmp_path / "a.tgz"]).returncode == 0
+    assert tar[512:].startswith((large / "a.log").read_bytes())
+    assert content(data, "./a.log") == (large / "a.log").read_bytes()
+
+
+@pytest.mark.parametrize(("number", "quota"), [(1, None), (2, 1.5), (2, 0.1)])
+def test_one_processor_is_left_to_jobs(
+    large: Path, monkeypatch: pytest.MonkeyPatch, number: int, quota: float | None
+) -> None:
+    """A second thread that compresses gains nothing there."""
+    with_processors(monkeypatch, number, quota)
+    honest, threads = packing._deflated, set[int]()
+
+    def deflated(piece: memoryview) -> bytes:
+        threads.add(threading.get_ident())
+        return honest(piece)
+
+    monkeypatch.setattr(packing, "_deflated", deflated)
+
+    assert content(logs(large), "./a.log") == (large / "a.log").read_bytes()
+    assert len(threads) == 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_error_of_a_thread_ends_the_packing(large: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It is raised as it is, and no thread remains."""
+    with_processors(monkeypatch, number)
+    honest, seen, before = packing._deflated, itertools.count(), threading.active_count()
+
+    def deflated(piece: memoryview) -> bytes:
+        if next(seen) == 3:
+            raise MemoryError("of the fourth piece")
+        return honest(piece)
+
+    monkeypatch.setattr(packing, "_deflated", deflated)
+
+    with pytest.raises(MemoryError, match="of the fourth piece"):
+        logs(large)
+    assert threading.active_count() == before
+
+
+def test_a_full_disk_ends_the_packing(large: Path) -> None:
+    """Whatever waits to be compressed and written."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any, /) -> int:
+            if self.tell() > 1000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    before = threading.active_count()
+
+    with pytest.raises(packing.OutputError, match="No space left on device"):
+        packing.pack(Full(), [Tree(str(large), patterns=["**/*"])], remarks="remarks")
+    assert threading.active_count() == before
 
 
 def test_the_digests_are_those_of_the_archive(tree: Path) -> None:
