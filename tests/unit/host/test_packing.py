@@ -247,7 +247,7 @@ def test_an_error_of_a_thread_ends_the_packing(large: Path, monkeypatch: pytest.
 
 
 def test_a_full_disk_ends_the_packing(large: Path) -> None:
-    """Whatever waits to be compressed and written."""
+    """Pieces that wait to be compressed and written are dropped."""
 
     class Full(io.BytesIO):
         def write(self, data: Any, /) -> int:
