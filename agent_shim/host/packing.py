@@ -52,7 +52,7 @@ LEVEL: Final = 2
 """Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
 
 MAX_COMPRESSORS: Final = 2
-"""Threads that compress; one that hashes and writes keeps up with twice as many."""
+"""Threads that compress: a third would wait for the one that hashes and writes."""
 GZIP_HEAD: Final = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
 """Head of gzip without name and time (RFC 1952)."""
 DEFLATE_END: Final = b"\x03\0"
