@@ -80,12 +80,14 @@ class ServiceInfo(msgspec.Struct, frozen=True):
 
 
 class _Sample(NamedTuple):
-    """Processor time of a process tree at a moment, and the share reported then."""
+    """Processor time of a process tree and of its root alone at a moment, and the shares reported then."""
 
     identity: Identity
     taken_at: float
     ticks: int
+    own_ticks: int
     share: float
+    own_share: float
 
 
 class _Look(NamedTuple):
@@ -156,14 +158,15 @@ class ProcessStats:
                 tree = [processes[pid] for pid in proc.descent(children, [process.pid])]
                 kb = sum(stat.resident_kb for stat in tree)
                 uptime = clock.uptime_of(process.start_ticks)
-                cpu = self._cpu_share(service.name, process.identity, sum(stat.cpu_ticks for stat in tree), uptime)
                 alone = processes[process.pid]
+                ticks = sum(stat.cpu_ticks for stat in tree)
+                cpu, own_cpu = self._cpu_shares(service.name, process.identity, ticks, alone.cpu_ticks, uptime)
                 own = {
                     "parent": alone.parent,
                     "children": len(tree) - 1,
                     "own_mem_kb": alone.resident_kb,
                     "own_mem_percent": 100 * alone.resident_kb / total_kb,
-                    "own_cpu": self._cpu_share(f"{service.name} alone", process.identity, alone.cpu_ticks, uptime),
+                    "own_cpu": own_cpu,
                     "started_at": clock.wall_time_of(process.start_ticks),
                     "cpu_seconds": sum(stat.cpu_ticks + stat.reaped_ticks for stat in tree) / clock.TICKS,
                     "threads": sum(stat.threads for stat in tree),
@@ -191,20 +194,28 @@ class ProcessStats:
             )
         return found
 
-    def _cpu_share(self, name: str, identity: Identity, ticks: int, uptime: int) -> float:
-        """Return the percentage of all processors since the last sample, or since the start without one."""
+    def _cpu_shares(
+        self, name: str, identity: Identity, ticks: int, own_ticks: int, uptime: int
+    ) -> tuple[float, float]:
+        """Return the percentages of all processors, of a tree and of its root alone, since the last sample, or since
+        the start without one.
+        """
         now = time.monotonic()
         last = self._samples.get(name)
         if last is None or last.identity != identity:
-            seconds, used = float(uptime), ticks
+            last = _Sample(identity, now - uptime, 0, 0, 0.0, 0.0)
         elif now - last.taken_at < MIN_SAMPLE_S:
-            return last.share
-        else:
-            seconds, used = now - last.taken_at, ticks - last.ticks
-        share = 100 * used / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
-        share = min(100.0, max(0.0, share))  # exited descendants take their time with them
-        self._samples[name] = _Sample(identity, now, ticks, share)
-        return share
+            return last.share, last.own_share
+        seconds = now - last.taken_at
+        share, own_share = _percent(ticks - last.ticks, seconds), _percent(own_ticks - last.own_ticks, seconds)
+        self._samples[name] = _Sample(identity, now, ticks, own_ticks, share, own_share)
+        return share, own_share
+
+
+def _percent(ticks: int, seconds: float) -> float:
+    """Return the percentage of all processors; exited descendants take their time with them."""
+    share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
+    return min(100.0, max(0.0, share))
 
 
 class _ContainerMemory:
